@@ -1,0 +1,36 @@
+# make demo      train a tiny language model twice, with lax.psum and with DynamiQ (CPU is enough)
+# make test      lint, types and tests, as CI runs them
+# make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
+
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet
+
+.PHONY: demo test test-gpu clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-train
+	$(VENV)/bin/python examples/train_llm.py --model tiny --compare
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python -m pytest -q -n 2
+
+test-gpu:
+	$(PYTHON) -m pytest -q tests/gpu
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp stands for one set of extras; it is renewed when pyproject.toml changes.
+$(VENV)/.installed-train: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[dev,train]'
+	@touch $@

@@ -1,0 +1,137 @@
+"""Reports of the benchmarks: a table on the terminal, JSON in a file, a plot."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 200
+"""Characters of a line where the output is not a terminal: wide enough for every column."""
+
+
+class Column(NamedTuple):
+    """A column of the table: its title, with the unit, and the text of a row's cell."""
+
+    title: str
+    cell: Callable[[Any], str]
+
+
+ALL_REDUCE_COLUMNS = (
+    Column("size", lambda r: format_size(r.size_bytes)),
+    Column("method", lambda r: r.method),
+    Column("time us", lambda r: f"{r.time_us:.1f}"),
+    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    Column("algbw GB/s", lambda r: f"{r.algbw_gb_per_s:.3g}"),
+    Column("busbw GB/s", lambda r: f"{r.busbw_gb_per_s:.3g}"),
+    Column("wire GB/s", lambda r: f"{r.wire_gb_per_s:.3g}"),
+    Column("speedup", lambda r: f"{r.speedup:.2f}x"),
+    Column("vNMSE", lambda r: f"{r.vnmse:.2e}"),
+    Column("#wrong", lambda r: str(r.wrong)),
+    Column("backend", lambda r: r.backend),
+    Column("transport", lambda r: r.transport),
+)
+
+KERNEL_COLUMNS = (
+    Column("kernel", lambda r: r.kernel),
+    Column("widths", lambda r: r.widths),
+    Column("time us", lambda r: f"{r.time_us:.1f}"),
+    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    Column("ns/coord", lambda r: f"{r.ns_per_coord:.4f}"),
+    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
+    Column("of copy", lambda r: f"{r.copy_fraction:.0%}"),
+    Column("backend", lambda r: r.backend),
+)
+
+
+def format_size(size_bytes: int) -> str:
+    """``size_bytes`` in the largest binary unit that leaves at least 1."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:g}{unit}"
+    return f"{size_bytes}B"
+
+
+def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> None:
+    """Prints one line per row to standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        is_text = column.title in ("method", "kernel", "widths", "backend", "transport")
+        table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    console.print(title, highlight=False)
+    console.print(table)
+
+
+def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
+    """What a reader needs beside the numbers: versions, devices and what NCCL and XLA were told."""
+    told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "XLA_FLAGS"))}
+    return {
+        "jax": jax.__version__,
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "n_devices": len(devices),
+        "environment": told,
+    }
+
+
+def write_json(path: Path, rows: Sequence[Any], about: Mapping[str, Any]) -> None:
+    """Writes ``{"about": ..., "rows": [...]}``; keys of a row name their units."""
+    document = {"about": dict(about), "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def require_matplotlib() -> None:
+    """Raises ValueError, naming the extra to install, where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[train]'")
+
+
+def plot_all_reduce(path: Path, rows: Sequence[Any], title: str) -> None:
+    """Bus bandwidth and speedup over size, one line per method."""
+    figure, (left, right) = _axes(2)
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == method]
+        sizes = [row.size_bytes for row in own]
+        left.plot(sizes, [row.busbw_gb_per_s for row in own], marker="o", label=method)
+        right.plot(sizes, [row.speedup for row in own], marker="o", label=method)
+    for axes, label in ((left, "bf16-equivalent bus bandwidth [GB/s]"), (right, "speedup")):
+        sizes = sorted({row.size_bytes for row in rows})
+        axes.set(xscale="log", xlabel="leaf", ylabel=label, ylim=(0, None))
+        axes.set_xticks(sizes, [format_size(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.savefig(path, dpi=150)
+
+
+def plot_kernels(path: Path, rows: Sequence[Any], title: str) -> None:
+    """Time per coordinate of every kernel and width set, as bars."""
+    figure, (axes,) = _axes(1)
+    labels = [f"{row.kernel} {row.widths}".strip() for row in rows]
+    axes.barh(labels, [row.ns_per_coord for row in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="ns per coordinate")
+    axes.grid(alpha=0.3, axis="x")
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.savefig(path, dpi=150)
+
+
+def _axes(count: int) -> tuple[Any, Any]:
+    require_matplotlib()
+    # The figure is made without pyplot, which would look for a display and keep global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 + 4 * count, 4.5), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False)[0]

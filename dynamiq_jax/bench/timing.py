@@ -1,0 +1,105 @@
+"""Host-clock timing of device work: warm up, interleave, report median and spread.
+
+Device work is asynchronous, so a sample is the time from the first dispatch until
+`jax.block_until_ready` returns. A sample covers several iterations of the work, which makes the
+cost of dispatching it small against the work itself. The iterations are either
+
+* inside one compiled program (`repeat_on_device`), for work that is shorter than its dispatch, or
+* back-to-back calls that are waited for once (`in_flight`), for work that is longer.
+
+Programs that are compared are timed in turn within every round, so that a drift of clocks or of
+the machine's load meets all of them alike.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class Timing(NamedTuple):
+    """Time of one iteration in microseconds: the median and the 10th and 90th percentile."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+
+def time_calls(
+    calls: Sequence[Callable[[], Any]],
+    *,
+    repeats: int,
+    iterations: int = 1,
+    in_flight: int = 1,
+    warm_up: int = 2,
+) -> list[Timing]:
+    """Times functions against each other, one sample of each per round.
+
+    Args:
+      calls: functions that dispatch device work and return arrays of it.
+      repeats: samples per function.
+      iterations: how often one call does the work on the device.
+      in_flight: calls that are dispatched before they are waited for together.
+      warm_up: untimed rounds; the first compiles.
+
+    Returns:
+      The time of one iteration for each function, in the order of `calls`.
+
+    Raises:
+      ValueError: if a count is below 1.
+    """
+    for name, count in (("repeats", repeats), ("iterations", iterations), ("in_flight", in_flight)):
+        if count < 1:
+            raise ValueError(f"{name} is {count}: pass at least 1")
+    for _ in range(warm_up):
+        for call in calls:
+            jax.block_until_ready(call())
+    samples_us: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, samples in zip(calls, samples_us, strict=True):
+            start = time.perf_counter()
+            for _ in range(in_flight - 1):
+                call()  # the result is dropped, so that its memory serves the next call
+            jax.block_until_ready(call())
+            elapsed_us = (time.perf_counter() - start) * 1e6
+            samples.append(elapsed_us / (iterations * in_flight))
+    return [_summary(samples) for samples in samples_us]
+
+
+def repeat_on_device(
+    work: Callable[[jax.Array], jax.Array], iterations: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that does `work(x)` a fixed number of times, one after the other.
+
+    An optimisation barrier ties each iteration's input to the previous one's result: the compiler
+    can neither hoist the work out of the loop nor merge two iterations, and yet nothing is
+    computed or copied beside it, since the barrier passes its operands through unchanged and the
+    loop carries one input and one output buffer.
+
+    Args:
+      work: a function of one array that returns one array.
+      iterations: how often it runs; static, so that the loop needs no word from the host.
+
+    Returns:
+      A function of the same signature that returns the last result.
+    """
+
+    def repeated(x: jax.Array) -> jax.Array:
+        def body(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            previous_x, previous_y = carry
+            x, _ = lax.optimization_barrier((previous_x, previous_y))
+            return x, work(x)
+
+        result = jax.eval_shape(work, x)
+        return lax.fori_loop(0, iterations, body, (x, jnp.zeros(result.shape, result.dtype)))[1]
+
+    return repeated
+
+
+def _summary(samples_us: list[float]) -> Timing:
+    p10, median, p90 = np.percentile(samples_us, [10, 50, 90])
+    return Timing(median_us=float(median), p10_us=float(p10), p90_us=float(p90))

@@ -1,0 +1,122 @@
+"""Which leaves of a pytree travel together, and which travel exactly.
+
+A *bucket* is one flat array that is reduced as a whole. A leaf larger than ``bucket_bytes`` is a
+bucket by itself (a reshape, no copy); smaller ones of one dtype are concatenated in tree order.
+Independent buckets let XLA overlap the reduction of one with the computation of another.
+"""
+
+import math
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Leaf(NamedTuple):
+    """Static description of one leaf."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Coordinates."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.size * self.dtype.itemsize
+
+
+class Bucket(NamedTuple):
+    """Leaves that are reduced as one flat array of one dtype."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def size(self) -> int:
+        """Coordinates."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def tag(self) -> int:
+        """32 bits from the leaves' names: tells buckets apart whatever their order."""
+        return zlib.crc32("\n".join(leaf.name for leaf in self.leaves).encode())
+
+
+class Grouping(NamedTuple):
+    """How a tree is reduced: every leaf is in one bucket or has a reason to travel exactly."""
+
+    buckets: tuple[Bucket, ...]
+    exact: tuple[tuple[Leaf, str], ...]
+
+
+def describe_leaves(tree) -> list[Leaf]:
+    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        Leaf(i, jax.tree_util.keystr(path) or "<root>", tuple(np.shape(x)), _dtype(x))
+        for i, (path, x) in enumerate(leaves)
+    ]
+
+
+def _dtype(x) -> np.dtype:
+    return np.dtype(x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x))
+
+
+def group_leaves(
+    leaves: list[Leaf], *, min_leaf_size: int, min_bucket_size: int, bucket_bytes: int
+) -> Grouping:
+    """Sorts leaves into buckets and exact ones; the fields are those of `DynamiQ`."""
+    exact: list[tuple[Leaf, str]] = []
+    open_buckets: dict[np.dtype, list[Leaf]] = {}
+    buckets: list[Bucket] = []
+    for leaf in leaves:
+        if leaf.dtype.name not in COMPRESSED_DTYPES:
+            exact.append((leaf, f"dtype {leaf.dtype.name}"))
+        elif leaf.size < max(min_leaf_size, 1):
+            exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
+        elif leaf.nbytes >= bucket_bytes:
+            buckets.append(Bucket((leaf,)))
+        else:
+            group = open_buckets.setdefault(leaf.dtype, [])
+            if group and sum(member.nbytes for member in group) + leaf.nbytes > bucket_bytes:
+                buckets.append(Bucket(tuple(group)))
+                group.clear()
+            group.append(leaf)
+    buckets.extend(Bucket(tuple(group)) for group in open_buckets.values() if group)
+    large = tuple(b for b in buckets if b.size >= min_bucket_size)
+    for bucket in buckets:
+        if bucket.size < min_bucket_size:
+            reason = f"bucket of {bucket.size} < min_bucket_size {min_bucket_size}"
+            exact.extend((leaf, reason) for leaf in bucket.leaves)
+    exact.sort(key=lambda entry: entry[0].index)
+    return Grouping(large, tuple(exact))
+
+
+def join(bucket: Bucket, values: list[Array]) -> Array:
+    """The bucket's flat array."""
+    flat = [jnp.reshape(values[leaf.index], (-1,)) for leaf in bucket.leaves]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
+    """The inverse of `join`: (leaf index, leaf) pairs."""
+    ends = np.cumsum([leaf.size for leaf in bucket.leaves])
+    return [
+        (leaf.index, jnp.reshape(flat[end - leaf.size : end], leaf.shape))
+        for leaf, end in zip(bucket.leaves, ends, strict=True)
+    ]

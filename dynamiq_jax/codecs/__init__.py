@@ -1,0 +1,1 @@
+"""Codecs: how numbers become payloads."""

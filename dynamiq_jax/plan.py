@@ -1,0 +1,164 @@
+"""From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
+
+The plan is a pure function of the light all-reduce's result, so that all workers hold the same
+plan without further talk. Super-groups are ordered by energy and dealt to chunks in turn (rank q
+goes to chunk q mod n, position q div n): all chunks get the same tile widths, and every payload
+has the same static size. The widths minimise the expected squared error within that size:
+starting from the narrowest, the next upgrade is always the one that removes most error per word.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
+
+from dynamiq_jax.layout import Layout
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, mix, pack_tiles
+
+_LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
+
+
+class Plan(NamedTuple):
+    """What every worker needs to encode and decode any chunk."""
+
+    order: Int[Array, "n m"]
+    """Chunk c's position p holds super-group ``order[c, p]``."""
+    tiles: Int[Array, " T"]
+    """Word offset and width of each tile's record, the same for all chunks."""
+    mean: Float[Array, " M"]
+    """What is subtracted from every coordinate of a super-group; finite."""
+    mean_sum: Float[Array, " M"]
+    """n * mean, or NaN where some worker's super-group holds a NaN or an infinity."""
+    seed: UInt[Array, " 2"]
+    """Seed of the rounding."""
+
+
+class Upgrade(NamedTuple):
+    """A step between neighbouring widths on the lower convex hull of (words, distortion)."""
+
+    width: int
+    words: int
+    gain: float
+    """Distortion removed per word, for unit energy; falls from upgrade to upgrade."""
+
+
+def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
+    """One worker's message in the light all-reduce: bf16[stats_per_super_group, M].
+
+    Means are divided by n beforehand, so that their sum is the mean over workers. A squared norm
+    is finite if the super-group is, even where f32 overflows, and NaN otherwise.
+    """
+    n = layout.n_workers
+    finite = jnp.isfinite(mean)
+    sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / n), jnp.nan)
+    rows = [sqnorm] if layout.stats_per_super_group == 1 else [sqnorm, mean * (1.0 / n)]
+    pad = layout.super_groups - sqnorm.shape[0]
+    return jnp.stack([jnp.pad(row, (0, pad)) for row in rows]).astype(jnp.bfloat16)
+
+
+def width_upgrades(fmt: WireFormat) -> tuple[int, tuple[Upgrade, ...]]:
+    """The narrowest width and the upgrades worth taking, best first.
+
+    Widths above the convex hull (a wider one removes more error per word) are never used.
+    """
+    widths = sorted(fmt.widths)
+    words = [fmt.tile_words(w) for w in widths]
+    errors = [distortion(fmt, w) for w in widths]
+    upgrades, at = [], 0
+    while at < len(widths) - 1:
+        gains = [
+            (errors[at] - errors[to]) / (words[to] - words[at])
+            for to in range(at + 1, len(widths))
+        ]
+        to = at + 1 + int(np.argmax(gains))
+        if gains[to - at - 1] <= 0:
+            break
+        upgrades.append(Upgrade(widths[to], words[to] - words[at], max(gains)))
+        at = to
+    return widths[0], tuple(upgrades)
+
+
+def assign_widths(
+    energy: Float[Array, " T"], layout: Layout, fmt: WireFormat
+) -> Int[Array, " T"]:
+    """The width of each tile with the least expected squared error within the payload.
+
+    Args:
+      energy: the energy of each tile, summed over chunks and workers; not negative.
+      layout: its ``payload_words`` is the budget.
+      fmt: its widths are the choice.
+    """
+    narrowest, upgrades = width_upgrades(fmt)
+    tiles = energy.shape[0]
+    if not upgrades:
+        return jnp.full((tiles,), narrowest, jnp.int32)
+    budget = layout.payload_words - tiles * fmt.tile_words(narrowest)
+    gain = energy[:, None] * jnp.asarray([u.gain for u in upgrades], jnp.float32)
+    words = jnp.broadcast_to(jnp.asarray([u.words for u in upgrades], jnp.int32), gain.shape)
+    # Sorting is stable and gains of one tile fall, so a tile's upgrades stay in their order.
+    index = jnp.arange(gain.size, dtype=jnp.int32)
+    _, best_first = lax.sort((-gain.reshape(-1), index), num_keys=1, is_stable=True)
+    taken = jnp.cumsum(words.reshape(-1)[best_first]) <= budget
+    taken = jnp.zeros((gain.size,), bool).at[best_first].set(taken, unique_indices=True)
+    level = jnp.sum(taken.reshape(gain.shape), axis=1)
+    return jnp.asarray([narrowest] + [u.width for u in upgrades], jnp.int32)[level]
+
+
+def make_plan(
+    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout, fmt: WireFormat
+) -> Plan:
+    """The plan that follows from the all-reduced statistics.
+
+    Args:
+      stats: the sum over workers of `pack_statistics`.
+      seed: the rounding's seed; `None` derives it from ``stats``.
+      layout: static sizes.
+      fmt: the wire format.
+    """
+    sqnorm = stats[0].astype(jnp.float32)
+    poisoned = ~jnp.isfinite(sqnorm)
+    if layout.stats_per_super_group == 2:
+        mean = stats[1].astype(jnp.float32)
+        mean = jnp.where(poisoned | ~jnp.isfinite(mean), 0.0, mean)
+        # Σ|x - mean|² = Σ|x|² - n S mean²; the bf16 sums are good for 1/256 of the former.
+        common = layout.n_workers * fmt.super_group_size * mean * mean
+        energy = jnp.maximum(sqnorm - common, sqnorm * (1.0 / 256))
+    else:
+        mean, energy = jnp.zeros_like(sqnorm), sqnorm
+    energy = jnp.where(poisoned, 0.0, energy)
+    mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.n_workers)
+    order, tiles = order_and_tiles(energy, layout, fmt)
+    return Plan(order, tiles, mean, mean_sum, statistics_seed(stats) if seed is None else seed)
+
+
+def order_and_tiles(energy, layout: Layout, fmt: WireFormat):
+    """``(order, tiles)`` of a plan for super-groups of the given energies f32[M]."""
+    # 16 bits of a non-negative float order almost as well as 32, and sort twice as fast.
+    key = ~(lax.bitcast_convert_type(energy, jnp.uint32) >> 16).astype(jnp.uint16)
+    index = jnp.arange(layout.super_groups, dtype=jnp.int32)
+    _, by_energy = lax.sort((key, index), num_keys=1, is_stable=True)
+    tile_energy = energy[by_energy].reshape(layout.chunk_tiles, -1)
+    width = assign_widths(jnp.sum(tile_energy * (1.0 / tile_energy.shape[1]), axis=1), layout, fmt)
+    words = jnp.asarray([fmt.tile_words(w) for w in range(17)], jnp.int32)[width]
+    tiles = pack_tiles(jnp.cumsum(words) - words, width)
+    order = by_energy.reshape(layout.chunk_super_groups, layout.n_workers).T
+    return order, tiles
+
+
+def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
+    """A seed that is the same on all workers and new in every step: a hash of the statistics."""
+    bits = lax.bitcast_convert_type(stats.astype(jnp.float32), jnp.uint32)
+    position = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    first = jnp.sum(mix(bits ^ mix(position + jnp.uint32(1))), dtype=jnp.uint32)
+    second = jnp.sum(mix(bits + mix(position ^ jnp.uint32(0x85EBCA6B))), dtype=jnp.uint32)
+    return jnp.stack([first, second])
+
+
+def plan_widths(plan: Plan) -> jax.Array:
+    """The width of every super-group, ``int32[M]``, in the gradient's order."""
+    width = jnp.repeat(plan.tiles & 31, TILE_ROWS)
+    flat = jnp.broadcast_to(width, plan.order.shape).reshape(-1)
+    return jnp.zeros_like(flat).at[plan.order.reshape(-1)].set(flat)

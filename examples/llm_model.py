@@ -1,0 +1,168 @@
+"""A LLaMA-style decoder in Flax NNX: RMSNorm, rotary positions, SwiGLU, untied head.
+
+The examples train it as a pure function: parameters are a pytree (``nnx.State``), and
+``make_loss`` returns ``loss(params, tokens)``. Parameters are f32; matrix products run in
+``Config.dtype``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+Loss = Callable[[nnx.State, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shape of a model and of its training sequences."""
+
+    vocab_size: int
+    seq_len: int
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    hidden: int
+    dtype: jax.typing.DTypeLike = jnp.bfloat16
+    remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
+
+
+CONFIGS = {
+    # 1.1M parameters, bytes: minutes on a laptop's CPU.
+    "tiny": Config(
+        vocab_size=256, seq_len=64, n_layers=2, dim=192, n_heads=6, n_kv_heads=6, hidden=576,
+        dtype=jnp.float32,
+    ),
+    # 123M parameters, the size of GPT-2 small.
+    "125m": Config(
+        vocab_size=24_576, seq_len=1024, n_layers=12, dim=768, n_heads=12, n_kv_heads=12,
+        hidden=2048,
+    ),
+    # 1.1B parameters, the shape of LLaMA 3.2 1B (with a smaller vocabulary).
+    "1b": Config(
+        vocab_size=32_768, seq_len=1024, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8,
+        hidden=8192, remat=True,
+    ),
+}  # fmt: skip
+
+
+def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Rotary positions: turns the pairs (x[i], x[i + head_dim/2]) by position x frequency i.
+
+    Args:
+        x: ``[batch, seq, heads, head_dim]``.
+        base: the slowest pair turns about once in 2*pi*base positions.
+    """
+    seq_len, head_dim = x.shape[1], x.shape[-1]
+    frequency = base ** (-jnp.arange(head_dim // 2) / (head_dim // 2))
+    angle = (jnp.arange(seq_len)[:, None] * frequency)[:, None, :]  # [seq, 1, head_dim/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def linear(n_in: int, n_out: int, config: Config, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
+    """A matrix without bias; ``scale`` multiplies the usual initial deviation of 0.02."""
+    init = nnx.initializers.normal(0.02 * scale)
+    return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, dtype=config.dtype, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal attention; ``n_kv_heads`` keys and values serve ``n_heads`` queries."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.head_dim = config.dim // config.n_heads
+        kv_dim = config.n_kv_heads * self.head_dim
+        self.q = linear(config.dim, config.dim, config, rngs)
+        self.k = linear(config.dim, kv_dim, config, rngs)
+        self.v = linear(config.dim, kv_dim, config, rngs)
+        self.o = linear(config.dim, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, seq, dim]`` to the same shape."""
+
+        def heads(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+        q, k, v = rotate(heads(self.q(x))), rotate(heads(self.k(x))), heads(self.v(x))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return self.o(attended.reshape(x.shape))
+
+
+class SwiGLU(nnx.Module):
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.gate = linear(config.dim, config.hidden, config, rngs)
+        self.up = linear(config.dim, config.hidden, config, rngs)
+        self.down = linear(config.hidden, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, seq, dim]`` to the same shape."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and feed-forward, each behind a norm, each added to x."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, seq, dim]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nnx.Module):
+    """Token ids ``int32[batch, seq]`` to next-token logits ``[batch, seq, vocab]``."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.remat = config.remat
+        self.embed = nnx.Embed(
+            config.vocab_size, config.dim, dtype=config.dtype, rngs=rngs,
+            embedding_init=nnx.initializers.normal(0.02),
+        )  # fmt: skip
+        # A Python loop, not a scan: every layer's gradient is ready as soon as its backward is
+        # done, so its all-reduce can overlap with the layers below.
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.n_layers)])
+        self.norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+        self.head = linear(config.dim, config.vocab_size, config, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Predicts at each position the token that follows it."""
+        x = self.embed(tokens)
+        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        for block in self.blocks:
+            x = run(block, x)
+        return self.head(self.norm(x))
+
+
+def init_params(config: Config, key: jax.Array) -> nnx.State:
+    """Fresh parameters. Pure: wrap it in ``jax.jit(..., out_shardings=...)`` to place them."""
+    return nnx.state(Llama(config, nnx.Rngs(key)))
+
+
+def make_loss(config: Config) -> Loss:
+    """Returns ``loss(params, tokens)``: mean cross-entropy in nats per token.
+
+    ``tokens`` is ``int32[batch, seq_len + 1]``: each position predicts the next one.
+    """
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))
+
+    def loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        per_token = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), tokens[:, 1:]
+        )
+        return per_token.mean()
+
+    return loss

@@ -1,0 +1,407 @@
+"""Data-parallel training of a LLaMA-style model, with DynamiQ where the psum of gradients stood.
+
+    python examples/train_llm.py --model tiny --compare
+
+trains the same model three times, from the same start and on the same tokens: gradients averaged
+by DynamiQ at 5 bits per coordinate, by ``lax.psum`` in bf16, and by ``lax.psum`` in f32. Without a
+GPU it runs on 8 virtual CPU devices. What to expect (FIGURES: to be filled in):
+
+    method    validation loss   wire MB/step   bits/coord   vNMSE   s/step
+    dynamiq   ...
+    bf16      ...
+    f32       ...
+
+The losses agree, the bytes do not. The curves (PNG) and all numbers (JSON) land in ``runs/``.
+Losses depend a little on the Python version, whose standard library is the training text.
+
+Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
+worker's own gradient of one step for offline study.
+"""
+
+import os
+
+# Eight virtual CPU devices, unless the caller chose a number; GPUs are not affected.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from llm_data import Corpus, load_corpus, train_batch, validation_batches
+from llm_model import CONFIGS, Config, Loss, init_params, make_loss
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+import dynamiq_jax as dq
+
+AXIS = "data"
+TOPOLOGIES = {"ring": dq.Ring()}
+METHODS = ("dynamiq", "bf16", "f32")
+
+
+class Recipe(NamedTuple):
+    """Training defaults of one model; ``batch_size`` counts sequences per device."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    validation_batches: int
+
+
+RECIPES = {
+    "tiny": Recipe(steps=200, batch_size=2, learning_rate=1e-3, validation_batches=32),
+    "125m": Recipe(steps=200, batch_size=8, learning_rate=6e-4, validation_batches=6),
+    "1b": Recipe(steps=200, batch_size=8, learning_rate=3e-4, validation_batches=6),
+}
+
+
+# --- Averaging gradients: DynamiQ, and the two it is compared with --------------------------------
+
+
+class Method(NamedTuple):
+    """One way to average gradients over the workers.
+
+    ``value_and_grad(params, tokens)`` gives the mean loss and the mean gradients; ``mean(grads)``
+    is its averaging alone, for measuring the error inside shard_map. Wire bytes are what one
+    worker sends per step.
+    """
+
+    name: str
+    value_and_grad: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+    mean: Callable[[Any], Any]
+    wire_bytes: float
+    bits_per_coord: float
+
+
+def dynamiq(
+    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.DynamiQ, topology: Any
+) -> Method:
+    """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
+    value_and_grad = dq.value_and_grad(
+        loss_fn, mesh=mesh, axis_name=AXIS, method=method, topology=topology
+    )
+    mean = partial(dq.pmean, axis_name=AXIS, method=method, topology=topology)
+    cost = dq.explain(params, mesh.size, method=method, topology=topology)
+    return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
+
+
+def lax_psum(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str) -> Method:
+    """The baseline: jax.lax.pmean of gradients cast to the wire's dtype."""
+    dtype = jnp.dtype({"bf16": jnp.bfloat16, "f32": jnp.float32}[name])
+
+    def mean(grads: Any) -> Any:
+        narrow = jax.tree.map(lambda g: g.astype(dtype), grads)
+        return jax.tree.map(lambda m, g: m.astype(g.dtype), jax.lax.pmean(narrow, AXIS), grads)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
+    def value_and_grad(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        # Gradients of replicated params would arrive already summed, in f32; cast, they are local.
+        params = jax.lax.pcast(params, AXIS, to="varying")
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        return jax.lax.pmean(loss, AXIS), mean(grads)
+
+    n_coords = sum(p.size for p in jax.tree.leaves(params))
+    wire_bytes = 2 * (mesh.size - 1) / mesh.size * n_coords * dtype.itemsize
+    return Method(name, value_and_grad, mean, wire_bytes, 8.0 * dtype.itemsize)
+
+
+# --- The three compiled functions: a step, every worker's own gradient, the error of a mean -------
+
+
+def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
+    """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = method.value_and_grad(params, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def make_worker_grads(loss_fn: Loss, mesh: jax.sharding.Mesh) -> Callable:
+    """Returns ``f(params, tokens)``: every worker's own gradient, leaves ``[n_workers, ...]``."""
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS))
+    def worker_grads(params: Any, tokens: jax.Array) -> Any:
+        params = jax.lax.pcast(params, AXIS, to="varying")
+        return jax.tree.map(lambda g: g[None], jax.grad(loss_fn)(params, tokens))
+
+    return worker_grads
+
+
+def make_measure(method: Method, mesh: jax.sharding.Mesh) -> Callable:
+    """Returns ``f(worker_grads)``: vNMSE of the method's mean against the exact f32 mean."""
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
+    def measure(worker_grads: Any) -> jax.Array:
+        grads = jax.tree.map(lambda g: g[0], worker_grads)
+        return dq.vnmse(method.mean(grads), jax.lax.pmean(grads, AXIS))
+
+    return measure
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one run produced; ``vnmse`` maps a step to the error measured there."""
+
+    method: str
+    wire_bytes: float  # sent by one worker per step
+    bits_per_coord: float
+    validation_loss: float = float("nan")
+    seconds_per_step: float = float("nan")
+    mean_vnmse: float = float("nan")
+    losses: list[float] = field(default_factory=list)
+    vnmse: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that runs to be compared have in common."""
+
+    model: Config
+    recipe: Recipe
+    corpus: Corpus
+    mesh: jax.sharding.Mesh
+    loss_fn: Loss
+    worker_grads: Callable
+    seed: int
+    measure_every: int
+    console: Console
+
+    @property
+    def rows(self) -> int:
+        """Sequences per step, over all devices."""
+        return self.recipe.batch_size * self.mesh.size
+
+    def shard(self, tokens: np.ndarray) -> jax.Array:
+        """Puts equal shares of the rows on the devices."""
+        return jax.device_put(tokens, NamedSharding(self.mesh, P(AXIS)))
+
+    def init(self) -> Any:
+        """The same parameters at every call, a copy on each device."""
+        replicated = NamedSharding(self.mesh, P())
+        key = jax.random.key(self.seed)
+        return jax.jit(partial(init_params, self.model), out_shardings=replicated)(key)
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay."""
+    peak, steps = recipe.learning_rate, recipe.steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
+    )
+
+
+def train(run: Run, method: Method, dump: tuple[Path, int] | None = None) -> Result:
+    """Trains from ``run.init()`` with ``method``; saves one step's worker gradients if asked."""
+    params, optimizer = run.init(), make_optimizer(run.recipe)
+    opt_state = jax.jit(optimizer.init)(params)
+    step, measure = make_step(method, optimizer), make_measure(method, run.mesh)
+    result = Result(
+        method=method.name, wire_bytes=method.wire_bytes, bits_per_coord=method.bits_per_coord
+    )
+    window = {"rows": run.rows, "length": run.model.seq_len + 1}
+    times = []
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()
+    figures = TextColumn("{task.fields[status]}")
+    with Progress(*columns, figures, console=run.console) as progress:
+        bar = progress.add_task(f"{method.name:8}", total=run.recipe.steps, status="compiling")
+        for i in range(run.recipe.steps):
+            tokens = run.shard(train_batch(run.corpus, i, seed=run.seed, **window))
+            if i % run.measure_every == 0:
+                result.vnmse[i] = float(measure(run.worker_grads(params, tokens)))
+                result.mean_vnmse = float(np.mean(list(result.vnmse.values())))
+            if dump is not None and dump[1] == i:
+                save_gradients(dump[0], i, run.worker_grads(params, tokens))
+            start = time.perf_counter()
+            params, opt_state, loss = step(params, opt_state, tokens)
+            result.losses.append(float(loss))  # waits for the step
+            times.append(time.perf_counter() - start)
+            result.seconds_per_step = float(np.median(times[1:] or times))  # times[0] compiles
+            progress.update(bar, advance=1, status=status(result, run.rows * run.model.seq_len))
+    batches = validation_batches(run.corpus, count=run.recipe.validation_batches, **window)
+    evaluate = jax.jit(run.loss_fn)
+    result.validation_loss = float(np.mean([evaluate(params, run.shard(b)) for b in batches]))
+    return result
+
+
+def status(result: Result, tokens_per_step: int) -> str:
+    """The figures behind the bar: newest loss, median speed, wire bytes, mean vNMSE."""
+    return (
+        f"loss {result.losses[-1]:.3f}  {tokens_per_step / result.seconds_per_step:,.0f} tok/s  "
+        f"{result.wire_bytes / 1e6:,.2f} MB/step  vNMSE {result.mean_vnmse:.1e}"
+    )
+
+
+def save_gradients(file: Path, step: int, worker_grads: Any) -> None:
+    """Writes ``gradients`` f32 [n_workers, d], and ``names``, ``sizes`` of the leaves in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(worker_grads)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    flat = [np.asarray(leaf, np.float32).reshape(leaf.shape[0], -1) for _, leaf in leaves]
+    np.savez(
+        file,
+        gradients=np.concatenate(flat, axis=1),
+        names=np.array([name.removesuffix(".value") for name in names]),
+        sizes=np.array([f.shape[1] for f in flat]),
+        step=step,
+    )
+
+
+# --- Reporting ------------------------------------------------------------------------------------
+
+
+def table(results: list[Result]) -> Table:
+    """The comparison, one row per method."""
+    figures = ("validation loss", "wire MB/step", "bits/coord", "mean vNMSE", "s/step")
+    out = Table("method", *(Column(name, justify="right") for name in figures))
+    for r in results:
+        out.add_row(
+            r.method, f"{r.validation_loss:.4f}", f"{r.wire_bytes / 1e6:,.2f}",
+            f"{r.bits_per_coord:.2f}", f"{r.mean_vnmse:.2e}", f"{r.seconds_per_step:.3f}",
+        )  # fmt: skip
+    return out
+
+
+def plot(results: list[Result], title: str, file: Path) -> None:
+    """Training loss by step, and by bytes that one worker has sent."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    for r in results:
+        window = max(1, len(r.losses) // 50)  # a short running mean, for legible curves
+        loss = np.convolve(r.losses, np.ones(window) / window, mode="valid")
+        n_steps = np.arange(window, len(r.losses) + 1)
+        by_step.plot(n_steps, loss, label=f"{r.method} ({r.bits_per_coord:.1f} bits)")
+        by_bytes.plot(n_steps * r.wire_bytes / 1e9, loss)
+    by_step.set(xlabel="step", ylabel="training loss (nats/token)")
+    by_bytes.set(xlabel="GB sent per worker")
+    by_step.legend()
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+
+
+def environment() -> dict[str, str]:
+    """Hardware and versions, for the printout and the JSON."""
+    packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
+    return {
+        "backend": jax.default_backend(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "host": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": ", ".join([f"python {platform.python_version()}", *packages]),
+    }
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def check_choice(value: str, choices: Any, option: str) -> None:
+    """Refuses a value that is not among the choices, and lists them."""
+    if value not in choices:
+        raise typer.BadParameter(f"{option} {value!r}: choose one of {', '.join(choices)}")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
+    bits: Annotated[float, typer.Option(help="DynamiQ: wire bits per coordinate")] = 5.0,
+    topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
+    steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    compare: Annotated[bool, typer.Option(help="run dynamiq, bf16 and f32 in turn")] = False,
+    measure_every: Annotated[int, typer.Option(min=1, help="steps between vNMSE values")] = 20,
+    dump_gradients: Annotated[Path | None, typer.Option(help="write FILE.npz")] = None,
+    dump_step: Annotated[int, typer.Option(min=0, help="step to dump, from 0")] = 0,
+    out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
+) -> None:
+    """Trains a LLaMA-style model with compressed gradients."""
+    check_choice(model, CONFIGS, "--model")
+    check_choice(method, METHODS, "--method")
+    check_choice(topology, TOPOLOGIES, "--topology")
+    try:
+        compression = dq.DynamiQ(bits=bits)
+    except ValueError as error:
+        raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    recipe = RECIPES[model]
+    recipe = recipe._replace(
+        steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
+    )
+    dump = dump_gradients and (dump_gradients, dump_step)
+    if dump_gradients:
+        if dump_gradients.suffix != ".npz":
+            raise typer.BadParameter(f"--dump-gradients {dump_gradients}: must end in .npz")
+        if not dump_gradients.parent.is_dir():
+            raise typer.BadParameter(f"--dump-gradients: no folder {dump_gradients.parent}")
+        if dump_step >= recipe.steps:
+            raise typer.BadParameter(f"--dump-step {dump_step}: steps are 0..{recipe.steps - 1}")
+    out.mkdir(parents=True, exist_ok=True)
+
+    config, console = CONFIGS[model], Console()
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    where = environment()
+    for name, value in where.items():
+        console.print(f"{name}: {value}", highlight=False)
+    loss_fn = make_loss(config)
+    run = Run(
+        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
+        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
+        measure_every=measure_every, console=console,
+    )  # fmt: skip
+    params = jax.eval_shape(run.init)
+    n_params = sum(p.size for p in jax.tree.leaves(params))
+    console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
+    console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
+
+    results = []
+    for name in METHODS if compare else (method,):
+        if name == "dynamiq":
+            chosen = dynamiq(loss_fn, params, mesh, compression, TOPOLOGIES[topology])
+        else:
+            chosen = lax_psum(loss_fn, params, mesh, name)
+        results.append(train(run, chosen, dump))
+        dump = None  # one dump, from the first run
+    console.print(table(results))
+
+    record = {
+        "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
+        "seq_len": config.seq_len, "seed": seed, "bits": bits, "topology": topology,
+        "results": [asdict(result) for result in results],
+    }  # fmt: skip
+    name = f"{model}-{'compare' if compare else method}"
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+    plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
+    console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

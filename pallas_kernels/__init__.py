@@ -1,0 +1,168 @@
+"""The kernels of compressed all-reduce: statistics, compress, decompress and the fused hops.
+
+Each operation has two implementations that produce the same integers: `pallas_kernels.reference`
+(jax.numpy, any device) and `pallas_kernels.triton` (Pallas, NVIDIA GPUs). ``backend`` names one:
+"jnp", "pallas", or "interpret" (the Pallas kernels on Pallas' interpreter, for tests). ``None``
+takes "pallas" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is
+never replaced by another.
+
+Shapes used throughout (S = super-group size, R = `TILE_ROWS`): ``x`` is one flat gradient of d
+coordinates (f32, bf16 or f16); its M = n*m super-groups (those past the end of ``x`` read as
+zeros) are dealt to n chunks: ``order: int32[n, m]``; ``mean: f32[M]`` is what is subtracted from
+every coordinate of a super-group before encoding; ``tiles: int32[m / R]`` holds word offset and
+width of each tile's record in a payload ``uint32[P]``; ``noise: uint32[NOISE_WORDS]`` is one row
+of `hashing.slot_noise`.
+"""
+
+from jaxtyping import Array, Float, Int, UInt
+
+from pallas_kernels import reference
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.format import TILE_ROWS, WireFormat, distortion
+from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, seed_words, slot_noise
+from pallas_kernels.reference import pack_tiles, unpack_tiles
+
+
+def _implementation(backend: Backend | None):
+    """The module that implements ``backend`` and the keyword arguments it takes."""
+    resolved = resolve_backend(backend)
+    if resolved == "jnp":
+        return reference, {}
+    from pallas_kernels import triton
+
+    return triton, {"interpret": resolved == "interpret"}
+
+
+def statistics(
+    x: Float[Array, " d"], *, super_group_size: int = 256, backend: Backend | None = None
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    """Mean and squared norm of every super-group of ``x`` (rows = ceil(d / S)), both f32.
+
+    The mean is finite exactly if all coordinates are. Sums are taken in f32 in an order that
+    depends on the backend: values agree to rounding, not bit for bit.
+    """
+    module, options = _implementation(backend)
+    return module.statistics(x, super_group_size=super_group_size, **options)
+
+
+def compress(
+    x: Float[Array, " d"],
+    mean: Float[Array, " M"],
+    order: Int[Array, "n m"],
+    tiles: Int[Array, " T"],
+    chunks: Int[Array, " c"],
+    noise: UInt[Array, " 8"],
+    *,
+    payload_words: int,
+    fmt: WireFormat,
+    backend: Backend | None = None,
+) -> UInt[Array, "c P"]:
+    """Payloads of the chunks ``chunks`` of ``x - mean``.
+
+    Words of a payload that no record covers are unspecified.
+    """
+    module, options = _implementation(backend)
+    return module.compress(
+        x, mean, order, tiles, chunks, noise, payload_words=payload_words, fmt=fmt, **options
+    )
+
+
+def decompress_accumulate(
+    payloads: UInt[Array, "k P"],
+    x: Float[Array, " d"],
+    mean: Float[Array, " M"],
+    order: Int[Array, "n m"],
+    tiles: Int[Array, " T"],
+    chunk: Int[Array, ""],
+    *,
+    fmt: WireFormat,
+    backend: Backend | None = None,
+) -> Float[Array, "m S"]:
+    """``x - mean`` on chunk ``chunk`` plus all decoded payloads, f32, rows in chunk order."""
+    module, options = _implementation(backend)
+    return module.decompress_accumulate(payloads, x, mean, order, tiles, chunk, fmt=fmt, **options)
+
+
+def decompress_accumulate_recompress(
+    payloads: UInt[Array, "k P"],
+    x: Float[Array, " d"],
+    mean: Float[Array, " M"],
+    order: Int[Array, "n m"],
+    tiles_in: Int[Array, " T"],
+    tiles_out: Int[Array, " T"],
+    chunk: Int[Array, ""],
+    noise: UInt[Array, " 8"],
+    *,
+    payload_words: int,
+    fmt: WireFormat,
+    backend: Backend | None = None,
+) -> UInt[Array, " P_out"]:
+    """One hop: the payload of `decompress_accumulate`'s sum, which is never written to memory.
+
+    Incoming payloads follow ``tiles_in``, the new one (``payload_words`` long) ``tiles_out``.
+    """
+    module, options = _implementation(backend)
+    return module.decompress_accumulate_recompress(
+        payloads,
+        x,
+        mean,
+        order,
+        tiles_in,
+        tiles_out,
+        chunk,
+        noise,
+        payload_words=payload_words,
+        fmt=fmt,
+        **options,
+    )
+
+
+def decompress(
+    payloads: UInt[Array, "n P"],
+    mean_sum: Float[Array, " M"],
+    order: Int[Array, "n m"],
+    tiles: Int[Array, " T"],
+    *,
+    size: int,
+    dtype,
+    divisor: int = 1,
+    fmt: WireFormat,
+    backend: Backend | None = None,
+) -> Float[Array, " size"]:
+    """The finished sum: payload c decoded to chunk c, plus ``mean_sum``, over ``divisor``.
+
+    ``mean_sum`` is n times the mean that was subtracted, NaN for super-groups to be poisoned.
+    """
+    module, options = _implementation(backend)
+    return module.decompress(
+        payloads,
+        mean_sum,
+        order,
+        tiles,
+        size=size,
+        dtype=dtype,
+        divisor=divisor,
+        fmt=fmt,
+        **options,
+    )
+
+
+__all__ = [
+    "NOISE_WORDS",
+    "TILE_ROWS",
+    "Backend",
+    "Noise",
+    "WireFormat",
+    "compress",
+    "decompress",
+    "decompress_accumulate",
+    "decompress_accumulate_recompress",
+    "distortion",
+    "mix",
+    "pack_tiles",
+    "resolve_backend",
+    "seed_words",
+    "slot_noise",
+    "statistics",
+    "unpack_tiles",
+]

@@ -1,0 +1,18 @@
+"""What Pallas calls need to know of the JAX version. The only such file of this package."""
+
+import inspect
+
+import jax
+
+_STRUCT_TAKES = inspect.signature(jax.ShapeDtypeStruct).parameters
+
+
+def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:
+    """A `ShapeDtypeStruct` that varies over every mesh axis that one of ``like`` varies over."""
+    avals = [jax.typeof(x) for x in like]
+    if "manual_axis_type" in _STRUCT_TAKES:
+        kinds = [aval.manual_axis_type for aval in avals]
+        varying = frozenset().union(*(kind.varying for kind in kinds))
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kinds[0])(varying=varying))
+    varying = frozenset().union(*(aval.vma for aval in avals))
+    return jax.ShapeDtypeStruct(shape, dtype, vma=varying)

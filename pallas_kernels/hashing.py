@@ -1,0 +1,135 @@
+"""Counter-based randomness for stochastic rounding. The only home of the hash.
+
+Every coordinate of every encoding gets a *noise word*, uniform on 0 .. 2^32-1, computed from
+(seed, super-group, coordinate, slot) alone: nothing is stored, nothing is sent, and the result
+does not depend on chunking, tiles, backend or device. One 32-bit hash serves four consecutive
+coordinates: coordinate c of a quad uses the hash rotated by 8c bits, so each word is uniform on
+all of its bits while words of one quad are nearly independent (correlation below 2^-8).
+
+*Slot* numbers the encodings that one chunk passes through (0, 1, 2, ...; in a ring the hop).
+How words of different slots relate is the format's `rounding`:
+
+* ``independent``: unrelated.
+* ``antithetic``: slots are paired, and the second of a pair uses the complement of the first's
+  words. Consecutive hops of a ring carry sums of nearly equal size, so their errors cancel best.
+* ``correlated`` (the paper's): word = (pi(slot) + own) * 2^32 / n with a random permutation pi of
+  0..n-1 that differs between coordinates: one word falls into each n-th of the range.
+
+Encoders complement the word of a negative coordinate, so that correlation acts on values and
+not on magnitudes.
+
+All functions work on numpy, jax and Pallas values alike: they use only integer operators.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.format import Rounding
+
+NOISE_WORDS = 8
+"""Length of the `uint32` row that describes one slot's noise; see `slot_noise`."""
+
+
+class Noise(NamedTuple):
+    """The unpacked row of one slot (all `uint32` scalars)."""
+
+    seed_a: jax.Array
+    seed_b: jax.Array
+    flip: jax.Array  # 0, or 2^32-1 to complement
+    shared_a: jax.Array
+    shared_b: jax.Array
+    perm_low: jax.Array  # four 16-bit candidates for pi(slot), two per word
+    perm_high: jax.Array
+    n_slots: jax.Array
+
+
+def mix(x):
+    """A bijective 32-bit finaliser; every input bit reaches every output bit."""
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x21F0AAAD)
+    x = x ^ (x >> 15)
+    x = x * jnp.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def quad_hash(counter, seed_a, seed_b):
+    """Hash a `uint32` counter under a 64-bit seed (the second word enters between rounds, so
+    streams of two seeds are not shifts of each other)."""
+    x = counter + seed_a
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15) ^ seed_b) * jnp.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def rotate(x, bits):
+    """Rotate `uint32` left by ``bits`` (0, 8, 16 or 24; an array or a number)."""
+    bits = jnp.uint32(bits) if isinstance(bits, int) else bits
+    return (x << bits) | (x >> ((jnp.uint32(32) - bits) & jnp.uint32(31)))
+
+
+def seed_words(words):
+    """Two hashed `uint32` seed words from a ``uint32[2]`` seed."""
+    a = mix(words[0] ^ jnp.uint32(0x9E3779B9))
+    b = mix(words[1] + a)
+    return a, b
+
+
+def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
+    """The noise description of every slot.
+
+    Args:
+      seed: ``uint32[2]``, equal on all workers.
+      n_slots: how many encodings a chunk passes through (n for n workers).
+      rounding: see the module docstring.
+
+    Returns:
+      ``uint32[n_slots, NOISE_WORDS]``, to be indexed by slot and given to the kernels.
+    """
+    a, b = seed_words(seed)
+    slot = jnp.arange(n_slots, dtype=jnp.uint32)
+    zero = jnp.zeros_like(slot)
+    # An odd slot out is the first one: it carries the smallest partial sum.
+    stream = (slot + n_slots % 2) // 2 if rounding == "antithetic" else slot
+    flip = zero - ((slot + n_slots % 2) % 2) if rounding == "antithetic" else zero
+    stream_a = mix(a + (stream + 1) * jnp.uint32(0x9E3779B1))
+    stream_b = mix(b ^ stream_a)
+    low = high = zero
+    if rounding == "correlated":
+        draws = mix(mix(a ^ (slot[None, :] + 1)) + b + jnp.arange(4, dtype=jnp.uint32)[:, None])
+        perms = jnp.argsort(jnp.argsort(draws, axis=1), axis=1).astype(jnp.uint32)
+        low, high = perms[0] | perms[1] << 16, perms[2] | perms[3] << 16
+    columns = [stream_a, stream_b, flip, zero + a, zero + b, low, high, zero + n_slots]
+    return jnp.stack(columns, axis=1)
+
+
+def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
+    """The noise words of coordinates.
+
+    Args:
+      quad_counter: `uint32`, super-group index * quads per super-group + quad in it.
+      rotation: `uint32` 8 * (coordinate mod 4), broadcasting against ``quad_counter``.
+      noise: the slot's description.
+      rounding: the static scheme.
+
+    Returns:
+      `uint32` words of the broadcast shape.
+    """
+    word = rotate(quad_hash(quad_counter, noise.seed_a, noise.seed_b), rotation)
+    if rounding == "independent":
+        return word
+    if rounding == "antithetic":
+        return word ^ noise.flip
+    shared = rotate(quad_hash(quad_counter, noise.shared_a, noise.shared_b), rotation)
+    return _permuted(word, shared, noise)
+
+
+def _permuted(word, shared, noise: Noise):
+    """(pi + word / 2^32) * 2^32 / n with pi = one of four permutations, rotated at random."""
+    pair = jnp.where((shared & 1) == 0, noise.perm_low, noise.perm_high)
+    pi = (pair >> ((shared & 2) << 3)) & jnp.uint32(0xFFFF)
+    pi = pi + (((shared >> 16) * noise.n_slots) >> 16)
+    pi = jnp.where(pi >= noise.n_slots, pi - noise.n_slots, pi)
+    width = jnp.uint32(0xFFFFFFFF) // noise.n_slots
+    return pi * width + (word >> 16) * (width >> 16)

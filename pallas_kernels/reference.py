@@ -1,0 +1,352 @@
+"""The five operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
+
+Shapes: d coordinates in M = n * m super-groups of S coordinates; chunk c owns the super-groups
+``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. ``tiles[t]`` packs a
+tile's record as ``word_offset / 4 << 5 | width`` (`pack_tiles`). Super-groups beyond the end of
+``x`` read as zeros and are not written. See `pallas_kernels.format` for the payload's layout and
+`pallas_kernels.hashing` for ``noise`` rows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt
+
+from pallas_kernels.format import (
+    MAX_WIDTH,
+    SCALE_SLACK,
+    TILE_ROWS,
+    WireFormat,
+    plane_shift,
+    planes_of,
+)
+from pallas_kernels.hashing import Noise, noise_words
+
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+def pack_tiles(offset, width):
+    """``word_offset / 4 << 5 | width`` as int32; offsets are multiples of 4 words."""
+    return (offset // 4 << 5) | width
+
+
+def unpack_tiles(tiles):
+    """The (word_offset, width) of packed tile entries."""
+    return (tiles >> 5) * 4, tiles & 31
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32), jnp.float32)
+
+
+def _per_width(function, fmt: WireFormat, dtype) -> jax.Array:
+    """A table over widths 0..16 of ``function(width)``; 0 for widths not in the format."""
+    values = [function(w) if w in fmt.widths else 0 for w in range(MAX_WIDTH + 1)]
+    return jnp.asarray(np.array(values), dtype)
+
+
+def _rows(x: Array, super_group_size: int) -> Array:
+    pad = -x.shape[0] % super_group_size
+    return jnp.pad(x, (0, pad)).reshape(-1, super_group_size)
+
+
+def statistics(
+    x: Float[Array, " d"], *, super_group_size: int
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    """Mean and squared norm of each super-group, f32 (the last one padded with zeros).
+
+    The mean is finite exactly if all coordinates are; the squared norm may overflow to infinity.
+    """
+    rows = _rows(x, super_group_size).astype(jnp.float32)
+    mean = jnp.sum(rows * (1.0 / super_group_size), axis=1)
+    return mean, jnp.sum(rows * rows, axis=1)
+
+
+def _tile_rows(x, mean, order, fmt: WireFormat) -> Array:
+    """``x - mean`` of the super-groups ``order[m]``: f32[T, R, S]."""
+    rows = _rows(x, fmt.super_group_size)
+    values = rows.at[order].get(mode="fill", fill_value=0).astype(jnp.float32)
+    values = values - mean[order][:, None]
+    return values.reshape(-1, TILE_ROWS, fmt.super_group_size)
+
+
+def _gather_words(payload, offset, used, shape) -> Array:
+    """Words ``offset[t] ..`` of the payload as uint32[T, *shape], zero where not ``used``."""
+    index = offset[:, None] + jnp.arange(int(np.prod(shape)))
+    index = jnp.where(used[:, None], index, payload.shape[0])
+    words = payload.at[index].get(mode="fill", fill_value=0)
+    return words.reshape(-1, *shape)
+
+
+def _scatter_words(payload, words, offset, used) -> Array:
+    """Writes uint32[T, ...] to ``payload[offset[t] ..]`` where ``used``."""
+    words = words.reshape(words.shape[0], -1)
+    index = offset[:, None] + jnp.arange(words.shape[1])
+    index = jnp.where(used[:, None], index, payload.shape[0])
+    return payload.at[index].set(words, mode="drop", unique_indices=True)
+
+
+def _pack(fields, bits: int) -> Array:
+    """Packs fields of ``bits`` bits along the last axis into uint32 words, low end first."""
+    per_word = 32 // bits
+    fields = fields.reshape(*fields.shape[:-1], -1, per_word)
+    shifts = jnp.arange(per_word, dtype=jnp.uint32) * bits
+    return jnp.sum(fields << shifts, axis=-1, dtype=jnp.uint32)
+
+
+def _unpack(words, bits: int) -> Array:
+    """The inverse of `_pack`."""
+    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
+    fields = (words[..., None] >> shifts) & jnp.uint32((1 << bits) - 1)
+    return fields.reshape(*words.shape[:-1], -1)
+
+
+def _expand_groups(per_group, fmt: WireFormat) -> Array:
+    return jnp.repeat(per_group, fmt.group_size, axis=-1)
+
+
+def _decode_tiles(payload, tiles, fmt: WireFormat) -> Array:
+    """The decoded coordinates of every tile: f32[T, R, S]."""
+    offset, width = unpack_tiles(tiles)
+    scaled = (width > 0) & (width < 16)
+    scale = _decode_scales(payload, offset, width, scaled, fmt)
+    code = jnp.zeros((tiles.shape[0], TILE_ROWS, fmt.super_group_size), jnp.uint32)
+    for plane in fmt.planes:
+        start = _per_width(lambda w, p=plane: fmt.plane_offset(w, p), fmt, jnp.int32)[width]
+        shift = _per_width(lambda w, p=plane: plane_shift(w, p), fmt, jnp.uint32)[width]
+        used = (width & plane) > 0
+        shape = (TILE_ROWS, fmt.plane_words(plane) // TILE_ROWS)
+        words = _gather_words(payload, offset + start, used, shape)
+        code = code | _unpack(words, plane) << shift[:, None, None]
+    w = width[:, None, None].astype(jnp.uint32)
+    sign = (code >> jnp.where(w > 0, w - 1, 0)) & 1
+    index = code & ((jnp.uint32(1) << jnp.where(w > 0, w - 1, 0)) - 1)
+    magnitude = _decode_levels(index, width, fmt)
+    if 1 in fmt.widths:
+        one = w == 1
+        magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
+    value = _float(_bits(magnitude) | sign << 31) * _expand_groups(scale, fmt)
+    if 16 in fmt.widths:
+        value = jnp.where(w == 16, _float(code << 16), value)
+    return jnp.where(w > 0, value, 0.0)
+
+
+def _decode_levels(index, width, fmt: WireFormat) -> Array:
+    """Integer levels, as f32, of level indices [T, R, S]."""
+    if fmt.levels == "geometric":
+        tables = [
+            fmt.level_table(w) if w in fmt.widths and 1 < w < 16 else np.zeros(1)
+            for w in range(MAX_WIDTH + 1)
+        ]
+        starts = np.cumsum([0] + [len(t) for t in tables[:-1]])
+        flat = jnp.asarray(np.concatenate(tables), jnp.float32)
+        at = jnp.asarray(starts, jnp.uint32)[width][:, None, None] + index
+        return flat[jnp.minimum(at, flat.shape[0] - 1)]
+    low = _octave_start(width, fmt)
+    shift = jnp.uint32(24) - jnp.minimum(width, 15).astype(jnp.uint32)[:, None, None]
+    return _float(_bits(low) + (index << shift)) - low
+
+
+def _octave_start(width, fmt: WireFormat) -> Array:
+    def start(w):
+        return (1 << (w - 1)) + fmt.level_start(w) if 1 < w < 16 else 1
+
+    return _per_width(start, fmt, jnp.float32)[width][:, None, None]
+
+
+def _scaled_width(function, fmt: WireFormat):
+    """``function`` on the widths that have scales, 1 on the others."""
+    return _per_width(lambda w: function(w) if 0 < w < 16 else 1, fmt, jnp.float32)
+
+
+def _decode_scales(payload, offset, width, scaled, fmt: WireFormat) -> Array:
+    """The group scales f32[T, R, groups] that a payload's records hold."""
+    cap = _scaled_width(fmt.super_scale_cap, fmt)[width][:, None, None]
+    if fmt.group_scale == "bf16":
+        words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
+        return jnp.minimum(_float(_unpack(words, 16) << 16), cap)
+    words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
+    super_scale = jnp.minimum(_float(_unpack(words, 16) << 16)[..., None], cap)
+    words = _gather_words(
+        payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4)
+    )
+    return _group_scale(super_scale, _unpack(words, 8), width, fmt)
+
+
+def _group_scale(super_scale, fraction, width, fmt: WireFormat) -> Array:
+    """super_scale * (fraction + 1) / 256, rounded up to the width's significant bits."""
+    scale = super_scale * ((fraction + 1).astype(jnp.float32) * (1.0 / 256))
+    keep = _per_width(lambda w: fmt.scale_bits(w) if 0 < w < 16 else 16, fmt, jnp.uint32)
+    drop = (jnp.uint32(1) << (24 - keep[width][:, None, None])) - 1
+    return _float((_bits(scale) + drop) & ~drop)
+
+
+def _bf16_up(x, cap) -> Array:
+    """Non-negative f32 rounded up to bf16 (as f32), at most ``cap`` (NaN becomes ``cap``)."""
+    bits = (jnp.minimum(_bits(x), jnp.uint32(0x7F7F0000)) + 0xFFFF) & jnp.uint32(0xFFFF0000)
+    return jnp.minimum(_float(bits), cap)
+
+
+def _reciprocal(x) -> Array:
+    """1/x; 0 where x is too small for that to be finite."""
+    safe = x >= _SMALLEST_NORMAL
+    return jnp.where(safe, 1.0 / jnp.where(safe, x, 1.0), 0.0)
+
+
+def _encode_scales(payload, values, offset, width, scaled, fmt: WireFormat):
+    """Chooses and writes the scales of ``values``; returns (payload, reciprocals per group)."""
+    top = jnp.max(jnp.abs(values.reshape(*values.shape[:2], fmt.groups, -1)), axis=-1)
+    cap = _scaled_width(fmt.super_scale_cap, fmt)[width][:, None, None]
+    to_scale = _scaled_width(lambda w: SCALE_SLACK / fmt.level_top(w), fmt)[width][:, None, None]
+    if fmt.group_scale == "bf16":
+        scale = _bf16_up(top * to_scale, cap)
+        words = _pack(_bits(scale) >> 16, 16)
+        return _scatter_words(payload, words, offset, scaled), _reciprocal(scale)
+    super_scale = _bf16_up(jnp.max(top, axis=-1, keepdims=True) * to_scale, cap)
+    words = _pack(_bits(super_scale[..., 0]) >> 16, 16)
+    payload = _scatter_words(payload, words, offset, scaled)
+    to_fraction = _scaled_width(lambda w: 256 * SCALE_SLACK / fmt.level_top(w), fmt)
+    fraction = top * _reciprocal(super_scale) * to_fraction[width][:, None, None]
+    fraction = jnp.clip(jnp.ceil(fraction), 1, 256).astype(jnp.uint32) - 1
+    words = _pack(fraction, 8)
+    payload = _scatter_words(payload, words, offset + TILE_ROWS // 2, scaled)
+    return payload, _reciprocal(_group_scale(super_scale, fraction, width, fmt))
+
+
+def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
+    """Level indices of ``z >= 0`` in units of levels, up with the probability that keeps E[z]."""
+    w = jnp.clip(width, 1, 15).astype(jnp.uint32)[:, None, None]
+    last = (jnp.uint32(1) << (w - 1)) - 1
+    if fmt.levels == "geometric":
+        return jnp.minimum(_round_to_table(z, noise, width, fmt), last)
+    # In [2^m, 2^(m+2)) the bits of an f32 are linear between the levels of the two-step law.
+    low = _octave_start(width, fmt)
+    steps = _bits(z + low) - _bits(low) + (noise >> (8 + w))
+    return jnp.minimum(steps >> (24 - w), last)
+
+
+def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:
+    result = jnp.zeros(z.shape, jnp.uint32)
+    for w in fmt.widths:
+        if 1 < w < 16:
+            levels = jnp.asarray(fmt.level_table(w), jnp.float32)
+            below = jnp.searchsorted(levels, z, side="right", method="scan_unrolled")
+            below = jnp.clip(below - 1, 0, levels.shape[0] - 2)
+            gap = levels[below + 1] - levels[below]
+            # Same sense as adding noise to a fraction: up where fraction + noise reaches 1.
+            threshold = (jnp.uint32(0xFFFF) - (noise >> 16)).astype(jnp.float32) * (gap * 2**-16)
+            up = z - levels[below] > threshold
+            index = (below + up).astype(jnp.uint32)
+            result = jnp.where((width == w)[:, None, None], index, result)
+    return result
+
+
+def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> Array:
+    """Payload of f32[T, R, S] values under noise words of the same shape."""
+    offset, width = unpack_tiles(tiles)
+    scaled = (width > 0) & (width < 16)
+    payload = jnp.zeros((payload_words,), jnp.uint32)
+    payload, inverse = _encode_scales(payload, values, offset, width, scaled, fmt)
+    z = values * _expand_groups(inverse, fmt)
+    sign = _bits(z) >> 31
+    mirrored = noise ^ (jnp.uint32(0) - sign)
+    w = width[:, None, None].astype(jnp.uint32)
+    index = _round_to_levels(jnp.abs(z), mirrored, width, fmt)
+    code = index | sign << jnp.where(w > 0, w - 1, 0)
+    if 1 in fmt.widths:
+        # -1 and +1 lie at both ends of [2, 4), where f32 bits are linear.
+        up = _bits(jnp.clip(z, -1.0, 1.0) + 3.0) - _bits(jnp.float32(2.0)) + (noise >> 9)
+        code = jnp.where(w == 1, jnp.minimum(up >> 23, 1), code)
+    if 16 in fmt.widths:
+        own = _bits(values)
+        rounding = (noise ^ (jnp.uint32(0) - (own >> 31))) >> 16
+        raw = jnp.minimum((own & 0x7FFFFFFF) + rounding, jnp.uint32(0x7F7FFFFF)) >> 16
+        code = jnp.where(w == 16, raw | own >> 31 << 15, code)
+    for plane in fmt.planes:
+        start = _per_width(lambda w, p=plane: fmt.plane_offset(w, p), fmt, jnp.int32)[width]
+        shift = _per_width(lambda w, p=plane: plane_shift(w, p), fmt, jnp.uint32)[width]
+        fields = (code >> shift[:, None, None]) & jnp.uint32((1 << plane) - 1)
+        words = _pack(fields, plane)
+        payload = _scatter_words(payload, words, offset + start, (width & plane) > 0)
+    return payload
+
+
+def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
+    """Noise words of the super-groups ``order[m]``: uint32[T, R, S]."""
+    quads = fmt.super_group_size // 4
+    counter = order.astype(jnp.uint32)[:, None, None] * quads
+    counter = counter + jnp.arange(quads, dtype=jnp.uint32)[:, None]
+    rotation = jnp.arange(4, dtype=jnp.uint32) * 8
+    words = noise_words(counter, rotation, Noise(*noise_row), fmt.rounding)
+    return words.reshape(-1, TILE_ROWS, fmt.super_group_size)
+
+
+def compress(x, mean, order, tiles, chunks, noise, *, payload_words: int, fmt: WireFormat):
+    """See `pallas_kernels.compress`."""
+
+    def one(chunk):
+        values = _tile_rows(x, mean, order[chunk], fmt)
+        return _encode_tiles(
+            values, tiles, _tile_noise(order[chunk], noise, fmt), payload_words, fmt
+        )
+
+    if chunks.shape[0] == 1:
+        return one(chunks[0])[None]
+    return jax.lax.map(one, chunks)
+
+
+def decompress_accumulate(
+    payloads: UInt[Array, "k P"],
+    x: Float[Array, " d"],
+    mean: Float[Array, " M"],
+    order: Int[Array, "n m"],
+    tiles: Int[Array, " T"],
+    chunk: Int[Array, ""],
+    *,
+    fmt: WireFormat,
+) -> Float[Array, "m S"]:
+    """See `pallas_kernels.decompress_accumulate`."""
+    total = _tile_rows(x, mean, order[chunk], fmt)
+    for payload in payloads:
+        total = total + _decode_tiles(payload, tiles, fmt)
+    return total.reshape(-1, fmt.super_group_size)
+
+
+def decompress_accumulate_recompress(
+    payloads, x, mean, order, tiles_in, tiles_out, chunk, noise, *, payload_words, fmt
+):
+    """See `pallas_kernels.decompress_accumulate_recompress`."""
+    total = decompress_accumulate(payloads, x, mean, order, tiles_in, chunk, fmt=fmt)
+    values = total.reshape(-1, TILE_ROWS, fmt.super_group_size)
+    words = _tile_noise(order[chunk], noise, fmt)
+    return _encode_tiles(values, tiles_out, words, payload_words, fmt)
+
+
+def decompress(payloads, mean_sum, order, tiles, *, size, dtype, divisor, fmt: WireFormat):
+    """See `pallas_kernels.decompress`."""
+    values = jax.lax.map(lambda payload: _decode_tiles(payload, tiles, fmt), payloads)
+    values = values.reshape(-1, fmt.super_group_size) + mean_sum[order.reshape(-1)][:, None]
+    rows = -(-size // fmt.super_group_size)
+    out = jnp.zeros((rows, fmt.super_group_size), dtype)
+    if divisor != 1:
+        values = values * (1.0 / divisor)
+    out = out.at[order.reshape(-1)].set(
+        values.astype(dtype), mode="drop", unique_indices=True
+    )
+    return out.reshape(-1)[:size]
+
+
+__all__ = [
+    "compress",
+    "decompress",
+    "decompress_accumulate",
+    "decompress_accumulate_recompress",
+    "pack_tiles",
+    "planes_of",
+    "statistics",
+    "unpack_tiles",
+]

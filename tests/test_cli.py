@@ -1,0 +1,298 @@
+"""The benchmarks and their command line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from typer.testing import CliRunner
+
+from dynamiq_jax import cli
+from dynamiq_jax.bench import all_reduce, kernels, report, timing
+from pallas_kernels import TILE_ROWS, WireFormat
+
+PNG = b"\x89PNG"
+REPEATS = ["--repeats", "3"]
+
+
+@pytest.fixture(autouse=True)
+def keep_xla_flags(monkeypatch):
+    """The command extends XLA_FLAGS of its process; other tests must not see that."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+
+
+def plain(text):
+    """Error text without the frame and line breaks that a terminal adds."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.fixture(scope="module")
+def all_reduce_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("all_reduce")
+    files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
+    sizes = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8"]
+    result = invoke("all-reduce", *sizes, *REPEATS, *files)
+    assert result.exit_code == 0, result.output
+    return folder, result.output, json.loads((folder / "rows.json").read_text())
+
+
+def by_size_and_method(document):
+    return {(row["size_bytes"], row["method"]): row for row in document["rows"]}
+
+
+class TestAllReduce:
+    def test_table_has_a_line_per_size_and_method(self, all_reduce_run):
+        _, output, document = all_reduce_run
+        lines = output.splitlines()
+        header = next(line for line in lines if line.lstrip().startswith("size"))
+        for column in report.ALL_REDUCE_COLUMNS:
+            assert column.title in header
+        assert "CPU" in lines[0] or jax.default_backend() != "cpu"
+        expected = ["bf16 psum", "dynamiq:5 ring", "dynamiq:8 ring"]
+        for size in ("64KiB", "256KiB"):
+            found = [line for line in lines if line.split()[:1] == [size]]
+            assert [name for line in found for name in expected if name in line] == expected
+        assert len(document["rows"]) == 6
+
+    def test_replicas_agree_for_methods_and_baseline(self, all_reduce_run):
+        assert [row["wrong"] for row in all_reduce_run[2]["rows"]] == [0] * 6
+
+    def test_speedup_is_the_ratio_of_medians(self, all_reduce_run):
+        rows = by_size_and_method(all_reduce_run[2])
+        for (size_bytes, _), row in rows.items():
+            baseline = rows[size_bytes, "bf16 psum"]
+            assert row["speedup"] == pytest.approx(baseline["time_us"] / row["time_us"])
+
+    def test_bandwidths_follow_from_bytes_and_time(self, all_reduce_run):
+        for row in all_reduce_run[2]["rows"]:
+            n, seconds = row["n_workers"], row["time_us"] / 1e6
+            algbw = row["size_bytes"] / seconds / 1e9
+            assert row["algbw_gb_per_s"] == pytest.approx(algbw)
+            assert row["busbw_gb_per_s"] == pytest.approx(algbw * 2 * (n - 1) / n)
+            assert row["wire_gb_per_s"] == pytest.approx(row["wire_bytes"] / seconds / 1e9)
+            assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
+
+    def test_wire_bytes_and_error_fit_the_method(self, all_reduce_run):
+        rows = by_size_and_method(all_reduce_run[2])
+        native, five, eight = (
+            rows[2**18, name] for name in ("bf16 psum", "dynamiq:5 ring", "dynamiq:8 ring")
+        )
+        n = native["n_workers"]
+        assert native["wire_bytes"] == 2 * (n - 1) * 2**18 // n
+        assert five["wire_bytes"] / native["wire_bytes"] == pytest.approx(5 / 16, rel=0.02)
+        assert native["vnmse"] < eight["vnmse"] < five["vnmse"] < 0.02
+
+    def test_plot_is_an_image(self, all_reduce_run):
+        assert (all_reduce_run[0] / "rows.png").read_bytes().startswith(PNG)
+
+    def test_json_says_where_it_ran(self, all_reduce_run):
+        about = all_reduce_run[2]["about"]
+        assert about["jax"] == jax.__version__
+        assert about["n_devices"] == len(jax.devices())
+        assert all(row["transport"] and row["backend"] for row in all_reduce_run[2]["rows"])
+
+    def test_without_a_gpu_eight_cpu_workers_stand_in(self, tmp_path):
+        target = tmp_path / "rows.json"
+        command = [sys.executable, "-m", "dynamiq_jax.cli", "bench", "all-reduce"]
+        options = ["--sizes", "16KiB", "--methods", "dynamiq:5", "--repeats", "1"]
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        subprocess.run(
+            [*command, *options, "--json", target],
+            check=True,
+            env=environment | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.DEVNULL,
+        )
+        assert {row["n_workers"] for row in json.loads(target.read_text())["rows"]} == {8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["all-reduce", "--methods", "dynamic:5"], "method 'dynamic' is not known"),
+        (["all-reduce", "--methods", "dynamiq:five"], "'five' is not a number of bits"),
+        (["all-reduce", "--methods", "dynamiq:99"], "99"),
+        (["all-reduce", "--topology", "torus"], "topology 'torus' is not known"),
+        (["all-reduce", "--baseline", "int8"], "baseline 'int8' is not known"),
+        (["all-reduce", "--sizes", "16Mb1"], "size '16Mb1' is not a size"),
+        (["all-reduce", "--sizes", "1MiB,3B"], "size '3B' is 3 bytes"),
+        (["all-reduce", "--sizes", "0"], "size '0' is 0 bytes"),
+        (["all-reduce", "--sizes", "4GiB"], "under 4GiB"),
+        (["all-reduce", "--repeats", "0"], "Invalid value for '--repeats'"),
+        (["all-reduce", "--iterations", "0"], "Invalid value for '--iterations'"),
+        (["all-reduce", "--devices", "4096"], "4096 devices asked for"),
+        (["kernels", "--coords", "many"], "coords 'many' is not a number"),
+        (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),
+        (["kernels", "--widths", "2,x"], "widths '2,x' is not a list"),
+        (["kernels", "--widths", "4,4"], "different widths"),
+        (["kernels", "--bits", "1"], "1 bits per coordinate cannot be met"),
+        (["kernels", "--backend", "cuda"], "'cuda'"),
+        (["kernels", "--repeats", "0"], "Invalid value for '--repeats'"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_reason(arguments, complaint):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert complaint in plain(result.output)
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    for command in ("all-reduce", "kernels"):
+        result = invoke(command, "--plot", tmp_path / "rows.png")
+        assert result.exit_code == 2
+        assert "pip install 'dynamiq_jax[train]'" in plain(result.output)
+
+
+@pytest.fixture(scope="module")
+def kernels_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
+    result = invoke("kernels", "--coords", "2^14", "--single-widths", *REPEATS, *files)
+    assert result.exit_code == 0, result.output
+    assert (folder / "rows.png").read_bytes().startswith(PNG)
+    return result.output, json.loads((folder / "rows.json").read_text())
+
+
+class TestKernels:
+    def test_every_kernel_at_the_mix_and_at_each_width(self, kernels_run):
+        output, document = kernels_run
+        coding = ("compress", "decompress", "decompress-accumulate-recompress")
+        expected = [("copy", ""), ("statistics", "")]
+        expected += [(kernel, widths) for widths in ("2,4,8", "2", "4", "8") for kernel in coding]
+        assert [(row["kernel"], row["widths"]) for row in document["rows"]] == expected
+        for column in report.KERNEL_COLUMNS:
+            assert column.title in output
+
+    def test_rates_follow_from_bytes_and_time(self, kernels_run):
+        rows = kernels_run[1]["rows"]
+        for row in rows:
+            assert row["ns_per_coord"] == pytest.approx(row["time_us"] * 1e3 / 2**14)
+            assert row["gb_per_s"] == pytest.approx(row["moved_bytes"] / row["time_us"] / 1e3)
+            fraction = row["gb_per_s"] / rows[0]["gb_per_s"]
+            assert row["copy_fraction"] == pytest.approx(fraction)
+        assert rows[0]["moved_bytes"] == 2 * 2 * 2**14
+
+    def test_moved_bytes_are_gradient_codes_and_plan(self, kernels_run):
+        rows = kernels_run[1]["rows"]
+        moved = {(row["kernel"], row["widths"]): row["moved_bytes"] for row in rows}
+        gradient, super_groups = 2 * 2**14, 2**14 // 256
+        codes = 2**14 // 256 * (256 * 4 // 8 + 16 + 2)  # width 4, uint8 scales and one bf16
+        plan = super_groups * (4 + 4) + super_groups // TILE_ROWS * 4
+        assert moved["compress", "4"] == gradient + codes + plan
+        assert moved["decompress", "4"] == gradient + codes + plan
+        assert moved["decompress-accumulate-recompress", "4"] == gradient + 2 * codes + plan
+
+
+class TestMixedWidths:
+    @pytest.mark.parametrize("bits", [3.0, 4.5, 5.0, 7.25])
+    @pytest.mark.parametrize("widths", [(2, 4, 8), (0, 2, 4, 6, 8), (2, 8)])
+    def test_meets_the_budget_widest_first(self, bits, widths):
+        fmt, tiles = WireFormat(widths=widths), 4096
+        width = kernels.mixed_widths(fmt, tiles, bits)
+        coords = tiles * TILE_ROWS * fmt.super_group_size
+        words = sum(fmt.tile_words(w) for w in width)
+        assert len(width) == tiles
+        assert np.all(np.diff(width) <= 0)
+        assert words * 32 / coords + 32 / 256 == pytest.approx(bits, abs=0.01)
+
+    def test_uses_every_width(self):
+        width = kernels.mixed_widths(WireFormat(widths=(2, 4, 8)), 4096, 5.0)
+        assert set(width) == {2, 4, 8}
+
+
+class TestData:
+    def test_distinct_values_of_shared_magnitudes(self):
+        mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3, seed=0)
+        rows = np.asarray(data.astype(jnp.float32))
+        assert rows.shape == (len(jax.devices()), 256 * 64 + 3)
+        assert len(np.unique(rows, axis=0)) == len(rows)
+        norms = np.linalg.norm(rows[:, : 256 * 64].reshape(len(rows), 64, 256), axis=2)
+        np.testing.assert_allclose(norms, np.broadcast_to(norms[0], norms.shape), rtol=0.4)
+        assert norms[0].max() > 10 * np.median(norms[0])
+
+    def test_differing_coords_counts_bits_and_not_values(self):
+        mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        replicas = np.ones((len(jax.devices()), 10), jnp.bfloat16)
+        replicas[:, 7] = np.nan  # the same bits everywhere: no difference
+        assert all_reduce.differing_coords(mesh, jnp.asarray(replicas)) == 0
+        replicas[-1, 2] = 1.0078125
+        replicas[:, 3] = 0.0
+        replicas[-1, 3] = -0.0
+        expected = 2 if len(jax.devices()) > 1 else 0
+        assert all_reduce.differing_coords(mesh, jnp.asarray(replicas)) == expected
+
+
+class TestTiming:
+    def test_rounds_interleave_the_calls(self):
+        calls = []
+        result = timing.time_calls(
+            [lambda: calls.append("a"), lambda: calls.append("b")],
+            repeats=3,
+            in_flight=2,
+            warm_up=1,
+        )
+        assert "".join(calls) == "ab" + "aabb" * 3
+        assert len(result) == 2
+
+    def test_percentiles_are_per_iteration(self, monkeypatch):
+        clock = iter([0.0, 1e-3, 0.0, 3e-3, 0.0, 2e-3])
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+        (result,) = timing.time_calls([lambda: None], repeats=3, iterations=10, warm_up=0)
+        assert result == pytest.approx((200.0, 120.0, 280.0))
+
+    def test_no_repetition_is_hoisted_or_merged(self):
+        runs = []
+
+        def work(x):
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(lambda y: runs.append(0) or np.asarray(y) + 1, shape, x)
+
+        result = jax.jit(timing.repeat_on_device(work, 5))(jnp.zeros(4))
+        np.testing.assert_array_equal(result, np.ones(4))
+        assert len(runs) == 5
+
+    @pytest.mark.parametrize("count", ["repeats", "iterations", "in_flight"])
+    def test_counts_below_one_are_refused(self, count):
+        with pytest.raises(ValueError, match=f"{count} is 0"):
+            timing.time_calls([], **({"repeats": 1} | {count: 0}))
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("16MiB", 2**24), ("1GiB", 2**30), ("64kib", 2**16), ("3MB", 3_000_000), ("512", 512)],
+)
+def test_sizes(text, size_bytes):
+    assert all_reduce.parse_size(text) == size_bytes
+    if text.endswith("iB"):
+        assert report.format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(("text", "coords"), [("2^28", 2**28), ("2**10", 1024), ("1000", 1000)])
+def test_coords(text, coords):
+    assert kernels.parse_coords(text) == coords
+
+
+@pytest.mark.parametrize(
+    ("told", "label"),
+    [
+        ({}, "nvlink/p2p"),
+        ({"NCCL_SHM_DISABLE": "1"}, "nvlink/p2p"),
+        ({"NCCL_P2P_DISABLE": "1"}, "shm"),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}, "socket"),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "net"),
+    ],
+)
+def test_transport_label(told, label):
+    assert all_reduce.transport("gpu", told) == label
+    assert all_reduce.transport("cpu", told) == "cpu"
