@@ -153,9 +153,9 @@ class WireFormat:
         return min(16, 24 - self.level_top(width).bit_length())
 
     def super_scale_cap(self, width: int) -> float:
-        """The largest super-group (or bf16 group) scale whose decoded values are finite."""
+        """The largest scale: decoded values stay finite, and its reciprocal is a normal f32."""
         bits = np.float32(3.38e38 / self.level_top(width)).view(np.uint32) & np.uint32(0xFFFF0000)
-        return float(bits.view(np.float32))
+        return min(float(bits.view(np.float32)), 2.0**125)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,29 @@
+"""Launch parameters of the kernels: a small table by GPU generation.
+
+Found by running ``dynamiq bench kernels`` over the choices; BUILD.md has the figures.
+"""
+
+from typing import NamedTuple
+
+
+class Tuning(NamedTuple):
+    """How a kernel is launched."""
+
+    num_warps: int
+    num_stages: int = 1
+    rows_per_program: int = 8
+    """Super-groups per program; only the statistics kernel is free to choose."""
+
+
+_HOPPER = {
+    "statistics": Tuning(num_warps=4, rows_per_program=16),
+    "compress": Tuning(num_warps=4),
+    "decompress": Tuning(num_warps=4),
+    "decompress_accumulate": Tuning(num_warps=4),
+    "decompress_accumulate_recompress": Tuning(num_warps=4),
+}
+
+
+def tuning_for(kernel: str) -> Tuning:
+    """The launch parameters of ``kernel``; one generation is known, others take its values."""
+    return _HOPPER[kernel]
