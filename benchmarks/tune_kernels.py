@@ -1,0 +1,144 @@
+"""Checks the GPU kernels against the reference and times launch parameters.
+
+    python benchmarks/tune_kernels.py [--coords 28] [--warps 2,4,8] [--skip-check]
+
+Prints one line per kernel, width mix and number of warps: milliseconds (median of 5 batches of 10
+back-to-back calls after warm-up).
+"""
+
+import argparse
+import statistics as stats
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from dynamiq_jax.layout import make_layout
+from dynamiq_jax.plan import order_and_tiles
+from dynamiq_jax.synthetic import lognormal_mixture
+from pallas_kernels import tuning
+
+
+def inputs(fmt, bits, coords, *, n=1, dtype=jnp.bfloat16, seed=0):
+    """A gradient pair and its plan: (layout, x, y, mean, order, tiles, noise)."""
+    layout = make_layout(coords, n, bits=bits, fmt=fmt, stats_per_super_group=2)
+    super_groups = -(-coords // fmt.super_group_size)
+    keys = jax.random.split(jax.random.key(seed))
+    make = jax.jit(
+        lambda k: lognormal_mixture(k, 1, super_groups, fmt.super_group_size)[0, :coords].astype(
+            dtype
+        )
+    )
+    x, y = make(keys[0]), make(keys[1])
+    mean, sqnorm = pk.statistics(x, super_group_size=fmt.super_group_size, backend="jnp")
+    pad = layout.super_groups - mean.shape[0]
+    plan = jax.jit(lambda e: order_and_tiles(e, layout, fmt))
+    order, tiles = plan(jnp.pad(sqnorm, (0, pad)))
+    mean = jnp.pad(mean, (0, pad)).astype(jnp.bfloat16).astype(jnp.float32)
+    noise = pk.slot_noise(jnp.array([1, 2], jnp.uint32), 8, fmt.rounding)
+    return layout, x, y, mean, order, tiles, noise
+
+
+def calls(fmt, layout, backend, dtype):
+    """Jitted kernels of one backend."""
+    kw = {"payload_words": layout.payload_words, "fmt": fmt, "backend": backend}
+    one = jnp.zeros((1,), jnp.int32)
+    return {
+        "statistics": jax.jit(
+            lambda x: pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
+        ),
+        "compress": jax.jit(lambda x, m, o, t, z: pk.compress(x, m, o, t, one, z, **kw)),
+        "decompress_accumulate_recompress": jax.jit(
+            lambda p, x, m, o, t, z: pk.decompress_accumulate_recompress(
+                p, x, m, o, t, t, one[0], z, **kw
+            )
+        ),
+        "decompress": jax.jit(
+            lambda p, m, o, t: pk.decompress(
+                p, m, o, t, size=layout.size, dtype=dtype, fmt=fmt, backend=backend
+            )
+        ),
+    }
+
+
+def check(fmt, bits, coords, dtype) -> int:
+    """Differing words or values between the kernels on GPU and the reference on CPU."""
+    layout, x, y, mean, order, tiles, noise = inputs(fmt, bits, coords, dtype=dtype)
+    results = []
+    payload = None
+    for backend, device in (("jnp", jax.devices("cpu")[0]), ("pallas", jax.devices()[0])):
+        fs = calls(fmt, layout, backend, dtype)
+        put = lambda *a, device=device: jax.device_put(a, device)  # noqa: E731
+        with jax.default_device(device):
+            first = fs["compress"](*put(x, mean, order, tiles, noise[0]))
+            payload = first if payload is None else payload
+            hop = fs["decompress_accumulate_recompress"](
+                *put(payload, y, mean, order, tiles, noise[1])
+            )
+            out = fs["decompress"](*put(payload, mean, order, tiles))
+        results.append([np.asarray(a) for a in (first[0], hop, out)])
+    last = int(tiles[-1])
+    used = (last >> 5) * 4 + fmt.tile_words(last & 31)
+    pairs = [(a[:used], b[:used]) for a, b in zip(*results, strict=True)][:2]
+    pairs.append((results[0][2], results[1][2]))
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def time_ms(function, *args) -> float:
+    """Median milliseconds per call."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        out = [function(*args) for _ in range(10)]
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / 10 * 1e3)
+        del out
+    return stats.median(times)
+
+
+def main() -> None:
+    """Checks, then times."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coords", type=int, default=28, help="log2 of the coordinates timed")
+    parser.add_argument("--warps", default="4,8")
+    parser.add_argument("--skip-check", action="store_true")
+    args = parser.parse_args()
+    print(jax.__version__, jax.devices())
+    formats = [pk.WireFormat(), pk.WireFormat(rounding="correlated", levels="geometric")]
+    formats += [pk.WireFormat(group_scale="bf16", group_size=32)]
+    formats += [pk.WireFormat(widths=(w,)) for w in (1, 2, 3, 4, 6, 7, 8, 12, 15, 16)]
+    for fmt in [] if args.skip_check else formats:
+        for dtype in (jnp.float32, jnp.bfloat16):
+            wrong = check(fmt, max(fmt.widths[-1] - 2, fmt.widths[0] + 1), 2**18 + 256, dtype)
+            print("check", fmt.widths, fmt.levels, fmt.rounding, np.dtype(dtype).name, wrong)
+    base = dict(tuning._HOPPER)
+    x = jnp.ones((2**args.coords,), jnp.bfloat16)
+    copy_ms = time_ms(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
+    print(f"copy {copy_ms:.3f} ms = {4 * x.size / copy_ms / 1e9:.2f} TB/s")
+    for fmt, bits in [(pk.WireFormat(), 5.0)] + [
+        (pk.WireFormat(widths=(w,)), w + 1.0) for w in (2, 4, 8)
+    ]:
+        layout, x, y, mean, order, tiles, noise = inputs(fmt, bits, 2**args.coords)
+        for warps in map(int, args.warps.split(",")):
+            for name, value in base.items():
+                tuning._HOPPER[name] = value._replace(num_warps=warps)
+            fs = calls(fmt, layout, "pallas", jnp.bfloat16)
+            payload = fs["compress"](x, mean, order, tiles, noise[0])
+            row = {
+                "statistics": time_ms(fs["statistics"], x),
+                "compress": time_ms(fs["compress"], x, mean, order, tiles, noise[0]),
+                "hop": time_ms(
+                    fs["decompress_accumulate_recompress"],
+                    payload, y, mean, order, tiles, noise[1],
+                ),
+                "decompress": time_ms(fs["decompress"], payload, mean, order, tiles),
+            }  # fmt: skip
+            text = "  ".join(f"{k} {v:.3f}" for k, v in row.items())
+            print(f"widths {fmt.widths} warps {warps}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
