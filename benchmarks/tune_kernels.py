@@ -45,6 +45,7 @@ def calls(fmt, layout, backend, dtype):
     """Jitted kernels of one backend."""
     kw = {"payload_words": layout.payload_words, "fmt": fmt, "backend": backend}
     one = jnp.zeros((1,), jnp.int32)
+    rows = -(-layout.size // fmt.super_group_size)
     return {
         "statistics": jax.jit(
             lambda x: pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
@@ -57,7 +58,7 @@ def calls(fmt, layout, backend, dtype):
         ),
         "decompress": jax.jit(
             lambda p, m, o, t: pk.decompress(
-                p, m, o, t, size=layout.size, dtype=dtype, fmt=fmt, backend=backend
+                p, m, o, t, one, rows=rows, dtype=dtype, fmt=fmt, backend=backend
             )
         ),
     }

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import jax
 import typer
 
-from dynamiq_jax.bench import all_reduce, kernels, report
+from dynamiq_jax.bench import all_reduce, contenders, kernels, report
 from pallas_kernels import WireFormat, resolve_backend
 
 CPU_DEVICES = 8
@@ -22,9 +22,26 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-Repeats = Annotated[int, typer.Option(min=1, help="Timed samples per row.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this image.")]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Timed samples per row (default: 20; on CPU 5).")
+]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses early what could not be written after minutes of measuring."""
+    if path and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}: create it first")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", callback=_in_a_folder, help="Write the rows to this file."),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", callback=_in_a_folder, help="Draw the rows to this image."),
+]
 
 
 @app.callback()
@@ -42,7 +59,7 @@ def _main() -> None:
 def bench_all_reduce(
     sizes: Annotated[
         str | None,
-        typer.Option(help="bf16 leaf per device [16MiB,64MiB,1GiB; on CPU 1MiB,4MiB]."),
+        typer.Option(help="bf16 leaf per device (default: 16MiB,64MiB,1GiB; on CPU 1MiB,4MiB)."),
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Methods with their wire bits per coordinate.")
@@ -50,21 +67,21 @@ def bench_all_reduce(
     topology: Annotated[str, typer.Option(help="How payloads travel.")] = "ring",
     baseline: Annotated[str, typer.Option(help="Native psum by wire dtype: bf16, f32.")] = "bf16",
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Use the first so many devices [all].")
+        int | None, typer.Option(min=1, help="Use the first so many devices (default: all).")
     ] = None,
-    repeats: Repeats = 20,
+    repeats: Repeats = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, help="All-reduces per sample [by size].")
+        int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
     ] = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
     """Time compressed all-reduces against native psum on one mesh axis."""
-    contenders = [
-        _checked("--methods", all_reduce.parse_method, text, topology)
-        for text in methods.split(",")
+    route = _checked("--topology", contenders.parse_topology, topology)
+    chosen = [
+        _checked("--methods", contenders.parse_method, text, route) for text in methods.split(",")
     ]
-    reference = _checked("--baseline", all_reduce.native, baseline)
+    reference = _checked("--baseline", contenders.native, baseline)
     if plot_file:
         _checked("--plot", report.require_matplotlib)
     found = jax.devices()
@@ -72,13 +89,14 @@ def bench_all_reduce(
         raise typer.BadParameter(f"{devices} devices asked for, {len(found)} found: pass fewer")
     workers = found[:devices]
     on_cpu = workers[0].platform == "cpu"
+    repeats = repeats or (5 if on_cpu else 20)
     sizes = sizes or ("1MiB,4MiB" if on_cpu else "16MiB,64MiB,1GiB")
-    sizes_bytes = [_checked("--sizes", all_reduce.parse_size, text) for text in sizes.split(",")]
+    sizes_bytes = [_checked("--sizes", contenders.parse_size, text) for text in sizes.split(",")]
 
     title = f"all-reduce of one bf16 leaf, {_workers(workers)}, {repeats} repeats"
     rows = all_reduce.bench_all_reduce(
         sizes_bytes,
-        contenders,
+        chosen,
         reference,
         devices=workers,
         repeats=repeats,
@@ -94,16 +112,16 @@ def bench_all_reduce(
 @bench.command("kernels")
 def bench_kernels(
     coords: Annotated[
-        str | None, typer.Option(help="bf16 coordinates [2^28; on CPU 2^18].")
+        str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
     ] = None,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate of the mix.")] = 5.0,
     widths: Annotated[str, typer.Option(help="Bit widths of the mix.")] = "2,4,8",
     single_widths: Annotated[
         bool, typer.Option("--single-widths", help="Time every width by itself, too.")
     ] = False,
-    repeats: Repeats = 20,
+    repeats: Repeats = None,
     backend: Annotated[
-        str | None, typer.Option(help="pallas, jnp or interpret [the fastest here].")
+        str | None, typer.Option(help="pallas, jnp or interpret (default: the fastest here).")
     ] = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
@@ -115,6 +133,7 @@ def bench_kernels(
         _checked("--plot", report.require_matplotlib)
     workers = jax.devices()[:1]
     on_cpu = workers[0].platform == "cpu"
+    repeats = repeats or (5 if on_cpu else 20)
     coords = coords or ("2^18" if on_cpu else "2^28")
     size = _checked("--coords", kernels.parse_coords, coords)
     ran = _checked("--backend", resolve_backend, backend)

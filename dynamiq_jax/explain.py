@@ -104,7 +104,7 @@ def explain(
     for leaf, reason in grouping.exact:
         rows[leaf.index] = _row(leaf, None, f"exact: {reason}", share * leaf.nbytes, share)
     for number, bucket in enumerate(grouping.buckets):
-        wire_bytes = method.wire_bits(bucket.size, n_workers) / 8
+        wire_bytes = method.wire_bits(bucket.size, n_workers, topology) / 8
         for leaf in bucket.leaves:
             part = wire_bytes * leaf.size / bucket.size
             rows[leaf.index] = _row(leaf, number, "compressed", part, share)

@@ -17,7 +17,9 @@ class Layout:
 
     Attributes:
       size: coordinates in the flat gradient (d).
-      n_workers: workers, and chunks (n).
+      n_workers: workers (n).
+      chunks_per_worker: chunks whose reduction ends at one worker; more than one lets the hop
+        of one overlap the transfer of another.
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
       payload_words: `uint32` words of one chunk's payload (P).
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
@@ -25,14 +27,20 @@ class Layout:
 
     size: int
     n_workers: int
+    chunks_per_worker: int
     chunk_super_groups: int
     payload_words: int
     stats_per_super_group: int
 
     @property
+    def chunks(self) -> int:
+        """Chunks in all (C)."""
+        return self.n_workers * self.chunks_per_worker
+
+    @property
     def super_groups(self) -> int:
-        """Super-groups including padding (M = n * m)."""
-        return self.n_workers * self.chunk_super_groups
+        """Super-groups including padding (M = C * m)."""
+        return self.chunks * self.chunk_super_groups
 
     @property
     def chunk_tiles(self) -> int:
@@ -50,7 +58,7 @@ class Layout:
 
         An all-reduce moves 2 (n-1)/n of this per worker, as one of 16 * d bits would.
         """
-        return self.stats_bits + self.n_workers * self.payload_words * WORD_BITS
+        return self.stats_bits + self.chunks * self.payload_words * WORD_BITS
 
     @property
     def wire_bits(self) -> int:
@@ -59,25 +67,33 @@ class Layout:
 
 
 def make_layout(
-    size: int, n_workers: int, *, bits: float, fmt: WireFormat, stats_per_super_group: int
+    size: int,
+    n_workers: int,
+    *,
+    bits: float,
+    fmt: WireFormat,
+    stats_per_super_group: int,
+    chunks_per_worker: int = 1,
 ) -> Layout:
     """Sizes for ``size`` coordinates at ``bits`` bits each, all metadata included.
 
     The budget is ``bits * size``, whatever the padding; only where even the narrowest width for
     every tile does not fit is it exceeded.
     """
-    per_chunk = -(-size // (fmt.super_group_size * n_workers))
+    chunks = n_workers * chunks_per_worker
+    per_chunk = -(-size // (fmt.super_group_size * chunks))
     chunk_super_groups = -(-per_chunk // TILE_ROWS) * TILE_ROWS
-    super_groups = chunk_super_groups * n_workers
+    super_groups = chunk_super_groups * chunks
     tiles = chunk_super_groups // TILE_ROWS
     stats_bits = 16 * stats_per_super_group * super_groups
-    budget = int(bits * size - stats_bits) // (WORD_BITS * n_workers)
+    budget = int(bits * size - stats_bits) // (WORD_BITS * chunks)
     narrowest = tiles * min(fmt.tile_words(w) for w in fmt.widths)
     widest = tiles * max(fmt.tile_words(w) for w in fmt.widths)
     payload_words = max(min(budget, widest) // 4 * 4, narrowest, 4)
     return Layout(
         size=size,
         n_workers=n_workers,
+        chunks_per_worker=chunks_per_worker,
         chunk_super_groups=chunk_super_groups,
         payload_words=payload_words,
         stats_per_super_group=stats_per_super_group,

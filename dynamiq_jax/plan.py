@@ -1,8 +1,8 @@
 """From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
 
 The plan is a pure function of the light all-reduce's result, so that all workers hold the same
-plan without further talk. Super-groups are ordered by energy and dealt to chunks in turn (rank q
-goes to chunk q mod n, position q div n): all chunks get the same tile widths, and every payload
+plan without further talk. Super-groups are ordered by energy and dealt to the C chunks in turn (rank q
+goes to chunk q mod C, position q div C): all chunks get the same tile widths, and every payload
 has the same static size. The widths minimise the expected squared error within that size:
 starting from the narrowest, the next upgrade is always the one that removes most error per word.
 """
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from dynamiq_jax.layout import Layout
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, mix, pack_tiles
+from pallas_kernels.format import MAX_WIDTH
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
 
@@ -24,7 +25,7 @@ _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are ad
 class Plan(NamedTuple):
     """What every worker needs to encode and decode any chunk."""
 
-    order: Int[Array, "n m"]
+    order: Int[Array, "C m"]
     """Chunk c's position p holds super-group ``order[c, p]``."""
     tiles: Int[Array, " T"]
     """Word offset and width of each tile's record, the same for all chunks."""
@@ -134,18 +135,33 @@ def make_plan(
     return Plan(order, tiles, mean, mean_sum, statistics_seed(stats) if seed is None else seed)
 
 
-def order_and_tiles(energy, layout: Layout, fmt: WireFormat):
-    """``(order, tiles)`` of a plan for super-groups of the given energies f32[M]."""
-    # 16 bits of a non-negative float order almost as well as 32, and sort twice as fast.
-    key = ~(lax.bitcast_convert_type(energy, jnp.uint32) >> 16).astype(jnp.uint16)
+def order_and_tiles(energy: Float[Array, " M"], layout: Layout, fmt: WireFormat):
+    """``(order, tiles)`` of a plan for super-groups of the given energies.
+
+    Two sorts by 8-bit keys: by energy, to learn the class (the width) of every rank; then by
+    class, which keeps the super-groups of one class in the order of memory, so that the kernels'
+    gathers and scatters stay as local as they can.
+    """
     index = jnp.arange(layout.super_groups, dtype=jnp.int32)
-    _, by_energy = lax.sort((key, index), num_keys=1, is_stable=True)
+    _, by_energy = lax.sort((_energy_key(energy), index), num_keys=1, is_stable=True)
     tile_energy = energy[by_energy].reshape(layout.chunk_tiles, -1)
     width = assign_widths(jnp.sum(tile_energy * (1.0 / tile_energy.shape[1]), axis=1), layout, fmt)
-    words = jnp.asarray([fmt.tile_words(w) for w in range(17)], jnp.int32)[width]
+    width = -jnp.sort(-width)  # widest first, as the second sort will have them
+    words = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)[width]
     tiles = pack_tiles(jnp.cumsum(words) - words, width)
-    order = by_energy.reshape(layout.chunk_super_groups, layout.n_workers).T
-    return order, tiles
+    of_rank = (MAX_WIDTH - jnp.repeat(width, tile_energy.shape[1])).astype(jnp.uint8)
+    of_index = jnp.zeros_like(of_rank).at[by_energy].set(of_rank, unique_indices=True)
+    _, by_class = lax.sort((of_index, index), num_keys=1, is_stable=True)
+    return by_class.reshape(layout.chunk_super_groups, layout.chunks).T, tiles
+
+
+def _energy_key(energy: Float[Array, " M"]) -> UInt[Array, " M"]:
+    """Energies in steps of 2^(1/4) below the largest as uint8, largest first.
+
+    Steps that coarse cost less than 1% of error; what lies 2^64 below the largest is one step.
+    """
+    bits = (lax.bitcast_convert_type(energy, jnp.uint32) >> 21).astype(jnp.int32)
+    return jnp.minimum(jnp.max(bits) - bits, 255).astype(jnp.uint8)
 
 
 def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:

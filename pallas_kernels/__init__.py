@@ -7,8 +7,8 @@ takes "pallas" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere;
 never replaced by another.
 
 Shapes used throughout (S = super-group size, R = `TILE_ROWS`): ``x`` is one flat gradient of d
-coordinates (f32, bf16 or f16); its M = n*m super-groups (those past the end of ``x`` read as
-zeros) are dealt to n chunks: ``order: int32[n, m]``; ``mean: f32[M]`` is what is subtracted from
+coordinates (f32, bf16 or f16); its M = C*m super-groups (those past the end of ``x`` read as
+zeros) are dealt to C chunks: ``order: int32[C, m]``; ``mean: f32[M]`` is what is subtracted from
 every coordinate of a super-group before encoding; ``tiles: int32[m / R]`` holds word offset and
 width of each tile's record in a payload ``uint32[P]``; ``noise: uint32[NOISE_WORDS]`` is one row
 of `hashing.slot_noise`.
@@ -48,7 +48,7 @@ def statistics(
 def compress(
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
-    order: Int[Array, "n m"],
+    order: Int[Array, "C m"],
     tiles: Int[Array, " T"],
     chunks: Int[Array, " c"],
     noise: UInt[Array, " 8"],
@@ -71,7 +71,7 @@ def decompress_accumulate(
     payloads: UInt[Array, "k P"],
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
-    order: Int[Array, "n m"],
+    order: Int[Array, "C m"],
     tiles: Int[Array, " T"],
     chunk: Int[Array, ""],
     *,
@@ -87,7 +87,7 @@ def decompress_accumulate_recompress(
     payloads: UInt[Array, "k P"],
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
-    order: Int[Array, "n m"],
+    order: Int[Array, "C m"],
     tiles_in: Int[Array, " T"],
     tiles_out: Int[Array, " T"],
     chunk: Int[Array, ""],
@@ -118,20 +118,34 @@ def decompress_accumulate_recompress(
 
 
 def decompress(
-    payloads: UInt[Array, "n P"],
+    payloads: UInt[Array, "c P"],
     mean_sum: Float[Array, " M"],
-    order: Int[Array, "n m"],
+    order: Int[Array, "C m"],
     tiles: Int[Array, " T"],
+    chunks: Int[Array, " c"],
+    into: Float[Array, "rows S"] | None = None,
     *,
-    size: int,
+    rows: int,
     dtype,
     divisor: int = 1,
     fmt: WireFormat,
     backend: Backend | None = None,
-) -> Float[Array, " size"]:
-    """The finished sum: payload c decoded to chunk c, plus ``mean_sum``, over ``divisor``.
+) -> Float[Array, "rows S"]:
+    """Finished sums: payload i decoded to chunk ``chunks[i]``, plus ``mean_sum``, over ``divisor``.
 
-    ``mean_sum`` is n times the mean that was subtracted, NaN for super-groups to be poisoned.
+    Args:
+      payloads: one per chunk.
+      mean_sum: n times the mean that was subtracted, NaN for super-groups to be poisoned.
+      order: super-groups of every chunk.
+      tiles: offsets and widths of the records.
+      chunks: which chunks the payloads are of.
+      into: the result so far, written in place where XLA can; rows of other chunks keep its
+        values, or are unspecified without it.
+      rows: super-groups of the gradient, ceil(d / S).
+      dtype: the result's dtype.
+      divisor: what the sum is divided by.
+      fmt: the wire format.
+      backend: which implementation runs.
     """
     module, options = _implementation(backend)
     return module.decompress(
@@ -139,7 +153,9 @@ def decompress(
         mean_sum,
         order,
         tiles,
-        size=size,
+        chunks,
+        into,
+        rows=rows,
         dtype=dtype,
         divisor=divisor,
         fmt=fmt,

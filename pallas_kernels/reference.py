@@ -1,6 +1,6 @@
 """The five operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
 
-Shapes: d coordinates in M = n * m super-groups of S coordinates; chunk c owns the super-groups
+Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
 ``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. ``tiles[t]`` packs a
 tile's record as ``word_offset / 4 << 5 | width`` (`pack_tiles`). Super-groups beyond the end of
 ``x`` read as zeros and are not written. See `pallas_kernels.format` for the payload's layout and
@@ -303,7 +303,7 @@ def decompress_accumulate(
     payloads: UInt[Array, "k P"],
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
-    order: Int[Array, "n m"],
+    order: Int[Array, "C m"],
     tiles: Int[Array, " T"],
     chunk: Int[Array, ""],
     *,
@@ -326,18 +326,17 @@ def decompress_accumulate_recompress(
     return _encode_tiles(values, tiles_out, words, payload_words, fmt)
 
 
-def decompress(payloads, mean_sum, order, tiles, *, size, dtype, divisor, fmt: WireFormat):
+def decompress(
+    payloads, mean_sum, order, tiles, chunks, into=None, *, rows, dtype, divisor, fmt: WireFormat
+):
     """See `pallas_kernels.decompress`."""
     values = jax.lax.map(lambda payload: _decode_tiles(payload, tiles, fmt), payloads)
-    values = values.reshape(-1, fmt.super_group_size) + mean_sum[order.reshape(-1)][:, None]
-    rows = -(-size // fmt.super_group_size)
-    out = jnp.zeros((rows, fmt.super_group_size), dtype)
+    at = order[chunks].reshape(-1)
+    values = values.reshape(-1, fmt.super_group_size) + mean_sum[at][:, None]
     if divisor != 1:
         values = values * (1.0 / divisor)
-    out = out.at[order.reshape(-1)].set(
-        values.astype(dtype), mode="drop", unique_indices=True
-    )
-    return out.reshape(-1)[:size]
+    out = jnp.zeros((rows, fmt.super_group_size), dtype) if into is None else into
+    return out.at[at].set(values.astype(dtype), mode="drop", unique_indices=True)
 
 
 __all__ = [

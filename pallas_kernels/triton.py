@@ -347,13 +347,14 @@ def _sum_kernel(
 
 
 def _decode_kernel(
-    mean_sum_ref, order_ref, tiles_ref, table_ref, payloads_ref, out_ref,
-    *, fmt, n_rows, divisor, interpret,
+    mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, payloads_ref, *in_and_out,
+    fmt, n_rows, divisor, interpret,
 ):  # fmt: skip
-    """decompress."""
+    """decompress; an aliased input only keeps what other calls wrote."""
+    out_ref = in_and_out[-1]
     tile = _Tile(fmt, interpret, table_ref)
     t, c = pl.program_id(0), pl.program_id(1)
-    rows = plgpu.load(order_ref.at[c, pl.ds(t * TILE_ROWS, TILE_ROWS)])
+    rows = plgpu.load(order_ref.at[chunks_ref[c], pl.ds(t * TILE_ROWS, TILE_ROWS)])
     mean = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
     offset, width = _unpack_entry(tiles_ref, t)
     column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * fmt.group_size
@@ -398,7 +399,9 @@ def _table(fmt: WireFormat):
     return jnp.asarray(np.concatenate(tables), jnp.float32)
 
 
-def _call(kernel, name: str, grid, out_shape, operands, *, fmt, interpret, **static):
+def _call(
+    kernel, name: str, grid, out_shape, operands, *, fmt, interpret, aliases=None, **static
+):
     params = {}
     if not interpret:
         tuning = tuning_for(name)
@@ -412,6 +415,7 @@ def _call(kernel, name: str, grid, out_shape, operands, *, fmt, interpret, **sta
         grid=grid,
         in_specs=[whole] * len(operands),
         out_specs=whole,
+        input_output_aliases=aliases or {},
         interpret=interpret,
         name=f"dynamiq_{name}",
         **params,
@@ -506,20 +510,21 @@ def decompress_accumulate(payloads, x, mean, order, tiles, chunk, *, fmt, interp
 
 
 def decompress(
-    payloads, mean_sum, order, tiles, *, size, dtype, divisor, fmt, interpret=False
-):
+    payloads, mean_sum, order, tiles, chunks, into=None, *, rows, dtype, divisor, fmt,
+    interpret=False,
+):  # fmt: skip
     """See `pallas_kernels.decompress`."""
-    n_rows = -(-size // fmt.super_group_size)
-    operands = mean_sum, order, tiles, _table(fmt), payloads
-    out = _call(
+    operands = mean_sum, order, tiles, chunks, _table(fmt), payloads
+    operands = operands if into is None else (*operands, into)
+    return _call(
         _decode_kernel,
         "decompress",
         (tiles.shape[0], payloads.shape[0]),
-        shape_struct((n_rows, fmt.super_group_size), dtype, *operands),
+        shape_struct((rows, fmt.super_group_size), dtype, *operands),
         operands,
+        aliases={} if into is None else {len(operands) - 1: 0},
         fmt=fmt,
         interpret=interpret,
-        n_rows=n_rows,
+        n_rows=rows,
         divisor=divisor,
     )
-    return out.reshape(-1)[:size]

@@ -10,21 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 from dynamiq_jax import cli
-from dynamiq_jax.bench import all_reduce, kernels, report, timing
+from dynamiq_jax.bench import all_reduce, contenders, kernels, report, timing
 from pallas_kernels import TILE_ROWS, WireFormat
 
 PNG = b"\x89PNG"
 REPEATS = ["--repeats", "3"]
 
 
-@pytest.fixture(autouse=True)
-def keep_xla_flags(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def keep_xla_flags():
     """The command extends XLA_FLAGS of its process; other tests must not see that."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
 
 
 def invoke(*arguments):
@@ -40,8 +42,8 @@ def plain(text):
 def all_reduce_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("all_reduce")
     files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
-    sizes = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8"]
-    result = invoke("all-reduce", *sizes, *REPEATS, *files)
+    chosen = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8", "--devices", 2]
+    result = invoke("all-reduce", *chosen, *REPEATS, *files)
     assert result.exit_code == 0, result.output
     return folder, result.output, json.loads((folder / "rows.json").read_text())
 
@@ -57,7 +59,7 @@ class TestAllReduce:
         header = next(line for line in lines if line.lstrip().startswith("size"))
         for column in report.ALL_REDUCE_COLUMNS:
             assert column.title in header
-        assert "CPU" in lines[0] or jax.default_backend() != "cpu"
+        assert "2 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
         expected = ["bf16 psum", "dynamiq:5 ring", "dynamiq:8 ring"]
         for size in ("64KiB", "256KiB"):
             found = [line for line in lines if line.split()[:1] == [size]]
@@ -98,21 +100,19 @@ class TestAllReduce:
     def test_json_says_where_it_ran(self, all_reduce_run):
         about = all_reduce_run[2]["about"]
         assert about["jax"] == jax.__version__
-        assert about["n_devices"] == len(jax.devices())
+        assert about["n_devices"] == 2
         assert all(row["transport"] and row["backend"] for row in all_reduce_run[2]["rows"])
 
-    def test_without_a_gpu_eight_cpu_workers_stand_in(self, tmp_path):
-        target = tmp_path / "rows.json"
+    def test_without_a_gpu_eight_cpu_workers_stand_in(self):
         command = [sys.executable, "-m", "dynamiq_jax.cli", "bench", "all-reduce"]
-        options = ["--sizes", "16KiB", "--methods", "dynamiq:5", "--repeats", "1"]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        subprocess.run(
-            [*command, *options, "--json", target],
-            check=True,
+        result = subprocess.run(
+            [*command, "--devices", "9"],
             env=environment | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
-        assert {row["n_workers"] for row in json.loads(target.read_text())["rows"]} == {8}
+        assert "9 devices asked for, 8 found" in plain(result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ class TestAllReduce:
         (["all-reduce", "--repeats", "0"], "Invalid value for '--repeats'"),
         (["all-reduce", "--iterations", "0"], "Invalid value for '--iterations'"),
         (["all-reduce", "--devices", "4096"], "4096 devices asked for"),
+        (["all-reduce", "--json", "nowhere/rows.json"], "there is no folder nowhere"),
         (["kernels", "--coords", "many"], "coords 'many' is not a number"),
         (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),
         (["kernels", "--widths", "2,x"], "widths '2,x' is not a list"),
@@ -221,16 +222,30 @@ class TestData:
         np.testing.assert_allclose(norms, np.broadcast_to(norms[0], norms.shape), rtol=0.4)
         assert norms[0].max() > 10 * np.median(norms[0])
 
-    def test_differing_coords_counts_bits_and_not_values(self):
+    def test_quality_counts_differing_bits_and_takes_the_worst_replica(self):
         mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
-        replicas = np.ones((len(jax.devices()), 10), jnp.bfloat16)
-        replicas[:, 7] = np.nan  # the same bits everywhere: no difference
-        assert all_reduce.differing_coords(mesh, jnp.asarray(replicas)) == 0
-        replicas[-1, 2] = 1.0078125
-        replicas[:, 3] = 0.0
-        replicas[-1, 3] = -0.0
-        expected = 2 if len(jax.devices()) > 1 else 0
-        assert all_reduce.differing_coords(mesh, jnp.asarray(replicas)) == expected
+        data = np.ones((len(jax.devices()), 10), jnp.bfloat16)
+        replicas = len(data) * data
+        quality = all_reduce.quality_program(mesh)
+        assert [float(value) for value in quality(data, replicas)] == [0.0, 0.0]
+        replicas[:, 2] = 0.0
+        replicas[-1, 2] = -0.0  # other bits, same value
+        replicas[-1, 3] = 0.0
+        vnmse, wrong = quality(data, replicas)
+        assert float(vnmse) == pytest.approx(2 / 10)
+        assert int(wrong) == (2 if len(data) > 1 else 0)
+
+    def test_replicas_are_each_device_own_buffer(self):
+        devices = jax.devices()[:2]
+        mesh = Mesh(np.array(devices), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        copies = [jax.device_put(jnp.full(3, i), device) for i, device in enumerate(devices)]
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        result = jax.make_array_from_single_device_arrays((3,), everywhere, copies)
+        rows = jax.device_put(
+            np.zeros((len(devices), 3), int), NamedSharding(mesh, PartitionSpec(all_reduce.AXIS))
+        )
+        replicas = np.asarray(all_reduce.replicas_of(result, rows))
+        np.testing.assert_array_equal(replicas, [[i] * 3 for i in range(len(devices))])
 
 
 class TestTiming:
@@ -273,7 +288,7 @@ class TestTiming:
     [("16MiB", 2**24), ("1GiB", 2**30), ("64kib", 2**16), ("3MB", 3_000_000), ("512", 512)],
 )
 def test_sizes(text, size_bytes):
-    assert all_reduce.parse_size(text) == size_bytes
+    assert contenders.parse_size(text) == size_bytes
     if text.endswith("iB"):
         assert report.format_size(size_bytes) == text
 

@@ -3,8 +3,8 @@
 One bf16 leaf per device, in the manner of nccl-tests. What is timed is one compiled program of
 `jax.jit(jax.shard_map(...))` that all-reduces the same leaf several times in a row (see
 `timing.repeat_on_device`), so a time is device time and not dispatch, also at small sizes. The
-contenders of one size are timed in turn within every round. Error and replica agreement are
-computed once, by separate programs outside the timing.
+contenders of one size are timed in turn within every round. Error and replica agreement of what
+the timed program returns are computed once, outside the timing.
 
 Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
 
@@ -19,42 +19,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
+from dynamiq_jax.bench.contenders import AXIS, Contender
 from dynamiq_jax.bench.timing import Timing, repeat_on_device, time_calls
-from pallas_kernels import resolve_backend
+from dynamiq_jax.synthetic import lognormal_mixture
 
-AXIS = "data"
 BLOCK = 256
 """Consecutive coordinates of the test data that share a magnitude."""
-
-METHODS: Mapping[str, Callable[..., Any]] = {
-    "dynamiq": partial(dq.DynamiQ, min_leaf_size=0, min_bucket_size=0),
-}
-"""Methods by the name the command line knows; each takes ``bits``. What is asked for runs, also
-at sizes that the method would otherwise leave to native psum."""
-
-TOPOLOGIES: Mapping[str, Callable[[], Any]] = {"ring": dq.Ring}
-
-BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-"""Native all-reduces by the dtype on the wire."""
-
-
-class Contender(NamedTuple):
-    """One way to all-reduce the leaf."""
-
-    label: str
-    reduce: Callable[[jax.Array], jax.Array]
-    wire_bytes: Callable[[int, int], int]
-    """Bytes one worker sends for a leaf of (coordinates, workers)."""
-    backend: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,78 +58,6 @@ class AllReduceRow:
     transport: str
 
 
-def parse_size(text: str) -> int:
-    """Bytes meant by ``text``: a number with B, KiB, MiB, GiB (powers of 2) or KB, MB, GB.
-
-    Raises:
-      ValueError: not such a size, or not a positive even number of bytes.
-    """
-    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    number, factor = text.strip().upper(), 1
-    for unit, value in (units | {"B": 1}).items():
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit), value
-            break
-    try:
-        size_bytes = float(number) * factor
-    except ValueError:
-        raise ValueError(f"size {text!r} is not a size: write for example 16MiB or 1GiB") from None
-    if not 2 <= size_bytes < 2**32 or size_bytes % 2:
-        raise ValueError(
-            f"size {text!r} is {size_bytes:g} bytes: a bf16 leaf takes an even number of bytes "
-            f"from 2 to {2**32 - 2} (under 4GiB)"
-        )
-    return int(size_bytes)
-
-
-def parse_method(text: str, topology: str = "ring") -> Contender:
-    """The contender meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
-
-    Raises:
-      ValueError: the method, its bits or the topology is not known.
-    """
-    name, _, bits = text.strip().partition(":")
-    if name not in METHODS:
-        raise ValueError(f"method {name!r} is not known: pass one of {', '.join(METHODS)}")
-    if topology not in TOPOLOGIES:
-        raise ValueError(f"topology {topology!r} is not known: pass one of {', '.join(TOPOLOGIES)}")
-    try:
-        options = {"bits": float(bits)} if bits else {}
-    except ValueError:
-        raise ValueError(
-            f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
-        ) from None
-    method, route = METHODS[name](**options), TOPOLOGIES[topology]()
-
-    def wire_bytes(coords: int, n_workers: int) -> int:
-        leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
-        return dq.explain(leaf, n_workers, method=method, topology=route).wire_bytes
-
-    return Contender(
-        label=f"{text.strip()} {topology}",
-        reduce=lambda x: dq.psum(x, AXIS, method=method, topology=route),
-        wire_bytes=wire_bytes,
-        backend=resolve_backend(getattr(method, "backend", None)),
-    )
-
-
-def native(name: str) -> Contender:
-    """The baseline ``name``: `lax.psum` with that dtype on the wire.
-
-    Raises:
-      ValueError: there is no such baseline.
-    """
-    if name not in BASELINES:
-        raise ValueError(f"baseline {name!r} is not known: pass one of {', '.join(BASELINES)}")
-    dtype = jnp.dtype(BASELINES[name])
-    return Contender(
-        label=f"{name} psum",
-        reduce=lambda x: lax.psum(x.astype(dtype), AXIS).astype(x.dtype),
-        wire_bytes=lambda coords, n: 2 * (n - 1) * coords * dtype.itemsize // n,
-        backend="xla",
-    )
-
-
 def transport(platform: str, environ: Mapping[str, str] = os.environ) -> str:
     """What carries the bytes, as the environment has told NCCL."""
     if platform == "cpu":
@@ -163,9 +70,9 @@ def transport(platform: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_iterations(size_bytes: int, platform: str) -> int:
-    """All-reduces in one timed program: 4 GiB of them on a GPU (3 to 200), 2 on a CPU."""
+    """All-reduces in one timed program: 4 GiB of them on a GPU (3 to 200), one on a CPU."""
     if platform == "cpu":
-        return 2
+        return 1
     return min(200, max(3, -(-(2**32) // size_bytes)))
 
 
@@ -195,15 +102,16 @@ def bench_all_reduce(
     """
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     contenders = [baseline, *methods]
+    quality = quality_program(mesh)
     rows = []
     for size_bytes in sizes_bytes:
         coords = size_bytes // 2
         times = iterations or default_iterations(size_bytes, devices[0].platform)
         data = heavy_tailed_gradients(mesh, coords, seed)
-        quality = [_quality(mesh, contender, data) for contender in contenders]
         calls = [partial(_timed_program(mesh, c, times), data) for c in contenders]
+        checked = [quality(data, replicas_of(call(), data)) for call in calls]
         timings = time_calls(calls, repeats=repeats, iterations=times)
-        for contender, timing, (vnmse, wrong) in zip(contenders, timings, quality, strict=True):
+        for contender, timing, (vnmse, wrong) in zip(contenders, timings, checked, strict=True):
             rows.append(
                 _row(
                     contender,
@@ -211,8 +119,8 @@ def bench_all_reduce(
                     size_bytes=size_bytes,
                     wire_bytes=contender.wire_bytes(coords, len(devices)),
                     baseline_us=timings[0].median_us,
-                    vnmse=vnmse,
-                    wrong=wrong,
+                    vnmse=float(vnmse),
+                    wrong=int(wrong),
                     n_workers=len(devices),
                     iterations=times,
                     transport=transport(devices[0].platform),
@@ -224,21 +132,13 @@ def bench_all_reduce(
 def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
     """Test data ``bf16[n, coords]``, row i on worker i, different on every worker.
 
-    Coordinates are normal with a standard deviation that is shared by `BLOCK` neighbours and by
-    all workers, drawn from the paper's mixture of two log-normals (dynamiq.md, section 3).
+    The paper's mixture: magnitudes of `BLOCK` neighbours are heavy-tailed and the same for all.
     """
-    blocks = -(-coords // BLOCK)
 
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=PartitionSpec(AXIS))
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))
     def draw() -> jax.Array:
-        key_pick, key_size, key_value = jax.random.split(jax.random.key(seed), 3)
-        large = jax.random.bernoulli(key_pick, 0.79, (blocks, 1))
-        z = jax.random.normal(key_size, (blocks, 1))
-        magnitude = jnp.exp(jnp.where(large, -3.99 + 1.22 * z, -16.41 + 4.63 * z))
-        own_key = jax.random.fold_in(key_value, lax.axis_index(AXIS))
-        values = jax.random.normal(own_key, (blocks, BLOCK)) * (magnitude / BLOCK**0.5)
-        return values.astype(jnp.bfloat16).reshape(1, -1)[:, :coords]
+        data = lognormal_mixture(jax.random.key(seed), mesh.size, -(-coords // BLOCK), BLOCK)
+        return data[:, :coords].astype(jnp.bfloat16)
 
     return draw()
 
@@ -254,41 +154,33 @@ def _timed_program(
     return program
 
 
-def _quality(mesh: Mesh, contender: Contender, data: jax.Array) -> tuple[float, int]:
-    """(vNMSE, coordinates on which replicas differ) of one all-reduce."""
+def replicas_of(result: jax.Array, data: jax.Array) -> jax.Array:
+    """Every worker's own copy of a replicated ``result``, laid out as ``data`` (one row each)."""
+    own = [shard.data[None] for shard in result.addressable_shards]
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, own)
+
+
+def quality_program(mesh: Mesh) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The function (data, replicas) -> (vNMSE of the worst replica, coordinates that differ).
+
+    Both arguments are bf16[n, coords], row i on worker i. A program of its own, since one that
+    also computed the replicas could take them for equal.
+    """
 
     @jax.jit
     @partial(
         jax.shard_map,
         mesh=mesh,
         in_specs=PartitionSpec(AXIS),
-        out_specs=(PartitionSpec(AXIS), PartitionSpec()),
+        out_specs=(PartitionSpec(), PartitionSpec()),
     )
-    def judge(data: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = data.reshape(-1)
-        estimate = contender.reduce(x)
-        exact = lax.psum(x.astype(jnp.float32), AXIS)
-        # Each worker hands out its own replica, to be compared by `differing_coords`.
-        own = lax.pcast(estimate, AXIS, to="varying")
-        return own[None], dq.vnmse(estimate, exact)
-
-    replicas, vnmse = judge(data)
-    return float(vnmse), differing_coords(mesh, replicas)
-
-
-def differing_coords(mesh: Mesh, replicas: jax.Array) -> int:
-    """Coordinates of bf16[n, coords], row i from worker i, that are not the same bits in all rows.
-
-    A program of its own: one that also computed the replicas could take them for equal.
-    """
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
-    def count(own: jax.Array) -> jax.Array:
+    def quality(data: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        exact = lax.psum(data.astype(jnp.float32), AXIS)
         bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
-        return jnp.sum(lax.pmax(bits, AXIS) != lax.pmin(bits, AXIS))
+        differ = lax.pmax(bits, AXIS) != lax.pmin(bits, AXIS)
+        return lax.pmax(dq.vnmse(own, exact), AXIS), jnp.sum(differ)
 
-    return int(count(replicas))
+    return quality
 
 
 def _row(

@@ -65,13 +65,15 @@ def chunk_ops(
             **static,
         )
 
-    def decode(payloads):
+    def decode(payloads, chunks, into):
         return pk.decompress(
             payloads,
             plan.mean_sum,
             plan.order,
             plan.tiles,
-            size=layout.size,
+            chunks,
+            into,
+            rows=-(-layout.size // fmt.super_group_size),
             dtype=x.dtype,
             divisor=divisor,
             fmt=fmt,

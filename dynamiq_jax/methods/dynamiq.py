@@ -113,7 +113,7 @@ class DynamiQ:
         stats = 16 * self.stats_per_super_group / self.super_group_size
         return 32 * words / (8 * self.super_group_size) + stats
 
-    def layout(self, size: int, n_workers: int) -> Layout:
+    def layout(self, size: int, n_workers: int, chunks_per_worker: int = 1) -> Layout:
         """Static sizes of the all-reduce of ``size`` coordinates."""
         return make_layout(
             size,
@@ -121,11 +121,12 @@ class DynamiQ:
             bits=self.bits,
             fmt=self.wire_format,
             stats_per_super_group=self.stats_per_super_group,
+            chunks_per_worker=chunks_per_worker,
         )
 
-    def wire_bits(self, size: int, n_workers: int) -> int:
+    def wire_bits(self, size: int, n_workers: int, topology: Topology) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates over n workers."""
-        return self.layout(size, n_workers).wire_bits
+        return self.layout(size, n_workers, topology.chunks_per_worker(size)).wire_bits
 
     def all_reduce(
         self,
@@ -138,7 +139,8 @@ class DynamiQ:
         divisor: int = 1,
     ) -> Float[Array, " d"]:
         """The sum of ``x`` over the axis, over ``divisor``; the same bits on all workers."""
-        layout, fmt = self.layout(x.shape[0], n_workers), self.wire_format
+        streams = topology.chunks_per_worker(x.shape[0])
+        layout, fmt = self.layout(x.shape[0], n_workers, streams), self.wire_format
         with jax.named_scope("dynamiq"):
             plan = plan_for(x, axis_name, seed, layout, fmt, self.backend)
             ops = chunk_ops(
@@ -150,7 +152,8 @@ class DynamiQ:
                 divisor=divisor,
                 backend=self.backend,
             )
-            return topology.all_reduce(ops, axis_name, n_workers)
+            result = topology.all_reduce(ops, axis_name, n_workers, streams)
+            return result.reshape(-1)[: x.shape[0]]
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:

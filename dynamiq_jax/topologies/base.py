@@ -24,8 +24,9 @@ class ChunkOps(NamedTuple):
     """(chunk, slot) -> payload of this worker's own share of the chunk."""
     decode_add_encode: Callable[[Payload, Array, Any], Payload]
     """(payload, chunk, slot) -> payload of its content plus this worker's own share."""
-    decode: Callable[[Payload], Array]
-    """(payloads of all chunks, stacked along a leading axis) -> the finished flat sum."""
+    decode: Callable[[Payload, Array, Array | None], Array]
+    """(payloads stacked along a leading axis, their chunks, result so far) -> result with these
+    chunks' finished sums in it."""
 
 
 class Topology(Protocol):
@@ -35,6 +36,13 @@ class Topology(Protocol):
         """How many encodings one chunk passes through."""
         ...
 
-    def all_reduce(self, ops: ChunkOps, axis_name: str, n_workers: int) -> Array:
-        """Reduces every chunk along the topology and returns ``ops.decode`` of all results."""
+    def chunks_per_worker(self, size: int) -> int:
+        """Into how many chunks each worker's share of ``size`` coordinates is cut."""
+        ...
+
+    def all_reduce(self, ops: ChunkOps, axis_name: str, n_workers: int, streams: int) -> Array:
+        """Reduces every chunk and returns the result in which ``ops.decode`` put them all.
+
+        Chunk c * chunks_per_worker + i ends at worker c.
+        """
         ...
