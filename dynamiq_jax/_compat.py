@@ -25,8 +25,12 @@ def to_varying(tree, axis_name: str):
     return jax.tree.map(cast, tree) if tracks_varying(axis_name) else tree
 
 
-def all_gather_invarying(x, axis_name: str):
+def all_gather_invarying(tree, axis_name: str):
     """Gathers to a new leading axis; where JAX tracks it, the result counts as replicated."""
-    if axis_name not in varying_axes(x):  # pmap, vmap, check_vma=False
-        return lax.all_gather(x, axis_name)
-    return lax.all_gather(x, axis_name, to="invarying")
+
+    def gather(x):
+        if axis_name not in varying_axes(x):  # pmap, vmap, check_vma=False
+            return lax.all_gather(x, axis_name)
+        return lax.all_gather(x, axis_name, to="invarying")
+
+    return jax.tree.map(gather, tree)

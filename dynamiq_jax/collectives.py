@@ -1,4 +1,4 @@
-"""`psum` and `pmean` over pytrees: the drop-in replacements of `jax.lax`'s. Validation lives here."""
+"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s. Validation of arguments lives here."""
 
 import functools
 from typing import TypeVar

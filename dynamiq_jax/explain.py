@@ -63,9 +63,7 @@ class Explanation:
             numbers = f"{row.wire_bytes:,.0f}", f"{row.bits_per_coord:.3f}"
             table.add_row(row.name, shape, row.dtype, route, *numbers)
         table.add_section()
-        table.add_row(
-            "total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}"
-        )
+        table.add_row("total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}")
         console = Console(width=120, record=True, quiet=True)
         console.print(table)
         return console.export_text()

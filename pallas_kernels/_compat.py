@@ -1,6 +1,7 @@
 """What Pallas calls need to know of the JAX version. The only such file of this package."""
 
 import inspect
+from typing import Any
 
 import jax
 
@@ -15,4 +16,5 @@ def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:
         varying = frozenset().union(*(kind.varying for kind in kinds))
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kinds[0])(varying=varying))
     varying = frozenset().union(*(aval.vma for aval in avals))
-    return jax.ShapeDtypeStruct(shape, dtype, vma=varying)
+    options: dict[str, Any] = {"vma": varying}
+    return jax.ShapeDtypeStruct(shape, dtype, **options)

@@ -55,8 +55,10 @@ def mix(x):
 
 
 def quad_hash(counter, seed_a, seed_b):
-    """Hash a `uint32` counter under a 64-bit seed (the second word enters between rounds, so
-    streams of two seeds are not shifts of each other)."""
+    """Hashes a `uint32` counter under a 64-bit seed.
+
+    The second word enters between rounds: streams of two seeds are not shifts of each other.
+    """
     x = counter + seed_a
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15) ^ seed_b) * jnp.uint32(0x735A2D97)

@@ -171,9 +171,7 @@ def _decode_scales(payload, offset, width, scaled, fmt: WireFormat) -> Array:
         return jnp.minimum(_float(_unpack(words, 16) << 16), cap)
     words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
     super_scale = jnp.minimum(_float(_unpack(words, 16) << 16)[..., None], cap)
-    words = _gather_words(
-        payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4)
-    )
+    words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
     return _group_scale(super_scale, _unpack(words, 8), width, fmt)
 
 

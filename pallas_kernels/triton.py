@@ -9,7 +9,7 @@ FMA contraction cannot change a bit.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class _Tile(NamedTuple):
 
     fmt: WireFormat
     interpret: bool
-    table_ref: object  # level tables of "geometric" levels
+    table_ref: Any  # level tables of "geometric" levels
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -138,7 +138,7 @@ def _decode(ref, index, offset, width: int, tile: _Tile):
     fmt, shape = tile.fmt, tile.shape
     if width == 0:
         return jnp.zeros(shape, jnp.float32)
-    code = None
+    code = jnp.uint32(0)
     for plane in planes_of(width):
         per_row = fmt.super_group_size * plane // 32
         at = _words_at(offset + fmt.plane_offset(width, plane), TILE_ROWS, per_row)
@@ -149,7 +149,7 @@ def _decode(ref, index, offset, width: int, tile: _Tile):
         if plane < 16 or width > 16:
             fields = fields & _as_word((1 << plane) - 1)
         fields = fields << _as_word(plane_shift(width, plane))
-        code = fields if code is None else code | fields
+        code = fields | code
     if width == 16:
         return _f32(code << 16)
     scale = _decode_scales(ref, index, offset, width, tile)
@@ -399,9 +399,7 @@ def _table(fmt: WireFormat):
     return jnp.asarray(np.concatenate(tables), jnp.float32)
 
 
-def _call(
-    kernel, name: str, grid, out_shape, operands, *, fmt, interpret, aliases=None, **static
-):
+def _call(kernel, name: str, grid, out_shape, operands, *, fmt, interpret, aliases=None, **static):
     params = {}
     if not interpret:
         tuning = tuning_for(name)

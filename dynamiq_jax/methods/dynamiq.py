@@ -55,7 +55,9 @@ class DynamiQ:
         """Checks every field; errors name the value, what is allowed and what to pass."""
         object.__setattr__(self, "widths", tuple(sorted(self.widths)))
         if not self.widths or len(set(self.widths)) < len(self.widths):
-            raise ValueError(f"widths={self.widths} must be distinct and at least one, as (2, 4, 8)")
+            raise ValueError(
+                f"widths={self.widths} must be distinct and at least one, as (2, 4, 8)"
+            )
         if not all(isinstance(w, int) and 0 <= w <= 16 for w in self.widths):
             raise ValueError(f"widths={self.widths} must be integers from 0 to 16, as (2, 4, 8)")
         _one_of("group_size", self.group_size, (8, 16, 32, 64))
@@ -159,5 +161,3 @@ class DynamiQ:
 def _one_of(name: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}; expected one of {allowed}")
-
-

@@ -44,9 +44,7 @@ class Ring:
         """``streams`` for large gradients, 1 for small ones."""
         return self.streams if size >= self.stream_size else 1
 
-    def all_reduce(
-        self, ops: ChunkOps, axis_name: str, n_workers: int, streams: int
-    ) -> jax.Array:
+    def all_reduce(self, ops: ChunkOps, axis_name: str, n_workers: int, streams: int) -> jax.Array:
         """Reduces every chunk around the ring; see `Topology`."""
         n = n_workers
         me = lax.axis_index(axis_name)
@@ -60,14 +58,16 @@ class Ring:
                 for i, payload in enumerate(arrived)
             ]
 
-        payloads = [ops.encode((me - 1) % n * streams + i, 0) for i in range(streams)]
+        first = (me - 1) % n
+        payloads = [ops.encode(first * streams + i, 0) for i in range(streams)]
         if n <= self.unroll_up_to:
             for t in range(1, n):
                 payloads = hop(t, payloads)
         else:
             payloads = lax.fori_loop(1, n, hop, payloads)
-        result = None
-        for i, payload in enumerate(payloads):
-            gathered = jax.tree.map(lambda x: all_gather_invarying(x, axis_name), payload)
-            result = ops.decode(gathered, jnp.arange(n, dtype=jnp.int32) * streams + i, result)
+        owners = jnp.arange(n, dtype=jnp.int32) * streams
+        gathered = [all_gather_invarying(payload, axis_name) for payload in payloads]
+        result = ops.decode(gathered[0], owners, None)
+        for i in range(1, streams):
+            result = ops.decode(gathered[i], owners + i, result)
         return result

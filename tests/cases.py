@@ -1,0 +1,132 @@
+"""What several test files share: the rows of methods, inputs, maps and the test for bias.
+
+A new method or option is a row in `METHODS`; the row buys it the tests of every file that is
+parametrised over them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
+"""Compress however small a leaf is."""
+
+LOOP = dq.Ring(unroll_up_to=1)
+"""A ring as a loop, which compiles in half the time; the same bits as unrolled (test_psum)."""
+
+METHODS = {
+    "default": dq.DynamiQ(**SMALL),
+    "geometric": dq.DynamiQ(levels="geometric", **SMALL),
+    "uniform": dq.DynamiQ(levels="uniform", **SMALL),
+    "correlated": dq.DynamiQ(rounding="correlated", **SMALL),
+    "independent": dq.DynamiQ(rounding="independent", **SMALL),
+    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **SMALL),
+    "no_mean": dq.DynamiQ(subtract_mean=False, **SMALL),
+    "group_8": dq.DynamiQ(group_size=8, **SMALL),
+    "group_64": dq.DynamiQ(group_size=64, group_scale="bf16", **SMALL),
+    "super_128": dq.DynamiQ(super_group_size=128, **SMALL),
+    "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **SMALL),
+    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), bits=7, **SMALL),
+    "width_0": dq.DynamiQ(widths=(0, 3, 6), **SMALL),
+}
+UNBIASED = [name for name, method in METHODS.items() if 0 not in method.widths]
+
+
+def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:
+    """f32[n, size]: super-groups of very different magnitude and mean, distinct on each worker."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    rows = -(-size // super_group_size)
+    magnitude = jnp.exp(1.5 * jax.random.normal(keys[0], (rows, 1)))
+    mean = 0.3 * jax.random.normal(keys[1], (rows, 1))
+    noise = jax.random.normal(keys[2], (n, rows, super_group_size))
+    return ((noise + mean) * magnitude).reshape(n, -1)[:, :size]
+
+
+@functools.cache
+def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False):
+    """jit of (tree with leading worker axis, key) -> every worker's result, on one device."""
+    reduce = dq.pmean if mean else dq.psum
+
+    def one(tree, key):
+        return reduce(tree, "data", method=method, topology=topology, key=key)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+
+
+def auto_mesh(n: int = 8):
+    """A mesh of the first n devices with one Auto axis "data"."""
+    return jax.make_mesh((n,), ("data",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
+
+
+@functools.cache
+def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
+    """As `vmapped` on n devices: every worker's own copy of the result, unchecked by JAX."""
+
+    def one(tree, key):
+        tree = jax.tree.map(lambda x: x[0], tree)
+        total = dq.psum(tree, "data", method=method, topology=topology, key=key)
+        return jax.tree.map(lambda x: x[None], total)
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
+    return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
+
+
+def bits_of(x) -> np.ndarray:
+    """The bytes of an array, so that NaNs and signed zeros count in comparisons."""
+    x = np.ascontiguousarray(x)
+    return x.view(np.uint8) if x.ndim else x.reshape(1).view(np.uint8)
+
+
+def assert_same_bits(a, b) -> None:
+    """Two trees have equal structure, dtypes, shapes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        np.testing.assert_array_equal(bits_of(left), bits_of(right))
+
+
+def assert_replicas_equal(tree) -> None:
+    """All slices along the leading worker axis have the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        leaf = np.asarray(leaf)
+        assert_same_bits(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+class Bias(NamedTuple):
+    """How far mean errors are from zero, for blocks of coordinates.
+
+    With N samples of C coordinates in a block whose rounding errors have variance about g²/6 for
+    steps g, a bias of 2% of a step in one direction moves a z-score by 0.02 sqrt(6 C N), and one
+    of any pattern of signs moves ``spread`` by 0.0024 N.
+    """
+
+    up: np.ndarray
+    """z-score of the mean error."""
+    outward: np.ndarray
+    """z-score of the mean error away from zero."""
+    spread: np.ndarray
+    """Mean over coordinates of (mean error)² over its variance: 1 if unbiased."""
+
+    def worst_score(self) -> float:
+        """The largest z-score of the blocks."""
+        return float(np.max(np.abs([self.up, self.outward])))
+
+
+def bias(total, total_squared, samples: int, sign, blocks: int) -> Bias:
+    """The bias of errors from their sums and sums of squares over ``samples`` samples."""
+    total = np.asarray(total, np.float64).reshape(blocks, -1)
+    total_squared = np.asarray(total_squared, np.float64).reshape(blocks, -1)
+    sign = np.sign(np.asarray(sign)).reshape(blocks, -1)
+    variance = (total_squared - total**2 / samples).sum(axis=1) / (samples - 1) * samples
+    variance = np.maximum(variance, np.finfo(np.float64).tiny)
+    up = total.sum(axis=1) / np.sqrt(variance)
+    outward = (total * sign).sum(axis=1) / np.sqrt(variance)
+    return Bias(up, outward, (total**2).sum(axis=1) / variance)

@@ -1,0 +1,134 @@
+"""The wire format: bit planes, record sizes, level tables and exact products."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from pallas_kernels.format import plane_shift, planes_of
+
+WIDTHS = range(1, 16)
+LEVELS = ("piecewise", "geometric", "uniform")
+
+
+def widths_of(levels):
+    return range(2, 11) if levels == "geometric" else range(2, 16)
+
+
+@pytest.mark.parametrize("width", range(17))
+def test_planes_are_powers_of_two_that_tile_the_code(width):
+    planes = planes_of(width)
+    assert sum(planes) == width
+    assert all(p & (p - 1) == 0 for p in planes)
+    covered = sorted(
+        bit for p in planes for bit in range(plane_shift(width, p), plane_shift(width, p) + p)
+    )
+    assert covered == list(range(width))
+
+
+@pytest.mark.parametrize("group_scale", ["uint8", "bf16"])
+@pytest.mark.parametrize("group_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("super_group_size", [256, 512, 1024])
+def test_records_are_contiguous_and_of_whole_vectors(group_size, super_group_size, group_scale):
+    fmt = WireFormat(
+        widths=tuple(range(17)),
+        group_size=group_size,
+        super_group_size=super_group_size,
+        group_scale=group_scale,
+    )
+    groups = super_group_size // group_size
+    for width in fmt.widths:
+        words = fmt.tile_words(width)
+        assert words % 4 == 0
+        scale_bits = {"uint8": 16 + 8 * groups, "bf16": 16 * groups}[group_scale]
+        scale_bits = scale_bits if 0 < width < 16 else 0
+        assert 32 * words == TILE_ROWS * (scale_bits + width * super_group_size)
+        at = TILE_ROWS * scale_bits // 32
+        for plane in planes_of(width):
+            assert fmt.plane_offset(width, plane) == at
+            at += fmt.plane_words(plane)
+        assert at == words
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_levels_ascend_strictly_from_zero(levels):
+    fmt = WireFormat(levels=levels)
+    for width in widths_of(levels):
+        table = fmt.level_table(width)
+        assert table.shape == (2 ** (width - 1),)
+        assert table[0] == 0
+        assert np.all(np.diff(table) > 0)
+        assert table[-1] == fmt.level_top(width)
+    np.testing.assert_array_equal(fmt.level_table(1), [1])
+
+
+def test_level_laws():
+    np.testing.assert_array_equal(WireFormat(levels="uniform").level_table(5), np.arange(16))
+    # 3/16 of the octave of 16 levels is 3: thirteen steps of 1, then steps of 2.
+    np.testing.assert_array_equal(
+        WireFormat(levels="piecewise").level_table(5), [*range(14), 15, 17]
+    )
+    # (1.0648^r - 1) / (1.0648^7 - 1) on a grid of 2^15, epsilon = 0.18.
+    table = WireFormat(levels="geometric").level_table(4)
+    law = (1.0648 ** np.arange(8) - 1) / (1.0648**7 - 1) * 2**15
+    np.testing.assert_allclose(table, law, atol=0.5)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_level_times_scale_is_exact_in_f32(levels):
+    fmt = WireFormat(levels=levels)
+    rng = np.random.default_rng(1)
+    for width in [1, *widths_of(levels)]:
+        bits = fmt.scale_bits(width)
+        # bf16 has 8 significant bits: fewer would lose scales that the payload can hold.
+        assert 8 <= bits <= 16
+        assert fmt.level_top(width).bit_length() + bits <= 24
+        significand = rng.integers(1 << (bits - 1), 1 << bits, 64)
+        scale = np.ldexp(significand.astype(np.float64), rng.integers(-60, 60, 64))
+        table = fmt.level_table(width)[-4096:].astype(np.float64)
+        exact = table[:, None] * scale
+        product = table.astype(np.float32)[:, None] * scale.astype(np.float32)
+        np.testing.assert_array_equal(product.astype(np.float64), exact)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_the_largest_scale_decodes_to_something_finite(levels):
+    fmt = WireFormat(levels=levels)
+    for width in [1, *widths_of(levels)]:
+        cap = np.float32(fmt.super_scale_cap(width))
+        assert cap.view(np.uint32) & 0xFFFF == 0  # a bf16
+        assert 1 / cap >= np.finfo(np.float32).tiny
+        largest = cap * np.float32(fmt.level_top(width))
+        assert np.isfinite(largest)
+        # No smaller than these two bounds demand: bf16 steps are 1/128.
+        assert largest >= min(3.3e38, 2.0**125 * fmt.level_top(width))
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_distortion_falls_with_width(levels):
+    fmt = WireFormat(levels=levels)
+    assert distortion(fmt, 0) == 1.0
+    errors = [distortion(fmt, w) for w in widths_of(levels)]
+    ratios = np.array(errors[:-1]) / np.array(errors[1:])
+    # 4 per bit in the limit; more at narrow widths, where the next level is far from most values.
+    # (The paper's law pays for small values with the large ones at widths 7 and 8.)
+    assert np.all(ratios > (2.9 if levels == "geometric" else 3.9))
+    assert np.all(ratios < 10)
+
+
+def test_distortion_of_bf16():
+    # Values in [2^k, 2^(k+1)) are rounded in steps of 2^(k-7), with a mean square of step²/6.
+    def below(x):
+        return math.erf(x / math.sqrt(2))
+
+    steps_squared = sum(
+        4.0 ** (k - 7) * (below(2.0 ** (k + 1)) - below(2.0**k)) for k in range(-20, 4)
+    )
+    assert distortion(WireFormat(), 16) == pytest.approx(steps_squared / 6, rel=0.02)
+
+
+@pytest.mark.parametrize("width", range(3, 11))
+def test_the_two_step_law_beats_equidistant_levels(width):
+    gain = distortion(WireFormat(levels="uniform"), width) / distortion(WireFormat(), width)
+    assert 1.05 < gain < 1.1
