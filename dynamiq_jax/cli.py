@@ -9,7 +9,8 @@ import jax
 import typer
 
 from dynamiq_jax.bench import all_reduce, contenders, kernels, report
-from pallas_kernels import WireFormat, resolve_backend
+from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import resolve_backend
 
 CPU_DEVICES = 8
 """Workers that a machine without a GPU stands in for."""
@@ -128,7 +129,7 @@ def bench_kernels(
 ) -> None:
     """Time the coding kernels on one device against a plain copy."""
     mix = _checked("--widths", kernels.parse_widths, widths)
-    _checked("--bits", kernels.mixed_widths, WireFormat(widths=mix), 1, bits)
+    _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix))
     if plot_file:
         _checked("--plot", report.require_matplotlib)
     workers = jax.devices()[:1]

@@ -17,10 +17,10 @@ class Tuning(NamedTuple):
 
 _HOPPER = {
     "statistics": Tuning(num_warps=4, rows_per_program=16),
-    "compress": Tuning(num_warps=4),
-    "decompress": Tuning(num_warps=4),
-    "decompress_accumulate": Tuning(num_warps=4),
-    "decompress_accumulate_recompress": Tuning(num_warps=4),
+    "compress": Tuning(num_warps=2),
+    "decompress": Tuning(num_warps=1),
+    "decompress_accumulate": Tuning(num_warps=2),
+    "decompress_accumulate_recompress": Tuning(num_warps=2),
 }
 
 

@@ -31,6 +31,10 @@ FORMATS = {
     "super_1024": WireFormat(widths=EVERY, super_group_size=1024),
 }
 SAMPLES = 400
+ERRORS = [3.571, 0.705, 0.07512, 0.01368, 3.045e-3, 7.328e-4, 1.867e-4, 4.819e-5]
+ERRORS += [1.243e-5, 3.06e-6, 7.584e-7, 1.908e-7, 4.804e-8, 1.203e-8, 2.956e-9, 5.485e-6]
+"""Mean squared error of widths 1..16 of the default format on N(0, 1). One tile spreads over
+seeds by 5%, so that the mean of 48 is good to 0.8%."""
 
 
 class Chunk:
@@ -119,23 +123,25 @@ def squared_errors(chunk, count=48):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("name", ["default", "geometric", "uniform", "bf16_scales", "group_64"])
+def test_error_of_every_width_is_pinned():
+    found = squared_errors(chunk_of("default")).mean(axis=0)
+    np.testing.assert_allclose(found, ERRORS, rtol=0.03)
+
+
+@pytest.mark.parametrize("name", ["geometric", "uniform", "bf16_scales", "group_64"])
 def test_error_of_every_width_is_what_the_format_says(name):
     chunk = chunk_of(name)
     fmt = chunk.fmt
-    samples = squared_errors(chunk)
-    ratio = samples.mean(axis=0) / [distortion(fmt, int(w)) for w in chunk.widths]
+    expected = np.array([distortion(fmt, int(w)) for w in chunk.widths])
+    ratio = squared_errors(chunk).mean(axis=0) / expected
     # `distortion` leaves scales unrounded, where a group's maximum has no error. Rounded up by
-    # half a percent they cost 1% everywhere and, at most, a whole rounding for the maximum.
+    # half a percent they cost 1% everywhere and, at most, a quarter of a squared step for it.
     maximum = np.random.default_rng(0).standard_normal((4096, fmt.group_size))
     maximum = np.mean(np.max(np.abs(maximum), axis=1) ** 2) / fmt.group_size
-    for width, found in zip(chunk.widths, ratio, strict=True):
-        last_step = 0.0
-        if 1 < width < 16:
-            table = fmt.level_table(width)
-            last_step = (table[-1] - table[-2]) / table[-1]
-        most = 1.04 + maximum * last_step**2 / 6 / distortion(fmt, int(width))
-        assert 0.97 < found < most, f"width {width}"
+    tables = [fmt.level_table(w) / fmt.level_top(w) if 1 < w < 16 else [1, 1] for w in chunk.widths]
+    last_step = np.array([table[-1] - table[-2] for table in tables])
+    assert np.all(ratio > 0.97)
+    assert np.all(ratio < 1.04 + maximum * last_step**2 / 4 / expected)
 
 
 def decode_in_numpy(payload, fmt, offset, width):
@@ -215,20 +221,23 @@ def test_hop_is_accumulate_then_compress():
     x, mean = normal(before, seed=4)
     other, _ = normal(before, seed=5)
     seed, zero = jnp.array([1, 9], jnp.uint32), jnp.int32(0)
-    payload = before.encode(other, mean, seed, slot=0)
+    payload, sent = before.round_trip(other, mean, seed)
 
-    total = pk.decompress_accumulate(payload, x, mean, before.order, before.tiles, zero, fmt=fmt)
+    accumulate = jax.jit(functools.partial(pk.decompress_accumulate, fmt=fmt))
+    total = accumulate(payload, x, mean, before.order, before.tiles, zero)
     own = np.asarray(x).reshape(before.rows, -1)[permutation]
-    sent = np.asarray(before.decode(payload, mean)).reshape(before.rows, -1)[permutation]
+    sent = np.asarray(sent).reshape(before.rows, -1)[permutation]
     both = own + sent - 2 * np.asarray(mean)[permutation][:, None]
     np.testing.assert_allclose(total, both, rtol=1e-5, atol=1e-5)
 
-    static = {"payload_words": after.payload_words, "fmt": fmt}
-    args = (payload, x, mean, before.order, before.tiles, after.tiles, zero, after.noise(seed))
-    fused = pk.decompress_accumulate_recompress(*args, **static)
+    hop = functools.partial(
+        pk.decompress_accumulate_recompress, payload_words=after.payload_words, fmt=fmt
+    )
+    noise = after.noise(seed)
+    fused = jax.jit(hop)(payload, x, mean, before.order, before.tiles, after.tiles, zero, noise)
     back = np.zeros_like(total)
     back[permutation] = total
-    apart = after.encode(jnp.asarray(back.reshape(-1)), jnp.zeros_like(mean), seed)
+    apart, _ = after.round_trip(jnp.asarray(back.reshape(-1)), jnp.zeros_like(mean), seed)
     np.testing.assert_array_equal(fused, apart[0])
 
 
@@ -243,26 +252,21 @@ def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
     np.testing.assert_array_equal(shuffled.round_trip(x, mean, seed)[1], expected)
 
     # The same super-groups as two chunks of three tiles, encoded and decoded one at a time.
-    order = shuffled.order.reshape(2, 24)
-    tiles, words = shuffled.tiles[:3], sum(shuffled.words[:3])
-    static = {"fmt": fmt}
-    payloads = pk.compress(
-        x, mean, order, tiles, jnp.arange(2), shuffled.noise(seed), payload_words=words, **static
-    )
-    result = None
-    for c in (1, 0):
-        result = pk.decompress(
-            payloads[c : c + 1],
-            mean,
-            order,
-            tiles,
-            jnp.array([c]),
-            result,
-            rows=48,
-            dtype=jnp.float32,
-            **static,
+    order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:3]
+    words, static = sum(shuffled.words[:3]), {"rows": 48, "dtype": jnp.float32, "fmt": fmt}
+
+    @jax.jit
+    def in_two_chunks(noise):
+        payloads = pk.compress(
+            x, mean, order, tiles, jnp.arange(2), noise, payload_words=words, fmt=fmt
         )
-    np.testing.assert_array_equal(result.reshape(-1), expected)
+        result = None
+        for c in (1, 0):
+            args = payloads[c : c + 1], mean, order, tiles, jnp.array([c])
+            result = pk.decompress(*args, result, **static)
+        return result.reshape(-1)
+
+    np.testing.assert_array_equal(in_two_chunks(straight.noise(seed)), expected)
 
 
 def test_statistics():
@@ -284,12 +288,12 @@ def test_statistics_are_finite_exactly_where_the_gradient_is(bad):
 def test_decompress_divides_and_poisons():
     chunk = Chunk(WireFormat(widths=(8,)), (8,))
     x, mean = normal(chunk, seed=8)
-    payload = chunk.encode(x, mean, jnp.array([1, 1], jnp.uint32))
     mean_sum = (mean * 4).at[3].set(jnp.nan)
-    args = (payload, mean_sum, chunk.order, chunk.tiles, jnp.zeros(1, jnp.int32))
+    payload, _ = chunk.round_trip(x, mean, jnp.array([1, 1], jnp.uint32))
     static = {"rows": chunk.rows, "dtype": jnp.float32, "fmt": chunk.fmt}
-    whole = np.asarray(pk.decompress(*args, **static))
-    quarter = np.asarray(pk.decompress(*args, divisor=4, **static))
+    run = jax.jit(functools.partial(pk.decompress, **static), static_argnames="divisor")
+    args = (payload, mean_sum, chunk.order, chunk.tiles, jnp.zeros(1, jnp.int32))
+    whole, quarter = np.asarray(run(*args)), np.asarray(run(*args, divisor=4))
     np.testing.assert_array_equal(quarter * 4, whole)  # a power of two: exact
     np.testing.assert_array_equal(np.isnan(whole).all(axis=1), np.arange(8) == 3)
     np.testing.assert_array_equal(np.isnan(whole).any(axis=1), np.arange(8) == 3)

@@ -1,9 +1,8 @@
 """Kernel benchmark: what one device needs to encode, add and decode a whole gradient.
 
-Every kernel of `pallas_kernels` processes all coordinates in one call, as a single chunk whose
-super-groups are ordered as a plan orders them: widest first, those of one width as they lie in
-memory. Calls are dispatched back-to-back and waited for once, so that their dispatch hides behind
-the device's work.
+Every kernel of `pallas_kernels` processes all coordinates in one call, as a single chunk under
+the plan that the gradient itself gets at the given bits per coordinate. Calls are dispatched
+back-to-back and waited for once, so that their dispatch hides behind the device's work.
 
 Bytes moved are those an ideal kernel reads and writes once: the gradient, payload records,
 per-super-group means and order, results. *Copy* is XLA's ``x + 1`` on the same bf16 array; its
@@ -18,24 +17,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dynamiq_jax.bench.timing import time_calls
+from dynamiq_jax.layout import make_layout
+from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.plan import order_and_tiles
 from pallas_kernels import (
-    TILE_ROWS,
     Backend,
     WireFormat,
     compress,
     decompress,
     decompress_accumulate_recompress,
-    pack_tiles,
     resolve_backend,
     slot_noise,
     statistics,
 )
-
-STATISTICS_BITS = 32
-"""Wire bits per super-group that the light all-reduce takes from the budget (two bf16)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,44 +90,6 @@ def parse_widths(text: str) -> tuple[int, ...]:
     return widths
 
 
-def mixed_widths(fmt: WireFormat, tiles: int, bits: float) -> np.ndarray:
-    """Widths of ``tiles`` tiles, widest first, that use ``bits`` wire bits per coordinate.
-
-    Shares are proportional to ``exp(-theta * words)``, the flattest mix that meets the budget.
-
-    Args:
-      fmt: its widths are mixed.
-      tiles: how many to return.
-      bits: the budget, all metadata included; without meaning for a format of one width.
-
-    Raises:
-      ValueError: no mix of these widths takes that many bits.
-    """
-    if len(fmt.widths) == 1:
-        return np.full(tiles, fmt.widths[0])
-    words = np.array([fmt.tile_words(width) for width in fmt.widths], float)
-    to_bits = 32 / (TILE_ROWS * fmt.super_group_size)
-    overhead = STATISTICS_BITS / fmt.super_group_size
-    budget = (bits - overhead) / to_bits
-    if not words.min() <= budget <= words.max():
-        low, high = words.min() * to_bits + overhead, words.max() * to_bits + overhead
-        raise ValueError(
-            f"{bits:g} bits per coordinate cannot be met: widths {fmt.widths} take {low:g} to "
-            f"{high:g} bits, metadata included"
-        )
-
-    def shares(theta: float) -> np.ndarray:
-        weights = np.exp(-theta * (words - budget) / words.max())
-        return weights / weights.sum()
-
-    low, high = -500.0, 500.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if shares(middle) @ words < budget else (middle, high)
-    ends = np.round(np.cumsum(shares(high)[::-1]) * tiles).astype(int)
-    return np.repeat(fmt.widths[::-1], np.diff(ends, prepend=0))
-
-
 def bench_kernels(
     coords: int,
     *,
@@ -157,6 +115,7 @@ def bench_kernels(
       A row per kernel, the copy first.
     """
     ran = resolve_backend(backend)
+    DynamiQ(bits=bits, widths=widths)  # refuses bits that these widths cannot meet
     # Magnitudes vary from super-group to super-group, as a gradient's do.
     key_size, key_value = jax.random.split(jax.random.key(0))
     rows = -(-coords // 256)
@@ -209,22 +168,16 @@ def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
 def _coding_cases(
     x: jax.Array, fmt: WireFormat, label: str, bits: float, backend: Backend
 ) -> list[_Case]:
-    """The coding kernels at one format, its widths mixed to ``bits`` per coordinate."""
-    tiles = math.ceil(x.size / (fmt.super_group_size * TILE_ROWS))
-    width = mixed_widths(fmt, tiles, bits)
-    words = np.array([fmt.tile_words(w) for w in range(17)])[width]
-    payload_words = max(int(words.sum()), 4)
-    packed = jnp.asarray(pack_tiles(np.cumsum(words) - words, width), jnp.int32)
-    super_groups = tiles * TILE_ROWS
-    # Which super-groups get which width is random; those of one width follow memory's order.
-    shuffled = np.random.default_rng(0).permutation(super_groups)
-    by_class = np.lexsort((shuffled, -np.repeat(width, TILE_ROWS)))
-    order = jnp.asarray(shuffled[by_class], jnp.int32)[None]
-    mean = jnp.zeros(super_groups, jnp.float32)
+    """The coding kernels at one format, planned for ``bits`` per coordinate."""
+    layout = make_layout(x.size, 1, bits=bits, fmt=fmt, stats_per_super_group=2)
+    _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
+    energy = jnp.pad(sqnorm, (0, layout.super_groups - sqnorm.shape[0]))
+    order, packed = jax.jit(lambda energy: order_and_tiles(energy, layout, fmt))(energy)
+    mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 
     static: dict[str, Any] = {"fmt": fmt, "backend": backend}
-    sized = static | {"payload_words": payload_words}
+    sized = static | {"payload_words": layout.payload_words}
     encode = jax.jit(partial(compress, **sized))
     hop = jax.jit(partial(decompress_accumulate_recompress, **sized))
     rows = math.ceil(x.size / fmt.super_group_size)

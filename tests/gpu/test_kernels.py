@@ -51,9 +51,9 @@ def _run(backend, device, fmt, bits, size, dtype, payload=None):
                 p, x[1], mean, order, tiles, tiles, one, noise[3], **sized
             )
         )(jnp.stack([payload[1], payload[1]]))
-        total = jax.jit(
-            lambda p: pk.decompress_accumulate(p, x[1], mean, order, tiles, one, **kw)
-        )(payload[1:])
+        total = jax.jit(lambda p: pk.decompress_accumulate(p, x[1], mean, order, tiles, one, **kw))(
+            payload[1:]
+        )
         out = jax.jit(
             lambda p: pk.decompress(
                 p, mean, order, tiles, both, rows=rows, dtype=dtype, divisor=3, **kw

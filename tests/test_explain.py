@@ -1,0 +1,130 @@
+"""What `explain` and `wire_bits` say of a tree: routes, buckets, totals, and the printed table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL
+
+import dynamiq_jax as dq
+from dynamiq_jax.buckets import describe_leaves, group_leaves, join, split
+
+TREE = {
+    "big": jax.ShapeDtypeStruct((1000, 300), jnp.float32),
+    "half": [jax.ShapeDtypeStruct((70000,), jnp.bfloat16)],
+    "few": jax.ShapeDtypeStruct((5000,), jnp.float16),
+    "bias": jax.ShapeDtypeStruct((300,), jnp.float32),
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+    "phase": jax.ShapeDtypeStruct((6, 2), jnp.complex64),
+}
+
+
+def routes(explanation):
+    return {row.name: row.route for row in explanation.rows}
+
+
+def test_every_leaf_has_a_route_and_a_reason():
+    found = routes(dq.explain(TREE, 8, verbose=False))
+    assert found == {
+        "['big']": "compressed",
+        "['half'][0]": "compressed",
+        "['few']": "exact: bucket of 5000 < min_bucket_size 65536",
+        "['bias']": "exact: size 300 < min_leaf_size 4096",
+        "['step']": "exact: dtype int32",
+        "['phase']": "exact: dtype complex64",
+    }
+
+
+def test_totals_add_up():
+    n, method = 8, dq.DynamiQ()
+    explanation = dq.explain(TREE, n, verbose=False)
+    share = 2 * (n - 1) / n
+    exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
+    compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (300_000, 70_000)) / 8
+    assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
+    assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
+    assert dq.wire_bits(TREE, n) == round(8 * explanation.wire_bytes)
+    size = 300_000 + 70_000 + 5000 + 300 + 1 + 12
+    assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
+    by_name = {row.name: row for row in explanation.rows}
+    assert by_name["['bias']"].bits_per_coord == pytest.approx(32)
+    assert by_name["['step']"].bits_per_coord == pytest.approx(32)
+    assert by_name["['phase']"].bits_per_coord == pytest.approx(64)
+    assert by_name["['big']"].bits_per_coord == pytest.approx(5, rel=0.01)
+
+
+def test_bf16_reference_counts_floating_point_leaves():
+    """Integers and complex numbers would not travel as bf16."""
+    n = 4
+    explanation = dq.explain(TREE, n, verbose=False)
+    floats = 300_000 + 70_000 + 5000 + 300
+    assert explanation.bf16_wire_bytes == pytest.approx(2 * (n - 1) / n * 2 * floats)
+
+
+def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
+    leaves = [jax.ShapeDtypeStruct((d,), jnp.float32) for d in (300, 300, 900, 2000, 100)]
+    leaves.append(jax.ShapeDtypeStruct((300,), jnp.bfloat16))
+    method = dq.DynamiQ(bucket_bytes=4000, **SMALL)
+    rows = dq.explain(leaves, 2, method=method, verbose=False).rows
+    buckets = [row.bucket for row in rows]
+    assert buckets[0] == buckets[1]  # 600 coordinates of 1000
+    assert buckets[2] == buckets[4] != buckets[0]  # 900 more would not fit, but 900 and 100 do
+    assert len({buckets[0], buckets[2], buckets[3], buckets[5]}) == 4  # large alone, bf16 apart
+    separate = dq.explain(leaves, 2, method=dq.DynamiQ(bucket_bytes=0, **SMALL), verbose=False)
+    assert len({row.bucket for row in separate.rows}) == 6
+
+
+def test_join_and_split_are_inverse():
+    rng = np.random.default_rng(0)
+    values = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in [(3, 4), (), (5,)]]
+    leaves = describe_leaves(values)
+    grouping = group_leaves(leaves, min_leaf_size=0, min_bucket_size=0, bucket_bytes=10**6)
+    (bucket,) = grouping.buckets
+    flat = join(bucket, values)
+    np.testing.assert_array_equal(flat, np.concatenate([np.ravel(v) for v in values]))
+    for index, value in split(bucket, flat):
+        assert value.shape == values[index].shape
+        np.testing.assert_array_equal(value, values[index])
+
+
+def test_buckets_are_told_apart_by_names():
+    def tags(tree):
+        grouping = group_leaves(
+            describe_leaves(tree), min_leaf_size=0, min_bucket_size=0, bucket_bytes=0
+        )
+        return {bucket.leaves[0].name: bucket.tag for bucket in grouping.buckets}
+
+    small = tags({"b": jnp.ones(3), "c": jnp.ones(3)})
+    assert len(set(small.values())) == 2
+    # Another leaf in front moves neither tag, so that it changes nobody's rounding.
+    more = tags({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(3)})
+    assert {name: more[name] for name in small} == small
+
+
+def test_arrays_numbers_and_empty_leaves_are_described():
+    tree = (jnp.ones((2, 0)), 1.5, np.ones(3, np.int8), True)
+    rows = dq.explain(tree, 4, verbose=False).rows
+    assert [row.dtype for row in rows] == ["float32", "float32", "int8", "bool"]
+    assert [row.shape for row in rows] == [(2, 0), (), (3,), ()]
+    assert rows[0].wire_bytes == 0
+    assert rows[0].bits_per_coord == 0
+
+
+def test_one_worker_sends_nothing():
+    explanation = dq.explain(TREE, 1, verbose=False)
+    assert explanation.wire_bytes == 0
+    assert explanation.bits_per_coord == 0
+    assert dq.wire_bits(TREE, 1) == 0
+
+
+def test_table_is_printed_unless_told_not_to(capsys):
+    explanation = dq.explain(TREE, 8, topology=dq.Ring(streams=3))
+    printed = capsys.readouterr().out
+    assert printed.strip() == str(explanation).strip()
+    for text in ("['half'][0]", "1000x300", "scalar", "compressed, bucket 0", "exact: dtype int32"):
+        assert text in printed
+    assert f"{explanation.wire_bytes:,.0f}" in printed
+    assert "8 workers" in printed
+    assert "streams=3" in printed
+    dq.explain(TREE, 8, verbose=False)
+    assert capsys.readouterr().out == ""

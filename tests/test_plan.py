@@ -1,0 +1,232 @@
+"""The plan: widths that are worth their words, records that fit, an order that loses nothing."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dynamiq_jax as dq
+from dynamiq_jax.layout import Layout
+from dynamiq_jax.plan import (
+    assign_widths,
+    make_plan,
+    pack_statistics,
+    plan_widths,
+    statistics_seed,
+    width_upgrades,
+)
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
+
+WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
+
+
+def layout_of(fmt, tiles, payload_words, n=2):
+    return Layout(
+        size=n * tiles * TILE_ROWS * fmt.super_group_size,
+        n_workers=n,
+        chunks_per_worker=1,
+        chunk_super_groups=tiles * TILE_ROWS,
+        payload_words=payload_words,
+        stats_per_super_group=2,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "fmt"))
+def assigned(energy, layout, fmt):
+    return assign_widths(energy, layout, fmt)
+
+
+def words_of(fmt, widths):
+    return sum(fmt.tile_words(int(w)) for w in widths)
+
+
+def error_of(fmt, energy, widths):
+    return sum(e * distortion(fmt, int(w)) for e, w in zip(energy, widths, strict=True))
+
+
+def mean_payload(fmt, tiles):
+    """A budget in the middle of what the widths can use."""
+    words = [fmt.tile_words(w) for w in fmt.widths]
+    return tiles * (min(words) + (max(words) - min(words)) * 2 // 5) // 4 * 4
+
+
+def energies(seed, tiles):
+    return np.random.default_rng(seed).lognormal(0.0, 3.0, tiles).astype(np.float32)
+
+
+@pytest.mark.parametrize("widths", [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_assignment_of_the_same_size_has_less_error(widths, seed):
+    fmt, tiles = WireFormat(widths=widths), 4
+    energy = energies(seed, tiles)
+    layout = layout_of(fmt, tiles, mean_payload(fmt, tiles))
+    chosen = np.asarray(assigned(energy, layout, fmt))
+    used = words_of(fmt, chosen)
+    every = itertools.product(widths, repeat=tiles)
+    best = min(error_of(fmt, energy, w) for w in every if words_of(fmt, w) <= used)
+    # Gains are compared in steps of 1/16 octave, 4.4%.
+    assert best <= error_of(fmt, energy, chosen) <= 1.045 * best
+    # What is left unused is less than the one upgrade that no longer fitted.
+    _, upgrades = width_upgrades(fmt)
+    assert 0 <= layout.payload_words - used < max(u.words for u in upgrades)
+
+
+@pytest.mark.parametrize("widths", WIDTH_SETS)
+@pytest.mark.parametrize("kind", ["spread", "equal", "zero", "one", "huge_and_tiny"])
+def test_widths_fit_the_budget_and_use_it(widths, kind):
+    fmt, tiles = WireFormat(widths=widths), 37
+    one = np.zeros(tiles, np.float32)
+    one[11] = 5.0
+    energy = {
+        "spread": energies(3, tiles),
+        "equal": np.full(tiles, 0.7, np.float32),
+        "zero": np.zeros(tiles, np.float32),
+        "one": one,
+        "huge_and_tiny": np.geomspace(1e-38, 3e38, tiles, dtype=np.float32),
+    }[kind]
+    layout = layout_of(fmt, tiles, mean_payload(fmt, tiles))
+    chosen = np.asarray(assigned(energy, layout, fmt))
+    assert set(chosen.tolist()) <= set(widths)
+    narrowest, upgrades = width_upgrades(fmt)
+    spare = layout.payload_words - words_of(fmt, chosen)
+    assert 0 <= spare < max((u.words for u in upgrades), default=1)
+    # More energy, never fewer bits: compared in steps of 1/16 octave, 64 octaves deep (of which
+    # the gains of different upgrades take some).
+    order = np.argsort(energy, kind="stable")
+    told_apart = np.diff(energy[order]) > 0.045 * energy[order][1:]
+    told_apart &= energy[order][1:] > energy.max() * 2.0**-40
+    assert not np.any((np.diff(chosen[order]) < 0) & told_apart)
+    if kind == "one" and upgrades:
+        assert chosen[11] == max(u.width for u in upgrades)
+
+
+def test_a_budget_for_everything_gives_everything():
+    fmt = WireFormat(widths=(2, 4, 8))
+    for widest, share in [(8, 1), (2, 0)]:
+        words = 5 * (fmt.tile_words(8) if share else fmt.tile_words(2))
+        chosen = assigned(energies(0, 5), layout_of(fmt, 5, words), fmt)
+        np.testing.assert_array_equal(chosen, widest)
+
+
+def test_upgrades_are_the_convex_hull():
+    narrowest, upgrades = width_upgrades(WireFormat(widths=(0, 1, 2, 4, 8)))
+    # One bit costs more error than it removes: from 0 the way to 4 is steeper than that to 1 or 2.
+    assert narrowest == 0
+    assert [u.width for u in upgrades] == [4, 8]
+    for widths in WIDTH_SETS:
+        fmt = WireFormat(widths=widths)
+        narrowest, upgrades = width_upgrades(fmt)
+        assert narrowest == min(widths)
+        gains = [u.gain for u in upgrades]
+        assert gains == sorted(gains, reverse=True)
+        assert all(gain > 0 for gain in gains)
+        ends = [narrowest, *(u.width for u in upgrades)]
+        for (a, b), upgrade in zip(itertools.pairwise(ends), upgrades, strict=True):
+            assert upgrade.words == fmt.tile_words(b) - fmt.tile_words(a)
+            for w in widths:  # no point lies below the hull's edges
+                line = distortion(fmt, a) - upgrade.gain * (fmt.tile_words(w) - fmt.tile_words(a))
+                assert distortion(fmt, w) >= line - 1e-12
+    # 16 bits of bf16 are less accurate than 12 bits with scales, and larger.
+    assert 16 not in [u.width for u in width_upgrades(WireFormat(widths=(4, 12, 16)))[1]]
+
+
+def statistics(n, rows, seed=0):
+    rng = np.random.default_rng(seed)
+    sqnorm = rng.lognormal(0, 4, rows).astype(np.float32) * 256
+    mean = rng.normal(0, 0.3, rows).astype(np.float32) * np.sqrt(sqnorm / 256 / n)
+    return jnp.asarray(np.stack([sqnorm, mean]), jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "size", "n", "streams"))
+def planned(stats, seed, method, size, n, streams=1):
+    layout = method.layout(size, n, streams)
+    return make_plan(stats, seed, layout, method.wire_format)
+
+
+@pytest.mark.parametrize("widths", WIDTH_SETS)
+@pytest.mark.parametrize(("n", "streams"), [(2, 1), (5, 1), (3, 2)])
+def test_order_is_a_permutation_and_records_fit(widths, n, streams):
+    method = dq.DynamiQ(widths=widths, bits=max(7.0, min(widths) + 2))
+    size = 256 * 8 * n * streams * 6 - 1000
+    layout, fmt = method.layout(size, n, streams), method.wire_format
+    stats = statistics(n, layout.super_groups)
+    plan = planned(stats, None, method, size, n, streams)
+
+    assert plan.order.shape == (n * streams, layout.chunk_super_groups)
+    np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(layout.super_groups))
+    offset, width = map(np.asarray, unpack_tiles(plan.tiles))
+    assert width.shape == (layout.chunk_tiles,)
+    assert set(width.tolist()) <= set(widths)
+    taken = np.zeros(layout.payload_words, int)
+    for start, w in zip(offset, width, strict=True):
+        assert start % 4 == 0
+        assert start + fmt.tile_words(int(w)) <= layout.payload_words
+        taken[start : start + fmt.tile_words(int(w))] += 1
+    assert taken.max() <= 1
+    # `plan_widths` tells the same per super-group, whichever chunk it went to.
+    per_position = np.broadcast_to(np.repeat(width, TILE_ROWS), plan.order.shape)
+    np.testing.assert_array_equal(np.asarray(plan_widths(plan))[plan.order], per_position)
+    # Super-groups of more energy have no fewer bits; energies are sorted in 1/4 octaves, and a
+    # tile is as wide as its mean deserves.
+    energy = np.asarray(stats[0], np.float64)
+    by_width = [energy[np.asarray(plan_widths(plan)) == w] for w in sorted(set(width.tolist()))]
+    for narrow, wide in itertools.pairwise(by_width):
+        assert np.median(narrow) < np.median(wide)
+
+
+def test_energy_is_what_the_mean_leaves():
+    """Two super-groups of equal norm: the one that is nearly constant needs fewer bits."""
+    method = dq.DynamiQ(widths=(2, 4), bits=3.7)  # enough for half of them to get 4
+    n, rows = 2, 64
+    mean = jnp.zeros(rows).at[::2].set(1.0)
+    sqnorm = jnp.where(mean > 0, n * 256 * 1.02, n * 256.0)
+    plan = planned(jnp.stack([sqnorm, mean]).astype(jnp.bfloat16), None, method, rows * 256, n)
+    widths = np.asarray(plan_widths(plan))
+    np.testing.assert_array_equal(widths[::2], 2)
+    np.testing.assert_array_equal(widths[1::2], 4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_poisoned_super_groups(bad):
+    method, n, rows = dq.DynamiQ(), 2, 32
+    clean = statistics(n, rows)
+    stats = clean.at[0, 5].set(bad).at[1, 5].set(bad).at[0, 17].set(jnp.nan)
+    plan = planned(stats, None, method, rows * 256, n)
+    expected = np.isin(np.arange(rows), [5, 17])
+    np.testing.assert_array_equal(np.isnan(plan.mean_sum), expected)
+    assert np.all(np.isfinite(plan.mean))
+    np.testing.assert_array_equal(plan.mean[expected], 0.0)
+    np.testing.assert_array_equal(plan.mean_sum[~expected], (plan.mean * n)[~expected])
+    np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(rows))
+
+
+def test_messages_are_finite_exactly_where_the_gradient_is():
+    layout = dq.DynamiQ().layout(3 * 256, 4)
+    mean = jnp.array([1.0, jnp.nan, 1e38])
+    sqnorm = jnp.array([300.0, jnp.nan, jnp.inf])  # 1e38 squared overflows
+    message = np.asarray(pack_statistics(mean, sqnorm, layout), np.float32)
+    assert message.shape == (2, layout.super_groups)
+    np.testing.assert_array_equal(np.isnan(message[0, :3]), [False, True, False])
+    assert np.isfinite(message[0, 2] * 4)  # four workers may add it up
+    np.testing.assert_allclose(message[1, [0, 2]], [0.25, 0.25e38], rtol=2**-8)
+    np.testing.assert_array_equal(message[:, 3:], 0.0)
+
+
+def test_seed_comes_from_the_statistics_unless_given():
+    stats = statistics(2, 64)
+    seeds = [tuple(np.asarray(statistics_seed(stats)).tolist())]
+    for row, column in [(0, 0), (0, 63), (1, 0), (1, 31)]:  # one bit of bf16 each
+        nudged = stats.at[row, column].set(jnp.nextafter(stats[row, column], jnp.bfloat16(9e9)))
+        seeds.append(tuple(np.asarray(statistics_seed(nudged)).tolist()))
+    swapped = stats.at[:, :2].set(stats[:, 1::-1])
+    seeds.append(tuple(np.asarray(statistics_seed(swapped)).tolist()))
+    assert len(set(seeds)) == 6
+    assert len({s for pair in seeds for s in pair}) == 12
+    method, given = dq.DynamiQ(), jnp.array([3, 5], jnp.uint32)
+    own, told = (planned(stats, s, method, 64 * 256, 2) for s in (None, given))
+    assert tuple(np.asarray(own.seed).tolist()) == seeds[0]
+    np.testing.assert_array_equal(told.seed, given)
+    np.testing.assert_array_equal(told.order, own.order)  # the plan itself has no randomness
