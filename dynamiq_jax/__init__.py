@@ -13,12 +13,13 @@ from dynamiq_jax.explain import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.metrics import vnmse
-from dynamiq_jax.topologies import Ring
+from dynamiq_jax.topologies import Ring, Topology
 
 __all__ = [
     "DynamiQ",
     "Explanation",
     "Ring",
+    "Topology",
     "explain",
     "pmean",
     "psum",

@@ -27,9 +27,10 @@ def psum(
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
 
     Runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
-    and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers, and is an
-    unbiased estimate of the sum over the rounding's randomness (unless ``method`` has width 0). A
-    NaN or infinity on any worker makes its whole super-group NaN on all. Differentiates as
+    and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
+    unbiased over the rounding's randomness (but for width 0), and so is the result with
+    ``rounding="independent"``; the paired roundings trade a little bias for much less error, see
+    `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on all. Differentiates as
     `jax.lax.psum` does.
 
     Args:

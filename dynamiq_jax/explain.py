@@ -1,5 +1,6 @@
 """What `psum` does with a tree: which leaf travels how, and how many bytes that takes."""
 
+import io
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -64,9 +65,9 @@ class Explanation:
             table.add_row(row.name, shape, row.dtype, route, *numbers)
         table.add_section()
         table.add_row("total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}")
-        console = Console(width=120, record=True, quiet=True)
-        console.print(table)
-        return console.export_text()
+        text = io.StringIO()
+        Console(width=120, file=text).print(table)
+        return text.getvalue()
 
 
 def explain(

@@ -4,15 +4,17 @@
 
 trains the same model three times, from the same start and on the same tokens: gradients averaged
 by DynamiQ at 5 bits per coordinate, by ``lax.psum`` in bf16, and by ``lax.psum`` in f32. Without a
-GPU it runs on 8 virtual CPU devices. What to expect (FIGURES: to be filled in):
+GPU it runs on 8 virtual CPU devices. Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
 
-    method    validation loss   wire MB/step   bits/coord   vNMSE   s/step
-    dynamiq   ...
-    bf16      ...
-    f32       ...
+    method    validation loss   wire MB/step   bits/coord   mean vNMSE   s/step
+    dynamiq            1.9435           1.16         5.02     8.22e-03    0.322
+    bf16               1.9447           3.70        16.00     1.94e-06    0.131
+    f32                1.9447           7.40        32.00     0.00e+00    0.076
 
-The losses agree, the bytes do not. The curves (PNG) and all numbers (JSON) land in ``runs/``.
-Losses depend a little on the Python version, whose standard library is the training text.
+The losses agree, the bytes do not. (Virtual devices exchange gradients through memory, so the
+time per step says nothing about a network: here DynamiQ's arithmetic is all cost and no gain.) The
+curves (PNG) and all numbers (JSON) land in ``runs/``. Losses depend a little on the Python version,
+whose standard library is the training text.
 
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study.
@@ -67,7 +69,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "tiny": Recipe(steps=200, batch_size=2, learning_rate=1e-3, validation_batches=32),
+    "tiny": Recipe(steps=200, batch_size=2, learning_rate=2e-3, validation_batches=32),
     "125m": Recipe(steps=200, batch_size=8, learning_rate=6e-4, validation_batches=6),
     "1b": Recipe(steps=200, batch_size=8, learning_rate=3e-4, validation_batches=6),
 }

@@ -15,6 +15,12 @@ How words of different slots relate is the format's `rounding`:
 * ``correlated`` (the paper's): word = (pi(slot) + own) * 2^32 / n with a random permutation pi of
   0..n-1 that differs between coordinates: one word falls into each n-th of the range.
 
+Each encoding is unbiased by itself in all three. A ring's later encodings start from the outcome
+of earlier ones, though, so that related words make its *result* slightly biased for any given
+gradient: on the gradients of a small transformer at 5 bits the squared bias was 1.2% of the
+squared error for antithetic, 0.2% for correlated and none for independent words, which in turn
+had 1.8 times the squared error of antithetic ones.
+
 Encoders complement the word of a negative coordinate, so that correlation acts on values and
 not on magnitudes.
 

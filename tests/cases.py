@@ -21,20 +21,21 @@ SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 LOOP = dq.Ring(unroll_up_to=1)
 """A ring as a loop, which compiles in half the time; the same bits as unrolled (test_psum)."""
 
+INDEPENDENT = {"rounding": "independent", **SMALL}
 METHODS = {
     "default": dq.DynamiQ(**SMALL),
-    "geometric": dq.DynamiQ(levels="geometric", **SMALL),
-    "uniform": dq.DynamiQ(levels="uniform", **SMALL),
     "correlated": dq.DynamiQ(rounding="correlated", **SMALL),
-    "independent": dq.DynamiQ(rounding="independent", **SMALL),
-    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **SMALL),
-    "no_mean": dq.DynamiQ(subtract_mean=False, **SMALL),
-    "group_8": dq.DynamiQ(group_size=8, **SMALL),
-    "group_64": dq.DynamiQ(group_size=64, group_scale="bf16", **SMALL),
-    "super_128": dq.DynamiQ(super_group_size=128, **SMALL),
-    "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **SMALL),
-    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), bits=7, **SMALL),
-    "width_0": dq.DynamiQ(widths=(0, 3, 6), **SMALL),
+    "independent": dq.DynamiQ(**INDEPENDENT),
+    "geometric": dq.DynamiQ(levels="geometric", **INDEPENDENT),
+    "uniform": dq.DynamiQ(levels="uniform", **INDEPENDENT),
+    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **INDEPENDENT),
+    "no_mean": dq.DynamiQ(subtract_mean=False, **INDEPENDENT),
+    "group_8": dq.DynamiQ(group_size=8, **INDEPENDENT),
+    "group_64": dq.DynamiQ(group_size=64, group_scale="bf16", **INDEPENDENT),
+    "super_128": dq.DynamiQ(super_group_size=128, **INDEPENDENT),
+    "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT),
+    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), bits=7, **INDEPENDENT),
+    "width_0": dq.DynamiQ(widths=(0, 3, 6), **INDEPENDENT),
 }
 UNBIASED = [name for name, method in METHODS.items() if 0 not in method.widths]
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import SMALL, gradient, vmapped
+from cases import SMALL, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.synthetic import lognormal_mixture
@@ -75,32 +75,36 @@ def test_antithetic_beats_correlated_beats_independent_rounding():
     assert np.all(found[1] < found[2])
 
 
-def test_the_papers_levels_and_ours():
-    ours = errors(dq.DynamiQ(**SMALL), super_groups=1024).mean()
-    papers = errors(dq.DynamiQ(levels="geometric", **SMALL), super_groups=1024).mean()
-    uniform = errors(dq.DynamiQ(levels="uniform", **SMALL), super_groups=1024).mean()
-    assert ours < papers < 1.15 * ours
-    assert ours < uniform < 1.25 * ours
+def test_the_papers_levels_are_as_good_as_ours():
+    ours, papers = (
+        errors(dq.DynamiQ(levels=levels, **SMALL), super_groups=512)
+        for levels in ("piecewise", "geometric")
+    )
+    assert papers.mean() == pytest.approx(ours.mean(), rel=0.1)
 
 
-@pytest.mark.parametrize("n", [2, 5, 8, 20])
-def test_error_grows_no_faster_than_the_ring_is_long(n):
-    """A hop that carries t gradients errs by t times the square error of one; n hops, n gradients.
+def test_error_grows_no_faster_than_the_ring_is_long():
+    """A hop with t gradients errs with t times the variance of one: n hops, n² in all.
 
-    So the error over that of the sum of n independent gradients grows like n, not like n².
+    So the error, over the squared norm of the sum of n independent gradients, grows like n.
     """
-    method = dq.DynamiQ(bits=6, **SMALL)
-    x = gradient(7, n, 256 * 8 * n * 2)
+    method, relative = dq.DynamiQ(bits=6, **SMALL), []
+    for n in (2, 6, 20):
+        x = lognormal_mixture(jax.random.key(7), n, 64 * n)
+        exact = np.sum(np.asarray(x, np.float64), axis=0)
+        estimate = np.asarray(vmapped(method)(x, jax.random.key(n))[0], np.float64)
+        relative.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2) / n)
+    # Measured: 8e-5 to 10e-5.
+    assert max(relative) < 1.6 * min(relative)
+
+
+@pytest.mark.parametrize(("n", "size"), [(2, 65_536), (8, 66_537), (16, 65_537), (33, 67_597)])
+def test_what_is_compressed_by_default_is_worth_sending(n, size):
+    """Buckets just above the default thresholds, where padding to whole tiles weighs most.
+
+    Five bits for each coordinate are enough for width 4, with an error of 0.0045 n on Gaussians.
+    """
+    x = jax.random.normal(jax.random.key(0), (n, size))
     exact = np.sum(np.asarray(x, np.float64), axis=0)
-    estimate = np.asarray(vmapped(method)(x, jax.random.key(0))[0], np.float64)
-    noise = np.asarray(x, np.float64) - exact / n
-    error = np.sum((estimate - exact) ** 2) / np.sum(noise**2)
-    assert error < 1.5e-3 * n
-
-
-def test_more_bits_are_more_accurate():
-    budgets = [3, 3.5, 4, 4.5, 5, 5.5, 6, 7]
-    found = [errors(dq.DynamiQ(bits=b, **SMALL), super_groups=1024).mean() for b in budgets]
-    assert np.all(np.diff(found) < 0)
-    # Half a bit more halves the error, at least.
-    assert np.all(np.array(found[1:]) < 0.75 * np.array(found[:-1]))
+    estimate = np.asarray(vmapped(dq.DynamiQ())(x, jax.random.key(0))[0], np.float64)
+    assert np.sum((estimate - exact) ** 2) / np.sum(exact**2) < 0.018 * n

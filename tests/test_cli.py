@@ -135,7 +135,7 @@ class TestAllReduce:
         (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),
         (["kernels", "--widths", "2,x"], "widths '2,x' is not a list"),
         (["kernels", "--widths", "4,4"], "different widths"),
-        (["kernels", "--bits", "1"], "bits=1.0 is below 2.6875"),
+        (["kernels", "--bits", "1"], "raise bits, or add a narrower"),
         (["kernels", "--backend", "cuda"], "'cuda'"),
         (["kernels", "--repeats", "0"], "Invalid value for '--repeats'"),
     ],

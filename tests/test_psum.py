@@ -1,0 +1,270 @@
+"""`psum` of one array under every method: replicas, unbiasedness, keys, exact sums, odd inputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    METHODS,
+    SMALL,
+    UNBIASED,
+    assert_replicas_equal,
+    assert_same_bits,
+    bias,
+    gradient,
+    vmapped,
+)
+
+import dynamiq_jax as dq
+from pallas_kernels import WireFormat
+
+N, SIZE = 5, 5 * 8 * 1024 - 77
+"""Five workers (an odd ring), no multiple of anything; a whole tile even of the largest rows."""
+SAMPLES = 300
+
+
+@functools.cache
+def case():
+    """Every worker's gradient and their exact sum."""
+    x = gradient(0, N, SIZE)
+    return x, np.sum(np.asarray(x, np.float64), axis=0)
+
+
+def reduce(name, x, key=None):
+    return np.asarray(vmapped(METHODS[name])(x, jax.random.key(1) if key is None else key))
+
+
+def relative_error(result, exact):
+    return np.sum((result.astype(np.float64) - exact) ** 2) / np.sum(exact**2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replicas_agree_and_the_key_alone_decides(name):
+    x, exact = case()
+    first, again = reduce(name, x), reduce(name, x)
+    assert_replicas_equal(first)
+    assert relative_error(first[0], exact) < 0.05
+    assert_same_bits(first, again)
+    other = reduce(name, x, jax.random.key(2))
+    # Most coordinates are rounded; only those without error (width 0, exact levels) repeat.
+    assert np.mean(other != first) > 0.3
+
+
+@functools.cache
+def bias_over_keys(name):
+    """The bias of 20 blocks over SAMPLES keys."""
+    x, exact = case()
+    total, squared = np.zeros((2, SIZE))
+    for key in jax.random.split(jax.random.key(3), SAMPLES):
+        error = reduce(name, x, key)[0] - exact
+        total, squared = total + error, squared + error**2
+    total, squared, exact = (np.pad(a, (0, 77)) for a in (total, squared, exact))
+    return bias(total, squared, SAMPLES, exact, blocks=20)
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_unbiased_over_keys(name):
+    """The mean over keys is the exact sum, for every block of C = 2048 coordinates.
+
+    The variance is that of five roundings. With N = 300 samples a bias of 2% of the last hop's
+    step scores 0.02 sqrt(6 C N / 5) = 17 if it has a direction, and adds 0.0024 N / 5 = 0.14 to
+    the spread of any signs; the mean spread of all blocks deviates by less than 0.02.
+    """
+    found = bias_over_keys(name)
+    assert found.worst_score() < 6.5
+    assert abs(np.mean(found.spread) - 1) < 0.12
+
+
+@pytest.mark.parametrize("name", ["default", "correlated"])
+def test_correlated_rounding_has_little_bias(name):
+    """Related noise of consecutive hops biases what is rounded twice: its square is small.
+
+    Measured: 1% of the variance of a sum ("correlated" 0.4%), and up to 4% on two workers.
+    """
+    found = bias_over_keys(name)
+    squared_bias_over_variance = (np.mean(found.spread) - 1) / SAMPLES
+    assert squared_bias_over_variance < 0.03
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zeros_stay_zero(name):
+    x = jnp.zeros((N, SIZE))
+    np.testing.assert_array_equal(reduce(name, x), 0.0)
+    # Also where only some workers or super-groups are zero.
+    partly, _ = case()
+    zero = (np.arange(SIZE) // 1024) % 3 == 1
+    result = reduce(name, jnp.where(zero, 0.0, partly))
+    np.testing.assert_array_equal(result[:, zero], 0.0)
+    assert np.mean(result[:, ~zero] != 0) > 0.3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_bad_super_group_is_bad_on_all_workers_and_others_are_not(name):
+    x, exact = case()
+    size = METHODS[name].super_group_size
+    group = np.arange(SIZE) // size
+    poisons = [(0, 3, np.nan), (2, 11, np.inf), (4, 17, -np.inf), (1, 20, np.inf), (3, 20, -np.inf)]
+    bad = x
+    for worker, sick, value in poisons:
+        bad = bad.at[worker, sick * size + 7 * worker].set(value)
+    bad = bad.at[2, SIZE - 1].set(np.nan)  # in the last super-group, which is not full
+    result = reduce(name, bad)
+    assert_replicas_equal(result)
+    sick = np.isin(group, [3, 11, 17, 20, group[-1]])
+    np.testing.assert_array_equal(np.isfinite(result[0]), ~sick)
+    clean = relative_error(reduce(name, x)[0][~sick], exact[~sick])
+    assert relative_error(result[0][~sick], exact[~sick]) < 2 * clean + 1e-9
+
+
+def special_inputs():
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((N, SIZE)).astype(np.float32)
+    sign = np.sign(normal)
+    huge = 1e-3 * normal
+    huge[3] = 1e38 * sign[3]
+    outlier = normal.copy()
+    outlier[1, 12345] = 1e30
+    worker = np.arange(1, N + 1, dtype=np.float32)[:, None]
+    return {
+        "tiny": np.float32(1e-38) * sign,
+        "subnormal": np.float32(1e-42) * sign * worker,
+        "huge": huge,
+        "outlier": outlier,
+        "alternating": np.where(np.arange(SIZE) % 2, 1, -1).astype(np.float32) * worker,
+        "wide_range": normal * np.exp2(rng.integers(-120, 120, (1, SIZE))).astype(np.float32),
+        "constant": np.full((N, SIZE), 0.1, np.float32) * worker,
+    }
+
+
+SPECIAL = special_inputs()
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["default", "geometric", "bf16_scales", "all_widths", "no_mean"])
+def test_finite_in_finite_out(name, kind):
+    x = SPECIAL[kind]
+    result = reduce(name, jnp.asarray(x))
+    assert_replicas_equal(result)
+    assert np.all(np.isfinite(result))
+    # Every encoding errs by at most its group's largest value.
+    most = np.max(np.abs(np.pad(x.astype(np.float64), ((0, 0), (0, 77)))).reshape(N, -1, 1024), 2)
+    bound = 2 * N * np.repeat(most.sum(axis=0), 1024)[:SIZE] + 1e-37
+    exact = np.sum(x.astype(np.float64), axis=0)
+    assert np.all(np.abs(result[0] - exact) <= bound)
+
+
+def test_special_inputs_are_accurate():
+    def run(kind, name="default"):
+        return reduce(name, jnp.asarray(SPECIAL[kind]))[0].astype(np.float64)
+
+    exact = {kind: np.sum(x.astype(np.float64), axis=0) for kind, x in SPECIAL.items()}
+    assert run("outlier")[12345] == pytest.approx(1e30, rel=0.02)
+    assert relative_error(run("alternating"), exact["alternating"]) < 0.02
+    assert relative_error(run("constant"), exact["constant"]) < 0.001
+    # Scales end at 2^125: no value changes its sign, and wide widths keep it.
+    assert np.all(run("huge") * exact["huge"] >= 0)
+    assert relative_error(run("huge", "all_widths") / 1e38, exact["huge"] / 1e38) < 0.1
+
+
+def test_without_a_key_rounding_follows_the_data():
+    x, exact = case()
+    run = vmapped(METHODS["default"])
+    first, again = np.asarray(run(x, None)), np.asarray(run(x, None))
+    assert_replicas_equal(first)
+    assert_same_bits(first, again)
+    assert relative_error(first[0], exact) < 0.05
+    # A change in one super-group's statistics changes the rounding everywhere.
+    nudged = np.asarray(run(x.at[2, 0].mul(4.0).at[2, 1].add(1.0), None))
+    far = slice(SIZE // 2, None)
+    assert np.mean(nudged[0, far] != first[0, far]) > 0.3
+    # Scaling by a power of two scales the plan, but the seed is a new one.
+    assert np.mean(np.asarray(run(2 * x, None))[0] != 2 * first[0]) > 0.3
+
+
+def test_any_kind_of_key_will_do():
+    x = gradient(0, 2, 3000)
+    run = vmapped(METHODS["default"])
+    typed = np.asarray(run(x, jax.random.key(5)))
+    assert_same_bits(np.asarray(run(x, jax.random.PRNGKey(5))), typed)
+    rbg = [np.asarray(run(x, jax.random.key(seed, impl="rbg"))) for seed in (5, 6)]
+    assert np.mean(rbg[0] != rbg[1]) > 0.3
+
+
+def test_pmean_is_psum_over_n():
+    x, exact = case()
+    method, key = METHODS["default"], jax.random.key(4)
+    total = np.asarray(vmapped(method)(x, key))
+    mean = np.asarray(vmapped(method, mean=True)(x, key))
+    assert_replicas_equal(mean)
+    np.testing.assert_allclose(mean, total / N, rtol=1e-6)  # the same rounding: 1/5 is not exact
+    assert relative_error(mean[0], exact / N) < 0.05
+
+
+def test_new_data_and_keys_do_not_recompile():
+    x, _ = case()
+    run = vmapped(METHODS["default"])
+    run(x, jax.random.key(0))
+    compiled = run._cache_size()
+    for seed in range(3):  # also data that leads to other plans
+        run(gradient(seed, N, SIZE) ** (seed + 1), jax.random.key(seed))
+    assert run._cache_size() == compiled
+
+
+def anchored(width, levels, n, seed=0):
+    """f32[n, 256 * 8 * n * 2] whose partial sums all lie on levels, whatever the ring's order.
+
+    In each group coordinate i < n, the anchor of worker i, is the top level at that worker and
+    zero elsewhere: every partial sum has the same maximum, so the same scale, a power of two. The
+    rest are small integers, whose sums stay where levels are one apart. The second half of a
+    super-group is the negative of the first, so that all means are exactly zero.
+    """
+    rng = np.random.default_rng(seed)
+    fmt = WireFormat(levels=levels)
+    table = fmt.level_table(width)
+    ones = int(np.argmax(np.diff(table, append=table[-1]) != 1))  # levels 0..ones are all there
+    most = ones // n if levels != "geometric" else 0
+    rows = 8 * n * 2
+    half = rng.integers(-most, most + 1, (n, rows, 8, 16)).astype(np.float64)
+    half[..., :n] = 0
+    for worker in range(n):
+        half[worker, ..., worker] = table[-1] * rng.choice([-1, 1], (rows, 8))
+    x = np.concatenate([half, -half], axis=2) * np.exp2(rng.integers(-20, 20, (rows, 1, 1)))
+    return jnp.asarray(x.reshape(n, -1), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "levels"),
+    [(2, "piecewise"), (4, "piecewise"), (8, "piecewise"), (8, "uniform"), (4, "geometric")],
+)
+def test_sums_on_levels_are_exact(width, levels):
+    n = 5
+    x = anchored(width, levels, n)
+    method = dq.DynamiQ(widths=(width,), levels=levels, bits=width + 1, **SMALL)
+    result = np.asarray(vmapped(method)(x, jax.random.key(0)))
+    expected = np.broadcast_to(np.sum(np.asarray(x, np.float64), axis=0), x.shape)
+    np.testing.assert_array_equal(result.astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False])
+@pytest.mark.parametrize("n", [5, 8])
+def test_sums_of_small_integers_are_exact_in_bf16(n, subtract_mean):
+    rng = np.random.default_rng(n)
+    half = rng.integers(-15, 16, (n, 8 * n * 2, 128))
+    offset = 4 * rng.integers(-2, 3, (1, 8 * n * 2, 1)) if subtract_mean else 0
+    x = (np.concatenate([half, -half], axis=2) + offset).reshape(n, -1)
+    method = dq.DynamiQ(widths=(16,), bits=17, subtract_mean=subtract_mean, **SMALL)
+    result = np.asarray(vmapped(method)(jnp.asarray(x, jnp.float32), jax.random.key(0)))
+    np.testing.assert_array_equal(result, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+def test_one_worker_keeps_its_gradient():
+    tree = {
+        "f32": jnp.array([[1e-38, -3.7, np.inf, 0.1]]),
+        "bf16": jnp.ones((1, 70000), jnp.bfloat16) * jnp.bfloat16(1 / 3),
+        "i32": jnp.array([[7, -(2**31)]]),
+    }
+    assert_same_bits(vmapped(METHODS["default"])(tree, None), tree)
+    del tree["i32"]  # whose mean is a float
+    assert_same_bits(vmapped(METHODS["default"], mean=True)(tree, None), tree)
