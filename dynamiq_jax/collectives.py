@@ -30,8 +30,8 @@ def psum(
     and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
     unbiased over the rounding's randomness (but for width 0), and so is the result with
     ``rounding="independent"``; the paired roundings trade a little bias for much less error, see
-    `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on all. Differentiates as
-    `jax.lax.psum` does.
+    `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on
+    all. Differentiates as `jax.lax.psum` does.
 
     Args:
       tree: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and

@@ -32,7 +32,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -339,6 +339,7 @@ def main(
     topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     compare: Annotated[bool, typer.Option(help="run dynamiq, bf16 and f32 in turn")] = False,
     measure_every: Annotated[int, typer.Option(min=1, help="steps between vNMSE values")] = 20,
@@ -369,6 +370,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
 
     config, console = CONFIGS[model], Console()
+    config = replace(config, vocab_size=vocab_size or config.vocab_size)
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     where = environment()
     for name, value in where.items():

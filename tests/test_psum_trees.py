@@ -1,0 +1,168 @@
+"""`psum` of pytrees: dtypes, shapes and structures come back, small things are summed exactly."""
+
+import functools
+import string
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import LOOP, SMALL, assert_replicas_equal, assert_same_bits, vmapped
+from hypothesis import strategies as st
+from jax import lax
+
+import dynamiq_jax as dq
+
+COMPRESSED = ("float32", "bfloat16", "float16")
+EXACT = ("int32", "bool", "complex64", "uint8")
+ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+WIDE = dq.DynamiQ(widths=(8,), bits=32, min_leaf_size=32, min_bucket_size=64)
+"""Width 8 for everything that is not tiny: errors have a bound that any coordinate must keep."""
+
+
+def array(rng, n, shape, dtype):
+    """Distinct values on each worker, of any of the dtypes above."""
+    shape = (n, *shape)
+    if dtype == "bool":
+        return jnp.asarray(rng.random(shape) < 0.5)
+    if dtype in ("int32", "uint8"):
+        return jnp.asarray(rng.integers(0, 100, shape), dtype)
+    x = rng.standard_normal(shape)
+    return jnp.asarray(x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x, dtype)
+
+
+@functools.cache
+def exact_sum():
+    return jax.jit(jax.vmap(lambda tree: lax.psum(tree, "data"), axis_name="data"))
+
+
+def check(tree, result, n, method):
+    """Every leaf is summed as its route promises, and comes back in its own dtype and shape."""
+    assert_replicas_equal(result)
+    native = exact_sum()(tree)
+    assert jax.tree.structure(result) == jax.tree.structure(native)
+    worker = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    rows = dq.explain(worker, n, method=method, verbose=False).rows
+    leaves = zip(*map(jax.tree.leaves, (tree, result, native)), rows, strict=True)
+    for own, found, expected, row in leaves:
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        if row.route != "compressed":
+            assert_same_bits(np.asarray(found), np.asarray(expected))
+            continue
+        assert found.dtype == own.dtype
+        # n encodings err by one step each, 2/150 of the largest partial sum of N(0, 1) values,
+        # below 5.5 n; then the sum is cast.
+        own = np.asarray(own, np.float64)
+        error = np.abs(np.asarray(found, np.float64) - own.sum(axis=0))
+        cast = ROUND_OFF[found.dtype.name] * (np.abs(own.sum(axis=0)) + n)
+        assert np.all(error <= n * 2 / 150 * 5.5 * n * 1.01 + cast)
+        assert np.any(error > 0)
+
+
+def test_mixed_tree():
+    rng, n = np.random.default_rng(0), 3
+    tree = {
+        "layers": [
+            {"w": array(rng, n, (33, 17), "float32"), "b": array(rng, n, (17,), "float32")},
+            {"w": array(rng, n, (40, 50), "bfloat16"), "b": array(rng, n, (50,), "bfloat16")},
+        ],
+        "scale": array(rng, n, (700,), "float16"),
+        "step": array(rng, n, (), "int32"),
+        "temperature": array(rng, n, (), "float32"),
+        "empty": array(rng, n, (0, 4), "float32"),
+        "mask": array(rng, n, (9,), "bool"),
+        "phase": array(rng, n, (2, 3), "complex64"),
+        "counts": array(rng, n, (1000,), "uint8"),
+        "nothing": None,
+    }
+    result = vmapped(WIDE)(tree, jax.random.key(0))
+    check(tree, result, n, WIDE)
+    mean = vmapped(WIDE, mean=True)(tree, jax.random.key(0))
+    native = jax.jit(jax.vmap(lambda tree: lax.pmean(tree, "data"), axis_name="data"))(tree)
+    for name in ("temperature", "empty", "phase", "mask"):
+        assert_same_bits(np.asarray(mean[name]), np.asarray(native[name]))
+    for total, average in zip(*(jax.tree.leaves(t["layers"]) for t in (result, mean)), strict=True):
+        assert average.dtype == total.dtype
+        half_ulp = ROUND_OFF[average.dtype.name]
+        expected = np.asarray(total, np.float64) / n
+        np.testing.assert_allclose(np.asarray(average, np.float64), expected, rtol=2 * half_ulp)
+
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+leaves = st.tuples(shapes, st.sampled_from(COMPRESSED + EXACT))
+names = st.text(string.ascii_letters + " ./'é", max_size=4)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(names, inner, max_size=3),
+        st.tuples(inner, st.none()),
+    ),
+    max_leaves=6,
+)
+
+
+def is_leaf(x):
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], str)
+
+
+@hypothesis.given(trees, st.integers(1, 5), st.booleans())
+@hypothesis.settings(deadline=None, max_examples=25, derandomize=True, database=None)
+def test_any_tree_keeps_structure_shapes_and_dtypes(spec, n, mean):
+    """Traced only: the same avals as lax.psum and lax.pmean return."""
+
+    def struct(leaf):
+        return jax.ShapeDtypeStruct((n, *leaf[0]), leaf[1])
+
+    tree = jax.tree.map(struct, spec, is_leaf=is_leaf)
+    ours = functools.partial(dq.pmean if mean else dq.psum, method=WIDE, topology=LOOP)
+    native = lax.pmean if mean else lax.psum
+
+    def avals(reduce):
+        mapped = jax.vmap(lambda t: reduce(t, "data"), axis_name="data", axis_size=n)
+        return jax.eval_shape(mapped, tree)
+
+    found, expected = avals(ours), avals(native)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(expected)
+    ]
+
+
+@hypothesis.given(trees, st.integers(0, 2**31))
+@hypothesis.settings(
+    deadline=None,
+    max_examples=6,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+def test_any_tree_is_summed(spec, seed):
+    n = 2
+    rng = np.random.default_rng(seed)
+    # One leaf that is always compressed, so that no example passes without.
+    spec = {"tree": spec, "large": ((13, 31), "float32")}
+    tree = jax.tree.map(lambda leaf: array(rng, n, *leaf), spec, is_leaf=is_leaf)
+    check(tree, vmapped(WIDE)(tree, None), n, WIDE)
+
+
+def test_the_result_does_not_depend_on_other_buckets_or_their_order():
+    rng, n = np.random.default_rng(1), 2
+    method = dq.DynamiQ(bucket_bytes=0, **SMALL)
+    first, second = array(rng, n, (500,), "float32"), array(rng, n, (700,), "float32")
+    key = jax.random.key(0)
+    both = vmapped(method)({"a": first, "b": second}, key)
+    alone = vmapped(method)({"b": second}, key)
+    assert_same_bits(np.asarray(alone["b"]), np.asarray(both["b"]))
+    # Equal gradients in two buckets are rounded differently.
+    twins = vmapped(method)({"a": first, "b": first}, key)
+    assert np.mean(np.asarray(twins["a"]) != np.asarray(twins["b"])) > 0.3
+
+
+def test_python_numbers_and_unmapped_values():
+    """As with lax.psum, a constant is summed once per worker."""
+    result = jax.vmap(lambda x: dq.psum((x, 2.5, 3), "data"), axis_name="data")(jnp.arange(4.0))
+    np.testing.assert_array_equal(result[0], [6.0] * 4)
+    np.testing.assert_array_equal(result[1], [10.0] * 4)
+    np.testing.assert_array_equal(result[2], [12] * 4)
