@@ -80,7 +80,7 @@ def _reduce(tree, axis_name, method, topology, key, *, mean: bool):
     grouping = group_leaves(
         leaves,
         min_leaf_size=method.min_leaf_size,
-        min_bucket_size=method.min_bucket_size,
+        min_bucket_size=method.smallest_bucket(n_workers),
         bucket_bytes=method.bucket_bytes,
     )
     if grouping.exact:
@@ -117,7 +117,7 @@ def _as_native(x, axis_name, reduce_flat, exact_reduce, words, bucket: Bucket):
     return reduce(x, seed)
 
 
-def bucket_seed(words: UInt[Array, " 2"], tag: int) -> UInt[Array, " 2"]:
+def bucket_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
     """The seed of one bucket: the key's words and the bucket's tag."""
     return jax.random.key_data(
         jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
@@ -135,8 +135,10 @@ def _key_words(key: Array) -> UInt[Array, " 2"]:
             f"key has dtype {key.dtype} and shape {key.shape}; expected one PRNG key, such as "
             "jax.random.key(seed) or jax.random.fold_in(key, step)"
         )
-    folded = [jnp.bitwise_xor.reduce(key[i::2]) for i in range(2)]
-    return jnp.stack(folded)
+    words = key[:2]
+    for i in range(2, key.shape[0], 2):  # longer keys: hash, since their halves may be equal
+        words = bucket_seed(words, key[i]) ^ bucket_seed(words, key[min(i + 1, key.shape[0] - 1)])
+    return words
 
 
 def check_arguments(axis_name, method, topology) -> None:
@@ -146,9 +148,9 @@ def check_arguments(axis_name, method, topology) -> None:
             f"axis_name={axis_name!r}: one axis name (a str) is supported; "
             "reduce over one axis at a time"
         )
-    if not hasattr(method, "all_reduce"):
+    if isinstance(method, type) or not hasattr(method, "wire_bits"):
         raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
-    if isinstance(topology, type) or not hasattr(topology, "all_reduce"):
+    if isinstance(topology, type) or not hasattr(topology, "chunks_per_worker"):
         raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from dynamiq_jax.buckets import describe_leaves, group_leaves
+from dynamiq_jax.buckets import COMPRESSED_DTYPES, describe_leaves, group_leaves
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.topologies import Ring, Topology
 
@@ -95,7 +95,7 @@ def explain(
     grouping = group_leaves(
         leaves,
         min_leaf_size=method.min_leaf_size,
-        min_bucket_size=method.min_bucket_size,
+        min_bucket_size=method.smallest_bucket(n_workers),
         bucket_bytes=method.bucket_bytes,
     )
     share = 2 * (n_workers - 1) / n_workers
@@ -109,12 +109,13 @@ def explain(
             rows[leaf.index] = _row(leaf, number, "compressed", part, share)
     total = sum(row.wire_bytes for row in rows.values())
     size = sum(leaf.size for leaf in leaves)
+    floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     explanation = Explanation(
         rows=tuple(rows[i] for i in sorted(rows)),
         n_workers=n_workers,
         topology=repr(topology),
         wire_bytes=total,
-        bf16_wire_bytes=share * 2 * size,
+        bf16_wire_bytes=share * 2 * floats,
         bits_per_coord=8 * total / (share * size) if share * size else 0.0,
     )
     if verbose:

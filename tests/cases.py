@@ -37,7 +37,11 @@ METHODS = {
     "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), bits=7, **INDEPENDENT),
     "width_0": dq.DynamiQ(widths=(0, 3, 6), **INDEPENDENT),
 }
-UNBIASED = [name for name, method in METHODS.items() if 0 not in method.widths]
+UNBIASED = [
+    name
+    for name, method in METHODS.items()
+    if 0 not in method.widths and method.rounding == "independent"
+]
 
 
 def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:

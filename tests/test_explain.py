@@ -24,7 +24,8 @@ def routes(explanation):
 
 
 def test_every_leaf_has_a_route_and_a_reason():
-    found = routes(dq.explain(TREE, 8, verbose=False))
+    method = dq.DynamiQ(min_bucket_size=65_536)
+    found = routes(dq.explain(TREE, 8, method=method, verbose=False))
     assert found == {
         "['big']": "compressed",
         "['half'][0]": "compressed",
@@ -36,8 +37,8 @@ def test_every_leaf_has_a_route_and_a_reason():
 
 
 def test_totals_add_up():
-    n, method = 8, dq.DynamiQ()
-    explanation = dq.explain(TREE, n, verbose=False)
+    n, method = 8, dq.DynamiQ(min_bucket_size=65_536)
+    explanation = dq.explain(TREE, n, method=method, verbose=False)
     share = 2 * (n - 1) / n
     exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
     compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (300_000, 70_000)) / 8
@@ -128,3 +129,13 @@ def test_table_is_printed_unless_told_not_to(capsys):
     assert "streams=3" in printed
     dq.explain(TREE, 8, verbose=False)
     assert capsys.readouterr().out == ""
+
+
+def test_buckets_of_few_tiles_for_each_worker_travel_exactly_by_default():
+    """16 tiles of 8 super-groups of 256 for each of 8 workers are 262144 coordinates."""
+    enough, short = (
+        {"w": jax.ShapeDtypeStruct((size,), jnp.float32)} for size in (2**18, 2**18 - 1)
+    )
+    assert dq.explain(enough, 8, verbose=False).rows[0].route == "compressed"
+    assert "< min_bucket_size 262144" in dq.explain(short, 8, verbose=False).rows[0].route
+    assert dq.explain(short, 2, verbose=False).rows[0].route == "compressed"

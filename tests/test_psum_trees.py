@@ -107,10 +107,11 @@ def is_leaf(x):
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], str)
 
 
-@hypothesis.given(trees, st.integers(1, 5), st.booleans())
+@hypothesis.given(trees, st.sampled_from(COMPRESSED), st.integers(1, 5), st.booleans())
 @hypothesis.settings(deadline=None, max_examples=25, derandomize=True, database=None)
-def test_any_tree_keeps_structure_shapes_and_dtypes(spec, n, mean):
+def test_any_tree_keeps_structure_shapes_and_dtypes(spec, dtype, n, mean):
     """Traced only: the same avals as lax.psum and lax.pmean return."""
+    spec = {"tree": spec, "large": ((13, 31), dtype)}  # so that something is compressed
 
     def struct(leaf):
         return jax.ShapeDtypeStruct((n, *leaf[0]), leaf[1])
@@ -130,7 +131,7 @@ def test_any_tree_keeps_structure_shapes_and_dtypes(spec, n, mean):
     ]
 
 
-@hypothesis.given(trees, st.integers(0, 2**31))
+@hypothesis.given(trees, st.sampled_from(COMPRESSED), st.integers(0, 2**31))
 @hypothesis.settings(
     deadline=None,
     max_examples=6,
@@ -138,11 +139,10 @@ def test_any_tree_keeps_structure_shapes_and_dtypes(spec, n, mean):
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-def test_any_tree_is_summed(spec, seed):
+def test_any_tree_is_summed(spec, dtype, seed):
     n = 2
     rng = np.random.default_rng(seed)
-    # One leaf that is always compressed, so that no example passes without.
-    spec = {"tree": spec, "large": ((13, 31), "float32")}
+    spec = {"tree": spec, "large": ((13, 31), dtype)}
     tree = jax.tree.map(lambda leaf: array(rng, n, *leaf), spec, is_leaf=is_leaf)
     check(tree, vmapped(WIDE)(tree, None), n, WIDE)
 

@@ -30,7 +30,7 @@ def bits_of(dtype, shape):
 
 
 def compiled(tree, n, method, topology=None):
-    """The compiled HLO of psum of ``tree`` (one worker's) on n devices, and its bf16 all-reduces."""
+    """The HLO of psum of ``tree`` (one worker's) on n devices, and its bf16 all-reduces."""
 
     def one(tree):
         return dq.psum(jax.tree.map(lambda x: x[0], tree), "data", method=method, topology=topology)

@@ -11,7 +11,10 @@ from dynamiq_jax.codecs.dynamiq import chunk_ops, plan_for
 from dynamiq_jax.layout import Layout, make_layout
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import Backend, WireFormat
-from pallas_kernels.format import GroupScale, Levels, Rounding
+from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
+
+MIN_BUCKET_SIZE = 65536
+MIN_TILES_PER_WORKER = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,8 @@ class DynamiQ:
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
       subtract_mean: whether the mean of each super-group travels apart.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
+      min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
+        of 8 super-groups for each worker, since padding would take the bits of less.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
         larger ones are buckets of their own.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
@@ -47,7 +51,7 @@ class DynamiQ:
     group_scale: GroupScale = "uint8"
     subtract_mean: bool = True
     min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
+    min_bucket_size: int | None = None
     bucket_bytes: int = 32 * 2**20
     backend: Backend | None = None
 
@@ -89,8 +93,8 @@ class DynamiQ:
                 f"(widths={self.widths} can use at most {most:.4g}); lower bits"
             )
         for name in ("min_leaf_size", "min_bucket_size", "bucket_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative; pass 0")
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name}={value} must not be negative; pass 0")
 
     @property
     def wire_format(self) -> WireFormat:
@@ -103,6 +107,13 @@ class DynamiQ:
             rounding=self.rounding,
             group_scale=self.group_scale,
         )
+
+    def smallest_bucket(self, n_workers: int) -> int:
+        """Coordinates from which on a bucket is compressed."""
+        if self.min_bucket_size is not None:
+            return self.min_bucket_size
+        tile = TILE_ROWS * self.super_group_size
+        return max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
 
     @property
     def stats_per_super_group(self) -> int:
