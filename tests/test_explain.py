@@ -44,7 +44,7 @@ def test_totals_add_up():
     compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (300_000, 70_000)) / 8
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
-    assert dq.wire_bits(TREE, n) == round(8 * explanation.wire_bytes)
+    assert dq.wire_bits(TREE, n, method=method) == round(8 * explanation.wire_bytes)
     size = 300_000 + 70_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
