@@ -10,8 +10,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.buckets import describe_leaves, group_leaves, join, split
 
 TREE = {
-    "big": jax.ShapeDtypeStruct((1000, 300), jnp.float32),
-    "half": [jax.ShapeDtypeStruct((70000,), jnp.bfloat16)],
+    "big": jax.ShapeDtypeStruct((2000, 300), jnp.float32),
+    "half": [jax.ShapeDtypeStruct((280000,), jnp.bfloat16)],
     "few": jax.ShapeDtypeStruct((5000,), jnp.float16),
     "bias": jax.ShapeDtypeStruct((300,), jnp.float32),
     "step": jax.ShapeDtypeStruct((), jnp.int32),
@@ -29,7 +29,7 @@ def test_every_leaf_has_a_route_and_a_reason():
     assert found == {
         "['big']": "compressed",
         "['half'][0]": "compressed",
-        "['few']": "exact: bucket of 5000 < min_bucket_size 65536",
+        "['few']": "exact: bucket of 5000 < min_bucket_size 262144",
         "['bias']": "exact: size 300 < min_leaf_size 4096",
         "['step']": "exact: dtype int32",
         "['phase']": "exact: dtype complex64",
@@ -41,11 +41,11 @@ def test_totals_add_up():
     explanation = dq.explain(TREE, n, method=method, verbose=False)
     share = 2 * (n - 1) / n
     exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
-    compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (300_000, 70_000)) / 8
+    compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (600_000, 280_000)) / 8
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
     assert dq.wire_bits(TREE, n, method=method) == round(8 * explanation.wire_bytes)
-    size = 300_000 + 70_000 + 5000 + 300 + 1 + 12
+    size = 600_000 + 280_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
     assert by_name["['bias']"].bits_per_coord == pytest.approx(32)
@@ -58,7 +58,7 @@ def test_bf16_reference_counts_floating_point_leaves():
     """Integers and complex numbers would not travel as bf16."""
     n = 4
     explanation = dq.explain(TREE, n, verbose=False)
-    floats = 300_000 + 70_000 + 5000 + 300
+    floats = 600_000 + 280_000 + 5000 + 300
     assert explanation.bf16_wire_bytes == pytest.approx(2 * (n - 1) / n * 2 * floats)
 
 
@@ -122,7 +122,7 @@ def test_table_is_printed_unless_told_not_to(capsys):
     explanation = dq.explain(TREE, 8, topology=dq.Ring(streams=3))
     printed = capsys.readouterr().out
     assert printed.strip() == str(explanation).strip()
-    for text in ("['half'][0]", "1000x300", "scalar", "compressed, bucket 0", "exact: dtype int32"):
+    for text in ("['half'][0]", "2000x300", "scalar", "compressed, bucket 0", "exact: dtype int32"):
         assert text in printed
     assert f"{explanation.wire_bytes:,.0f}" in printed
     assert "8 workers" in printed

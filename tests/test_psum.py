@@ -247,8 +247,7 @@ def test_sums_on_levels_are_exact(width, levels):
     np.testing.assert_array_equal(result.astype(np.float64), expected)
 
 
-@pytest.mark.parametrize("subtract_mean", [True, False])
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize(("n", "subtract_mean"), [(8, True), (5, False)])
 def test_sums_of_small_integers_are_exact_in_bf16(n, subtract_mean):
     rng = np.random.default_rng(n)
     half = rng.integers(-15, 16, (n, 8 * n * 2, 128))

@@ -147,17 +147,15 @@ def test_any_tree_is_summed(spec, dtype, seed):
     check(tree, vmapped(WIDE)(tree, None), n, WIDE)
 
 
-def test_the_result_does_not_depend_on_other_buckets_or_their_order():
+def test_the_result_does_not_depend_on_other_buckets():
     rng, n = np.random.default_rng(1), 2
     method = dq.DynamiQ(bucket_bytes=0, **SMALL)
-    first, second = array(rng, n, (500,), "float32"), array(rng, n, (700,), "float32")
-    key = jax.random.key(0)
-    both = vmapped(method)({"a": first, "b": second}, key)
-    alone = vmapped(method)({"b": second}, key)
+    x, key = array(rng, n, (500,), "float32"), jax.random.key(0)
+    both = vmapped(method)({"a": x, "b": x}, key)
+    alone = vmapped(method)({"b": x}, key)
     assert_same_bits(np.asarray(alone["b"]), np.asarray(both["b"]))
     # Equal gradients in two buckets are rounded differently.
-    twins = vmapped(method)({"a": first, "b": first}, key)
-    assert np.mean(np.asarray(twins["a"]) != np.asarray(twins["b"])) > 0.3
+    assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.3
 
 
 def test_python_numbers_and_unmapped_values():

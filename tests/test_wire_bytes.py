@@ -83,9 +83,9 @@ TREE = {
 }
 LOW_LIMITS = {"min_leaf_size": 1000, "min_bucket_size": 1000}
 CASES = {
-    "tree": (TREE, 8, dq.DynamiQ(**LOW_LIMITS), None),
+    "tree": (TREE, 4, dq.DynamiQ(**LOW_LIMITS), None),
     "tree_exactly": (TREE, 4, dq.DynamiQ(), None),
-    "two_workers": ([jax.ShapeDtypeStruct((12_345,), jnp.float32)], 2, dq.DynamiQ(**SMALL), None),
+    "eight_workers": ([jax.ShapeDtypeStruct((12_345,), jnp.float32)], 8, dq.DynamiQ(**SMALL), None),
     "six_workers": (
         [jax.ShapeDtypeStruct((50_000,), jnp.float16)],
         6,
@@ -94,9 +94,9 @@ CASES = {
     ),
     "streams": (
         [jax.ShapeDtypeStruct((70_000,), jnp.float32)],
-        4,
+        3,
         dq.DynamiQ(bits=6, **SMALL),
-        dq.Ring(streams=3, stream_size=0),
+        dq.Ring(streams=2, stream_size=0),
     ),
 }
 
