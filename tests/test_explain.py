@@ -24,8 +24,7 @@ def routes(explanation):
 
 
 def test_every_leaf_has_a_route_and_a_reason():
-    method = dq.DynamiQ(min_bucket_size=65_536)
-    found = routes(dq.explain(TREE, 8, method=method, verbose=False))
+    found = routes(dq.explain(TREE, 8, verbose=False))
     assert found == {
         "['big']": "compressed",
         "['half'][0]": "compressed",
@@ -36,15 +35,25 @@ def test_every_leaf_has_a_route_and_a_reason():
     }
 
 
+def test_smallest_bucket_grows_with_workers_unless_given():
+    # 16 tiles of 2048 coordinates for each worker, and never less than 65536.
+    assert [dq.DynamiQ().smallest_bucket(n) for n in (1, 2, 8, 64)] == [65536, 65536, 2**18, 2**21]
+    assert dq.DynamiQ(super_group_size=1024).smallest_bucket(8) == 2**20
+    given = dq.DynamiQ(min_bucket_size=70_000)
+    assert given.smallest_bucket(64) == 70_000
+    rows = dq.explain(TREE, 64, method=given, verbose=False).rows
+    assert [row.route == "compressed" for row in rows] == [False, True, False, True, False, False]
+
+
 def test_totals_add_up():
-    n, method = 8, dq.DynamiQ(min_bucket_size=65_536)
-    explanation = dq.explain(TREE, n, method=method, verbose=False)
+    n, method = 8, dq.DynamiQ()
+    explanation = dq.explain(TREE, n, verbose=False)
     share = 2 * (n - 1) / n
     exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
     compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (600_000, 280_000)) / 8
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
-    assert dq.wire_bits(TREE, n, method=method) == round(8 * explanation.wire_bytes)
+    assert dq.wire_bits(TREE, n) == round(8 * explanation.wire_bytes)
     size = 600_000 + 280_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
