@@ -1,7 +1,6 @@
 """Derivatives of `psum`, and `value_and_grad` against the plain gradient of the whole batch."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +70,7 @@ def test_derivatives_under_vmap_and_pmap(name, mapping):
 
         if mapping == "vmap":
             return jax.jit(jax.vmap(one, axis_name="data"))(x, weight, x[::-1])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*pmap", DeprecationWarning)
-            return jax.pmap(one, axis_name="data")(x, weight, x[::-1])
+        return jax.pmap(one, axis_name="data")(x, weight, x[::-1])
 
     ours, exact = REDUCTIONS[name]
     found, expected = both(ours), both(exact)

@@ -49,10 +49,9 @@ def test_words_are_uniform_in_every_slot_and_quad_position(n_slots, rounding):
     for slot in range(n_slots):
         for position in range(4):
             high = every[slot, position::4] >> 16
-            # 16384 words in 64 bins; six sigma is one false alarm in 10^9. A word that leaned
-            # to one half by 3% would be at 10.
+            # 16384 words in 64 bins: one half 6% fuller than the other would score 5, 10% 14.
             assert chi_square(high >> 10, 64) < 6
-            # Rounding at width 2 looks at 22 bits, at width 15 at 9: the low ones matter, too.
+            # What rounding needs most; six sigma, 1.4% of the range, is one false alarm in 10^9.
             assert abs(high.mean() / 65535 - 0.5) < 6 * np.sqrt(1 / 12 / QUADS)
 
 

@@ -1,7 +1,4 @@
-"""The codec on one chunk: unbiased at every width, as exact as its format allows, and as specified.
-
-One call encodes a tile of every width of a format, so that a format costs one compilation.
-"""
+"""The codec on one chunk: payloads as specified, exact where the format can be, hops as fused."""
 
 import functools
 
@@ -9,139 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import bias
+from chunks import FORMATS, Chunk, chunk_of, normal
 
 import pallas_kernels as pk
-from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from pallas_kernels import TILE_ROWS, WireFormat
 from pallas_kernels.format import plane_shift, planes_of
-
-EVERY = tuple(range(1, 17))
-FORMATS = {
-    "default": WireFormat(widths=EVERY),
-    "geometric": WireFormat(widths=(*range(1, 11), 16), levels="geometric"),
-    "uniform": WireFormat(widths=EVERY, levels="uniform"),
-    "correlated": WireFormat(widths=EVERY, rounding="correlated"),
-    "independent": WireFormat(widths=EVERY, rounding="independent"),
-    "bf16_scales": WireFormat(widths=EVERY, group_scale="bf16"),
-    "group_8": WireFormat(widths=EVERY, group_size=8),
-    "group_32": WireFormat(widths=EVERY, group_size=32),
-    "group_64": WireFormat(widths=EVERY, group_size=64),
-    "super_128": WireFormat(widths=EVERY, super_group_size=128),
-    "super_512": WireFormat(widths=EVERY, super_group_size=512),
-    "super_1024": WireFormat(widths=EVERY, super_group_size=1024),
-}
-SAMPLES = 400
-ERRORS = [3.571, 0.705, 0.07512, 0.01368, 3.045e-3, 7.328e-4, 1.867e-4, 4.819e-5]
-ERRORS += [1.243e-5, 3.06e-6, 7.584e-7, 1.908e-7, 4.804e-8, 1.203e-8, 2.956e-9, 5.485e-6]
-"""Mean squared error of widths 1..16 of the default format on N(0, 1). One tile spreads over
-seeds by 5%, so that the mean of 48 is good to 0.8%."""
-
-
-class Chunk:
-    """One tile of each of ``widths``, in one chunk; ``order`` may permute its super-groups."""
-
-    def __init__(self, fmt: WireFormat, widths=None, order=None, n_slots=3):
-        self.fmt, self.n_slots = fmt, n_slots
-        self.widths = np.array(fmt.widths if widths is None else widths)
-        self.words = [fmt.tile_words(w) for w in self.widths]
-        self.offsets = np.cumsum(self.words) - self.words
-        self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)
-        self.rows = TILE_ROWS * len(self.widths)
-        self.size = self.rows * fmt.super_group_size
-        order = np.arange(self.rows) if order is None else order
-        self.order = jnp.asarray(order, jnp.int32)[None]
-        self.payload_words = sum(self.words)
-
-    def noise(self, seed, slot=1):
-        return pk.slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
-
-    def encode(self, x, mean, seed, slot=1):
-        static = {"payload_words": self.payload_words, "fmt": self.fmt}
-        chunks, noise = jnp.zeros(1, jnp.int32), self.noise(seed, slot)
-        return pk.compress(x, mean, self.order, self.tiles, chunks, noise, **static)
-
-    def decode(self, payload, mean):
-        chunks = jnp.zeros(1, jnp.int32)
-        static = {"rows": self.rows, "dtype": jnp.float32, "fmt": self.fmt}
-        return pk.decompress(payload, mean, self.order, self.tiles, chunks, **static).reshape(-1)
-
-    @functools.cached_property
-    def round_trip(self):
-        """jit of (x, mean, seed) -> (payload, decoded)."""
-
-        @jax.jit
-        def run(x, mean, seed):
-            payload = self.encode(x, mean, seed)
-            return payload, self.decode(payload, mean)
-
-        return run
-
-
-@functools.cache
-def chunk_of(name):
-    return Chunk(FORMATS[name])
-
-
-def seeds(count, seed=1):
-    return jax.random.bits(jax.random.key(seed), (count, 2), jnp.uint32)
-
-
-def normal(chunk, seed=0):
-    """N(0, 1) coordinates, and a bf16 mean for every super-group."""
-    x_key, mean_key = jax.random.split(jax.random.key(seed))
-    mean = 0.2 * jax.random.normal(mean_key, (chunk.rows,), jnp.bfloat16)
-    return jax.random.normal(x_key, (chunk.size,)), mean.astype(jnp.float32)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_width_is_unbiased(name):
-    chunk = chunk_of(name)
-    x, mean = normal(chunk)
-    total, squared = np.zeros((2, chunk.size))
-    for seed in seeds(SAMPLES):
-        error = np.asarray(chunk.round_trip(x, mean, seed)[1] - x, np.float64)
-        total, squared = total + error, squared + error**2
-    signed = x - jnp.repeat(mean, chunk.fmt.super_group_size)
-    found = bias(total, squared, SAMPLES, signed, blocks=len(chunk.widths))
-    # Blocks are tiles of at least C = 1024 coordinates, N = 400: a bias of 2% of a step away from
-    # zero would score 0.02 sqrt(6 C N) >= 31, and one of any signs add 0.96 to the spread, whose
-    # own deviation is below sqrt(4 / C) = 0.06. (At widths 14 and 15 `SCALE_SLACK`, a millionth of
-    # the maximum, is up to 3% of a step, but only for the few coordinates that are the maximum.)
-    assert found.worst_score() < 6.5
-    assert np.max(found.spread) < 1.45
-    assert np.min(found.spread) > 0.6
-
-
-def squared_errors(chunk, count=48):
-    """Mean squared error of each width on N(0, 1), one row per seed: f64[count, tiles]."""
-    zero = jnp.zeros((chunk.rows,))
-    rows = []
-    for i, seed in enumerate(seeds(count, seed=2)):
-        x, _ = normal(chunk, seed=100 + i)
-        error = np.asarray(chunk.round_trip(x, zero, seed)[1] - x, np.float64)
-        rows.append((error**2).reshape(len(chunk.widths), -1).mean(axis=1))
-    return np.stack(rows)
-
-
-def test_error_of_every_width_is_pinned():
-    found = squared_errors(chunk_of("default")).mean(axis=0)
-    np.testing.assert_allclose(found, ERRORS, rtol=0.03)
-
-
-@pytest.mark.parametrize("name", ["geometric", "uniform", "bf16_scales", "group_64"])
-def test_error_of_every_width_is_what_the_format_says(name):
-    chunk = chunk_of(name)
-    fmt = chunk.fmt
-    expected = np.array([distortion(fmt, int(w)) for w in chunk.widths])
-    ratio = squared_errors(chunk).mean(axis=0) / expected
-    # `distortion` leaves scales unrounded, where a group's maximum has no error. Rounded up by
-    # half a percent they cost 1% everywhere and, at most, a quarter of a squared step for it.
-    maximum = np.random.default_rng(0).standard_normal((4096, fmt.group_size))
-    maximum = np.mean(np.max(np.abs(maximum), axis=1) ** 2) / fmt.group_size
-    tables = [fmt.level_table(w) / fmt.level_top(w) if 1 < w < 16 else [1, 1] for w in chunk.widths]
-    last_step = np.array([table[-1] - table[-2] for table in tables])
-    assert np.all(ratio > 0.97)
-    assert np.all(ratio < 1.04 + maximum * last_step**2 / 4 / expected)
 
 
 def decode_in_numpy(payload, fmt, offset, width):

@@ -2,7 +2,6 @@
 
 import functools
 import time
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +80,8 @@ def test_checked_shard_map_gives_them_too_and_one_result(on_one_device):
 def test_pmap_gives_them_too(on_one_device):
     x, expected = on_one_device
     reduce = functools.partial(dq.psum, axis_name="data", method=DEFAULT, topology=UNROLLED)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*pmap", DeprecationWarning)
-        mapped = jax.pmap(lambda x, key: reduce(x, key=key), axis_name="data", in_axes=(0, None))
-        result = mapped(x, jax.random.key(3))
-    assert_same_bits(np.asarray(result), expected)
+    mapped = jax.pmap(lambda x, key: reduce(x, key=key), axis_name="data", in_axes=(0, None))
+    assert_same_bits(np.asarray(mapped(x, jax.random.key(3))), expected)
 
 
 def test_looped_ring_gives_the_bits_of_the_unrolled_one(on_one_device):

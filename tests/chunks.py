@@ -1,0 +1,85 @@
+"""One chunk with a tile of every width, through the codec alone: no workers, no plan.
+
+One call encodes all widths of a format, so that a format costs one compilation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from pallas_kernels import TILE_ROWS, WireFormat
+
+EVERY = tuple(range(1, 17))
+FORMATS = {
+    "default": WireFormat(widths=EVERY),
+    "geometric": WireFormat(widths=(*range(1, 11), 16), levels="geometric"),
+    "uniform": WireFormat(widths=EVERY, levels="uniform"),
+    "correlated": WireFormat(widths=EVERY, rounding="correlated"),
+    "independent": WireFormat(widths=EVERY, rounding="independent"),
+    "bf16_scales": WireFormat(widths=EVERY, group_scale="bf16"),
+    "group_8": WireFormat(widths=EVERY, group_size=8),
+    "group_32": WireFormat(widths=EVERY, group_size=32),
+    "group_64": WireFormat(widths=EVERY, group_size=64),
+    "super_128": WireFormat(widths=EVERY, super_group_size=128),
+    "super_512": WireFormat(widths=EVERY, super_group_size=512),
+    "super_1024": WireFormat(widths=EVERY, super_group_size=1024),
+}
+
+
+class Chunk:
+    """One tile of each of ``widths``, in one chunk; ``order`` may permute its super-groups."""
+
+    def __init__(self, fmt: WireFormat, widths=None, order=None, n_slots=3):
+        self.fmt, self.n_slots = fmt, n_slots
+        self.widths = np.array(fmt.widths if widths is None else widths)
+        self.words = [fmt.tile_words(w) for w in self.widths]
+        self.offsets = np.cumsum(self.words) - self.words
+        self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)
+        self.rows = TILE_ROWS * len(self.widths)
+        self.size = self.rows * fmt.super_group_size
+        order = np.arange(self.rows) if order is None else order
+        self.order = jnp.asarray(order, jnp.int32)[None]
+        self.payload_words = sum(self.words)
+
+    def noise(self, seed, slot=1):
+        return pk.slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
+
+    def encode(self, x, mean, seed, slot=1):
+        static = {"payload_words": self.payload_words, "fmt": self.fmt}
+        chunks, noise = jnp.zeros(1, jnp.int32), self.noise(seed, slot)
+        return pk.compress(x, mean, self.order, self.tiles, chunks, noise, **static)
+
+    def decode(self, payload, mean):
+        chunks = jnp.zeros(1, jnp.int32)
+        static = {"rows": self.rows, "dtype": jnp.float32, "fmt": self.fmt}
+        return pk.decompress(payload, mean, self.order, self.tiles, chunks, **static).reshape(-1)
+
+    @functools.cached_property
+    def round_trip(self):
+        """jit of (x, mean, seed) -> (payload, decoded)."""
+
+        @jax.jit
+        def run(x, mean, seed):
+            payload = self.encode(x, mean, seed)
+            return payload, self.decode(payload, mean)
+
+        return run
+
+
+@functools.cache
+def chunk_of(name):
+    return Chunk(FORMATS[name])
+
+
+def seeds(count, seed=1):
+    return jax.random.bits(jax.random.key(seed), (count, 2), jnp.uint32)
+
+
+def normal(chunk, seed=0):
+    """N(0, 1) coordinates, and a bf16 mean for every super-group."""
+    x_key, mean_key = jax.random.split(jax.random.key(seed))
+    mean = 0.2 * jax.random.normal(mean_key, (chunk.rows,), jnp.bfloat16)
+    return jax.random.normal(x_key, (chunk.size,)), mean.astype(jnp.float32)
