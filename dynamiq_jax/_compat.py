@@ -1,7 +1,20 @@
 """Differences between JAX versions, and what its tracing state can tell. The only such file."""
 
+import functools
+import math
+
 import jax
-from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+AxisNames = str | tuple[str, ...]
+"""One mapped axis, or several that count as one: workers are numbered in row-major order."""
+
+
+def axis_tuple(axis_name: AxisNames) -> tuple[str, ...]:
+    """The names as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -11,26 +24,75 @@ def varying_axes(x) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
-def tracks_varying(axis_name: str) -> bool:
+def varies_over(x, axis_name: AxisNames) -> bool:
+    """Whether ``x`` is known to vary over every one of the axes."""
+    return varying_axes(x).issuperset(axis_tuple(axis_name))
+
+
+def tracks_varying(axis_name: AxisNames) -> bool:
     """Whether the surrounding map checks varying axes (shard_map's ``check_vma=True``)."""
-    return axis_name in varying_axes(lax.axis_index(axis_name))
+    return varies_over(lax.axis_index(axis_name), axis_name)
 
 
-def to_varying(tree, axis_name: str):
-    """``tree`` with every leaf cast to varying over ``axis_name``; already varying ones pass."""
+def to_varying(tree, axis_name: AxisNames):
+    """``tree`` with every leaf cast to varying over all axes; already varying ones pass."""
 
     def cast(x):
-        return x if axis_name in varying_axes(x) else lax.pcast(x, axis_name, to="varying")
+        missing = tuple(a for a in axis_tuple(axis_name) if a not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if tracks_varying(axis_name) else tree
 
 
-def all_gather_invarying(tree, axis_name: str):
+def all_gather_invarying(x: Array, axis_name: AxisNames) -> Array:
     """Gathers to a new leading axis; where JAX tracks it, the result counts as replicated."""
-
-    def gather(x):
-        if axis_name not in varying_axes(x):  # pmap, vmap, check_vma=False
-            return lax.all_gather(x, axis_name)
+    if varies_over(x, axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
+    return all_gather(x, axis_name)  # pmap, vmap, check_vma=False
 
-    return jax.tree.map(gather, tree)
+
+def all_gather(x: Array, axis_name: AxisNames) -> Array:
+    """`lax.all_gather` to a new leading axis, also over several axes of `jax.vmap`."""
+    if not _several_vmapped(axis_name):
+        return lax.all_gather(x, axis_name)
+    gathered = functools.reduce(lax.all_gather, reversed(axis_name), x)
+    return gathered.reshape(-1, *x.shape)
+
+
+def ppermute(x: Array, axis_name: AxisNames, permutation: list[tuple[int, int]]) -> Array:
+    """`lax.ppermute` by a whole permutation, also over several axes of `jax.vmap`."""
+    if not _several_vmapped(axis_name):
+        return lax.ppermute(x, axis_name, permutation)
+    source = jnp.array([s for s, _ in sorted(permutation, key=lambda pair: pair[1])])
+    return all_gather(x, axis_name)[source[lax.axis_index(axis_name)]]
+
+
+def all_to_all(x: Array, axis_name: AxisNames) -> Array:
+    """Sends x[j] to worker j; result[i] came from worker i."""
+    return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+
+
+def psum_scatter(x: Array, axis_name: AxisNames) -> Array:
+    """The sum of x[me] over workers; also over several axes of `jax.vmap`."""
+    if not _several_vmapped(axis_name):
+        return lax.psum_scatter(x, axis_name)
+    return lax.psum(x, axis_name)[lax.axis_index(axis_name)]
+
+
+def zero_tangent(x: Array) -> Array | np.ndarray:
+    """The tangent of a constant: zeros, of dtype float0 for integers."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def axis_size(axis_name: AxisNames) -> int:
+    """Workers on the axis or axes."""
+    return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
+
+
+def _several_vmapped(axis_name: AxisNames) -> bool:
+    """JAX's batching rules of most collectives take one axis only (their tracers have a dim)."""
+    if isinstance(axis_name, str) or len(axis_name) == 1:
+        return False
+    return any(hasattr(lax.axis_index(name), "batch_dim") for name in axis_name)

@@ -2,35 +2,60 @@
 
 Everything here is a Python integer known at trace time. What depends on the data (which
 super-group gets which width) is in `dynamiq_jax.plan`.
+
+A *shard* is a set of super-groups that get their widths from a budget of their own. An all-reduce
+has one shard. A reduce-scatter or an all-gather has one per worker, its slice, since a slice may
+not leave its worker's chunks.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
+from dynamiq_jax.topologies import Stage
+from dynamiq_jax.topologies.base import stage_bits
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
 
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The sizes of one compressed all-reduce.
+    """The sizes of one compressed collective.
 
     Attributes:
-      size: coordinates in the flat gradient (d).
+      collective: which one.
+      size: coordinates in one shard (d; of a sharded collective d / n, one worker's slice).
       n_workers: workers (n).
       chunks_per_worker: chunks whose reduction ends at one worker; more than one lets the hop
         of one overlap the transfer of another.
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
-      payload_words: `uint32` words of one chunk's payload (P).
+      payload_words: `uint32` words of one chunk's payload (P) in every stage.
+      payloads_sent: payloads that one worker sends in every stage.
+      super_group_size: coordinates in a super-group (S).
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
     """
 
+    collective: Collective
     size: int
     n_workers: int
     chunks_per_worker: int
     chunk_super_groups: int
-    payload_words: int
+    payload_words: tuple[int, ...]
+    payloads_sent: tuple[int, ...]
+    super_group_size: int
     stats_per_super_group: int
+
+    @property
+    def shards(self) -> int:
+        """Sets of super-groups with budgets of their own."""
+        return 1 if self.collective == "all_reduce" else self.n_workers
+
+    @property
+    def summed(self) -> int:
+        """Gradients that are added up."""
+        return 1 if self.collective == "all_gather" else self.n_workers
 
     @property
     def chunks(self) -> int:
@@ -38,9 +63,24 @@ class Layout:
         return self.n_workers * self.chunks_per_worker
 
     @property
+    def shard_chunks(self) -> int:
+        """Chunks of one shard."""
+        return self.chunks // self.shards
+
+    @property
     def super_groups(self) -> int:
         """Super-groups including padding (M = C * m)."""
         return self.chunks * self.chunk_super_groups
+
+    @property
+    def shard_rows(self) -> int:
+        """Super-groups of one shard that hold coordinates."""
+        return -(-self.size // self.super_group_size)
+
+    @property
+    def rows(self) -> int:
+        """Super-groups that hold coordinates; those with higher numbers are padding."""
+        return self.shards * self.shard_rows
 
     @property
     def chunk_tiles(self) -> int:
@@ -49,52 +89,92 @@ class Layout:
 
     @property
     def stats_bits(self) -> int:
-        """Bits of one worker's statistics."""
-        return 16 * self.stats_per_super_group * self.super_groups
+        """Bits that one worker sends for the light all-reduce (or all-gather)."""
+        return stats_bits(self.collective, self.n_workers, self.rows, self.stats_per_super_group)
 
     @property
-    def message_bits(self) -> int:
-        """Bits of one worker's whole message: statistics and the payloads of all chunks.
-
-        An all-reduce moves 2 (n-1)/n of this per worker, as one of 16 * d bits would.
-        """
-        return self.stats_bits + self.chunks * self.payload_words * WORD_BITS
+    def payload_bits(self) -> int:
+        """Bits that one worker sends as payloads."""
+        pairs = zip(self.payload_words, self.payloads_sent, strict=True)
+        return sum(words * sent * WORD_BITS for words, sent in pairs)
 
     @property
     def wire_bits(self) -> int:
-        """Bits that one worker sends in a bandwidth-optimal all-reduce."""
-        return 2 * (self.n_workers - 1) * self.message_bits // self.n_workers
+        """Bits that one worker sends in all."""
+        return self.stats_bits + self.payload_bits
+
+
+def stats_bits(collective: Collective, n_workers: int, rows: int, per_row: int) -> int:
+    """Bits that one worker sends so that all know the statistics of ``rows`` super-groups."""
+    passes = 1 if collective == "all_gather" else 2
+    return passes * 16 * per_row * rows * (n_workers - 1) // n_workers
 
 
 def make_layout(
     size: int,
     n_workers: int,
+    stages: tuple[Stage, ...],
     *,
     bits: float,
     fmt: WireFormat,
     stats_per_super_group: int,
+    collective: Collective = "all_reduce",
     chunks_per_worker: int = 1,
+    balance: float | None = 0.0,
 ) -> Layout:
-    """Sizes for ``size`` coordinates at ``bits`` bits each, all metadata included.
+    """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
-    The budget is ``bits * size``, whatever the padding; only where even the narrowest width for
-    every tile does not fit is it exceeded.
+    A bandwidth-optimal all-reduce passes 2 (n-1)/n of all coordinates through every worker, a
+    reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these,
+    whatever the padding; only where even the narrowest width for every tile does not fit is it
+    exceeded. ``balance`` is `Topology.balance`.
     """
-    chunks = n_workers * chunks_per_worker
-    per_chunk = -(-size // (fmt.super_group_size * chunks))
-    chunk_super_groups = -(-per_chunk // TILE_ROWS) * TILE_ROWS
-    super_groups = chunk_super_groups * chunks
-    tiles = chunk_super_groups // TILE_ROWS
-    stats_bits = 16 * stats_per_super_group * super_groups
-    budget = int(bits * size - stats_bits) // (WORD_BITS * chunks)
-    narrowest = tiles * min(fmt.tile_words(w) for w in fmt.widths)
-    widest = tiles * max(fmt.tile_words(w) for w in fmt.widths)
-    payload_words = max(min(budget, widest) // 4 * 4, narrowest, 4)
+    n = n_workers
+    whole = collective == "all_reduce"
+    shard_chunks = n * chunks_per_worker if whole else chunks_per_worker
+    per_chunk = -(-size // (fmt.super_group_size * shard_chunks))
+    tiles = max(-(-per_chunk // TILE_ROWS), 1)
+    rows = -(-size // fmt.super_group_size) * (1 if whole else n)
+    sent = [stage.sent * chunks_per_worker for stage in stages]
+    coords_passed = (2 if whole else n) * (n - 1) * size / n
+    left = bits * coords_passed - stats_bits(collective, n, rows, stats_per_super_group)
+    words = _payload_words(
+        left / WORD_BITS,
+        sent,
+        [offset * size / shard_chunks / WORD_BITS for offset in stage_bits(stages, balance)],
+        narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
+        widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
+    )
     return Layout(
+        collective=collective,
         size=size,
-        n_workers=n_workers,
+        n_workers=n,
         chunks_per_worker=chunks_per_worker,
-        chunk_super_groups=chunk_super_groups,
-        payload_words=payload_words,
+        chunk_super_groups=tiles * TILE_ROWS,
+        payload_words=words,
+        payloads_sent=tuple(sent),
+        super_group_size=fmt.super_group_size,
         stats_per_super_group=stats_per_super_group,
     )
+
+
+def _payload_words(
+    budget: float, sent: list[int], offsets: list[float], *, narrowest: int, widest: int
+) -> tuple[int, ...]:
+    """Words of each stage's payload: within ``budget`` in all, ``offsets`` apart, and in range.
+
+    What a stage at the end of the range cannot use or must have the others share.
+    """
+    words = [0] * len(sent)
+    free = set(range(len(sent)))
+    while free:
+        level = (budget - sum(sent[i] * offsets[i] for i in free)) / sum(sent[i] for i in free)
+        wanted = {i: int(max(level + offsets[i], 0)) // 4 * 4 for i in free}
+        low = {i for i in free if wanted[i] < narrowest}
+        high = {i for i in free if wanted[i] > widest}
+        settled = low or high or set(free)
+        for i in settled:
+            words[i] = min(max(wanted[i], narrowest), widest)
+            budget -= sent[i] * words[i]
+        free -= settled
+    return tuple(words)

@@ -1,10 +1,11 @@
 """From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
 
 The plan is a pure function of the light all-reduce's result, so that all workers hold the same
-plan without further talk. Super-groups are ordered by energy and dealt to the C chunks in turn
-(rank q goes to chunk q mod C, position q div C): all chunks get the same tile widths, and every
-payload has the same static size. The widths minimise the expected squared error within that size:
-starting from the narrowest, the next upgrade is always the one that removes most error per word.
+plan without further talk. The super-groups of a shard (see `dynamiq_jax.layout`) are ordered by
+energy and dealt to its C chunks in turn (rank q goes to chunk q mod C, position q div C): they get
+the same tile widths, and every payload of a stage has the same static size. The widths minimise
+the expected squared error within that size: starting from the narrowest, the next upgrade is
+always the one that removes most error per word.
 """
 
 from typing import NamedTuple
@@ -28,8 +29,8 @@ class Plan(NamedTuple):
 
     order: Int[Array, "C m"]
     """Chunk c's position p holds super-group ``order[c, p]``."""
-    tiles: Int[Array, " T"]
-    """Word offset and width of each tile's record, the same for all chunks."""
+    tiles: tuple[Int[Array, "C T"], ...]
+    """Word offset and width of each tile's record, for every stage."""
     mean: Float[Array, " M"]
     """What is subtracted from every coordinate of a super-group; finite."""
     mean_sum: Float[Array, " M"]
@@ -48,17 +49,16 @@ class Upgrade(NamedTuple):
 
 
 def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
-    """One worker's message in the light all-reduce: bf16[stats_per_super_group, M].
+    """One worker's message in the light all-reduce: bf16[stats_per_super_group, rows].
 
-    Means are divided by n beforehand, so that their sum is the mean over workers. A squared norm
-    is finite if the super-group is, even where f32 overflows, and NaN otherwise.
+    Means are divided by the number of workers beforehand, so that their sum is the mean. A squared
+    norm is finite if the super-group is, even where f32 overflows, and NaN otherwise.
     """
-    n = layout.n_workers
+    n = layout.summed
     finite = jnp.isfinite(mean)
     sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / n), jnp.nan)
     rows = [sqnorm] if layout.stats_per_super_group == 1 else [sqnorm, mean * (1.0 / n)]
-    pad = layout.super_groups - sqnorm.shape[0]
-    return jnp.stack([jnp.pad(row, (0, pad)) for row in rows]).astype(jnp.bfloat16)
+    return jnp.stack(rows).astype(jnp.bfloat16)
 
 
 def width_upgrades(fmt: WireFormat) -> tuple[int, tuple[Upgrade, ...]]:
@@ -82,19 +82,21 @@ def width_upgrades(fmt: WireFormat) -> tuple[int, tuple[Upgrade, ...]]:
     return widths[0], tuple(upgrades)
 
 
-def assign_widths(energy: Float[Array, " T"], layout: Layout, fmt: WireFormat) -> Int[Array, " T"]:
+def assign_widths(
+    energy: Float[Array, " T"], payload_words: int, fmt: WireFormat
+) -> Int[Array, " T"]:
     """The width of each tile with the least expected squared error within the payload.
 
     Args:
       energy: the energy of each tile, summed over chunks and workers; not negative.
-      layout: its ``payload_words`` is the budget.
+      payload_words: the budget, in 32-bit words.
       fmt: its widths are the choice.
     """
     narrowest, upgrades = width_upgrades(fmt)
     tiles = energy.shape[0]
     if not upgrades:
         return jnp.full((tiles,), narrowest, jnp.int32)
-    budget = layout.payload_words - tiles * fmt.tile_words(narrowest)
+    budget = payload_words - tiles * fmt.tile_words(narrowest)
     gain = energy[:, None] * jnp.asarray([u.gain for u in upgrades], jnp.float32)
     words = jnp.broadcast_to(jnp.asarray([u.words for u in upgrades], jnp.int32), gain.shape)
     # No sort: gains fall into levels of 1/16 octave; whole levels are taken while they fit, and
@@ -140,30 +142,58 @@ def make_plan(
         mean = stats[1].astype(jnp.float32)
         mean = jnp.where(poisoned | ~jnp.isfinite(mean), 0.0, mean)
         # Σ|x - mean|² = Σ|x|² - n S mean²; the bf16 sums are good for 1/256 of the former.
-        common = layout.n_workers * fmt.super_group_size * mean * mean
+        common = layout.summed * fmt.super_group_size * mean * mean
         energy = jnp.maximum(sqnorm - common, sqnorm * (1.0 / 256))
     else:
         mean, energy = jnp.zeros_like(sqnorm), sqnorm
     energy = jnp.where(poisoned, 0.0, energy)
-    mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.n_workers)
+    mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
     order, tiles = order_and_tiles(energy, layout, fmt)
-    return Plan(order, tiles, mean, mean_sum, statistics_seed(stats) if seed is None else seed)
+    pad = (0, layout.super_groups - layout.rows)
+    seed = statistics_seed(stats) if seed is None else seed
+    return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed)
 
 
-def order_and_tiles(energy: Float[Array, " M"], layout: Layout, fmt: WireFormat):
+def order_and_tiles(
+    energy: Float[Array, " rows"], layout: Layout, fmt: WireFormat
+) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...]]:
     """``(order, tiles)`` of a plan for super-groups of the given energies.
 
-    Energies are sorted in steps of 1/4 octave (down to 2^64 below the largest): one radix pass
-    over 8-bit keys, at a cost in error of less than 1%.
+    Energies are sorted in steps of 1/4 octave (down to 2^64 below the largest): one radix sort
+    of 8-bit keys, at a cost in error of less than 1%.
     """
-    key = _steps_below_largest(energy, mantissa_bits=2, steps=256).astype(jnp.uint8)
-    index = jnp.arange(layout.super_groups, dtype=jnp.int32)
-    _, by_energy = lax.sort((key, index), num_keys=1, is_stable=True)
-    tile_energy = energy[by_energy].reshape(layout.chunk_tiles, -1)
-    width = assign_widths(jnp.sum(tile_energy * (1.0 / tile_energy.shape[1]), axis=1), layout, fmt)
-    words = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)[width]
-    order = by_energy.reshape(layout.chunk_super_groups, layout.chunks).T
-    return order, pack_tiles(jnp.cumsum(words) - words, width)
+    shards, rows = layout.shards, layout.shard_rows
+    per_shard = layout.super_groups // shards
+    energy = jnp.pad(energy.reshape(shards, rows), ((0, 0), (0, per_shard - rows)))
+    key = _steps_below_largest(energy, mantissa_bits=2, steps=256)
+    key = key + 256 * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
+    index = jnp.arange(energy.size, dtype=jnp.int32)
+    _, order = lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
+    tile_energy = energy.reshape(-1)[order].reshape(shards, layout.chunk_tiles, -1)
+    tile_energy = jnp.sum(tile_energy * (1.0 / tile_energy.shape[2]), axis=2)
+    if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
+        shard, local = order // per_shard, order % per_shard
+        spare = layout.rows + shard * (per_shard - rows) + local - rows
+        order = jnp.where(local < rows, shard * rows + local, spare)
+    order = order.reshape(shards, layout.chunk_super_groups, layout.shard_chunks)
+    order = order.transpose(0, 2, 1).reshape(layout.chunks, layout.chunk_super_groups)
+    return order, _tiles_of_stages(tile_energy, layout, fmt)
+
+
+def _tiles_of_stages(
+    energy: Float[Array, "shards T"], layout: Layout, fmt: WireFormat
+) -> tuple[Int[Array, "C T"], ...]:
+    """Offsets and widths for every stage; stages with equal budgets share them."""
+    table = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)
+    found: dict[int, Array] = {}
+    for payload_words in layout.payload_words:
+        if payload_words not in found:
+            width = jax.vmap(lambda e, p=payload_words: assign_widths(e, p, fmt))(energy)
+            words = table[width]
+            tiles = pack_tiles(jnp.cumsum(words, axis=1) - words, width)
+            found[payload_words] = jnp.repeat(tiles, layout.shard_chunks, axis=0)
+    return tuple(found[payload_words] for payload_words in layout.payload_words)
 
 
 def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
@@ -175,8 +205,7 @@ def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
     return jnp.stack([first, second])
 
 
-def plan_widths(plan: Plan) -> jax.Array:
-    """The width of every super-group, ``int32[M]``, in the gradient's order."""
-    width = jnp.repeat(plan.tiles & 31, TILE_ROWS)
-    flat = jnp.broadcast_to(width, plan.order.shape).reshape(-1)
-    return jnp.zeros_like(flat).at[plan.order.reshape(-1)].set(flat)
+def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
+    """The width of every super-group in a stage, ``int32[M]``, in the gradient's order."""
+    width = jnp.repeat(plan.tiles[stage] & 31, TILE_ROWS, axis=1).reshape(-1)
+    return jnp.zeros_like(width).at[plan.order.reshape(-1)].set(width)

@@ -9,16 +9,16 @@ never replaced by another.
 Shapes used throughout (S = super-group size, R = `TILE_ROWS`): ``x`` is one flat gradient of d
 coordinates (f32, bf16 or f16); its M = C*m super-groups (those past the end of ``x`` read as
 zeros) are dealt to C chunks: ``order: int32[C, m]``; ``mean: f32[M]`` is what is subtracted from
-every coordinate of a super-group before encoding; ``tiles: int32[m / R]`` holds word offset and
-width of each tile's record in a payload ``uint32[P]``; ``noise: uint32[NOISE_WORDS]`` is one row
-of `hashing.slot_noise`.
+every coordinate of a super-group before encoding; ``tiles: int32[C, m / R]`` holds word offset and
+width of each tile's record in a chunk's payload ``uint32[P]``; ``noise: uint32[NOISE_WORDS]`` is
+one row of `hashing.slot_noise`.
 """
 
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.format import TILE_ROWS, WireFormat, distortion
+from pallas_kernels.format import TILE_ROWS, Input, WireFormat, distortion
 from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, seed_words, slot_noise
 from pallas_kernels.reference import pack_tiles, unpack_tiles
 
@@ -49,9 +49,10 @@ def compress(
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
     order: Int[Array, "C m"],
-    tiles: Int[Array, " T"],
+    tiles: Int[Array, "C T"],
     chunks: Int[Array, " c"],
     noise: UInt[Array, " 8"],
+    skip: Int[Array, ""] | None = None,
     *,
     payload_words: int,
     fmt: WireFormat,
@@ -59,57 +60,88 @@ def compress(
 ) -> UInt[Array, "c P"]:
     """Payloads of the chunks ``chunks`` of ``x - mean``.
 
-    Words of a payload that no record covers are unspecified.
+    Words of a payload that no record covers are unspecified, and so is the whole payload ``skip``
+    (a position in ``chunks``), if there is one.
     """
     module, options = _implementation(backend)
-    return module.compress(
-        x, mean, order, tiles, chunks, noise, payload_words=payload_words, fmt=fmt, **options
-    )
+    static = {"payload_words": payload_words, "fmt": fmt}
+    return module.compress(x, mean, order, tiles, chunks, noise, skip, **static, **options)
 
 
 def decompress_accumulate(
-    payloads: UInt[Array, "k P"],
+    inputs: tuple[Input, ...],
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
+    mean_sum: Float[Array, " M"],
     order: Int[Array, "C m"],
-    tiles: Int[Array, " T"],
-    chunk: Int[Array, ""],
+    chunks: Int[Array, " c"],
+    start: Int[Array, ""],
+    into: Float[Array, "rows S"] | None = None,
     *,
+    rows: int,
+    dtype,
+    divisor: int = 1,
     fmt: WireFormat,
     backend: Backend | None = None,
-) -> Float[Array, "m S"]:
-    """``x - mean`` on chunk ``chunk`` plus all decoded payloads, f32, rows in chunk order."""
+) -> Float[Array, "rows S"]:
+    """Sums at their owner: ``x - mean`` plus all inputs plus ``mean_sum``, over ``divisor``.
+
+    Sums of the chunks ``chunks`` go to the rows ``start ..`` of the gradient, the owner's slice;
+    the other arguments are those of `decompress_accumulate_recompress` and `decompress`.
+    """
     module, options = _implementation(backend)
-    return module.decompress_accumulate(payloads, x, mean, order, tiles, chunk, fmt=fmt, **options)
+    return module.decompress_accumulate(
+        inputs,
+        x,
+        mean,
+        mean_sum,
+        order,
+        chunks,
+        start,
+        into,
+        rows=rows,
+        dtype=dtype,
+        divisor=divisor,
+        fmt=fmt,
+        **options,
+    )
 
 
 def decompress_accumulate_recompress(
-    payloads: UInt[Array, "k P"],
+    inputs: tuple[Input, ...],
     x: Float[Array, " d"],
     mean: Float[Array, " M"],
     order: Int[Array, "C m"],
-    tiles_in: Int[Array, " T"],
-    tiles_out: Int[Array, " T"],
-    chunk: Int[Array, ""],
+    tiles: Int[Array, "C T"],
+    chunks: Int[Array, " c"],
     noise: UInt[Array, " 8"],
     *,
     payload_words: int,
     fmt: WireFormat,
     backend: Backend | None = None,
-) -> UInt[Array, " P_out"]:
-    """One hop: the payload of `decompress_accumulate`'s sum, which is never written to memory.
+) -> UInt[Array, "c P"]:
+    """One hop: payloads of ``x - mean`` plus all inputs; the sums are never written to memory.
 
-    Incoming payloads follow ``tiles_in``, the new one (``payload_words`` long) ``tiles_out``.
+    Args:
+      inputs: what arrived, each with tiles of its own.
+      x: this worker's gradient.
+      mean: what is subtracted from its super-groups.
+      order: super-groups of every chunk.
+      tiles: offsets and widths of the new payloads' records.
+      chunks: which chunks are encoded; the i-th uses ``payloads[:, i]`` of every input.
+      noise: the slot's randomness.
+      payload_words: length of a new payload.
+      fmt: the wire format.
+      backend: which implementation runs.
     """
     module, options = _implementation(backend)
     return module.decompress_accumulate_recompress(
-        payloads,
+        inputs,
         x,
         mean,
         order,
-        tiles_in,
-        tiles_out,
-        chunk,
+        tiles,
+        chunks,
         noise,
         payload_words=payload_words,
         fmt=fmt,
@@ -121,7 +153,7 @@ def decompress(
     payloads: UInt[Array, "c P"],
     mean_sum: Float[Array, " M"],
     order: Int[Array, "C m"],
-    tiles: Int[Array, " T"],
+    tiles: Int[Array, "C T"],
     chunks: Int[Array, " c"],
     into: Float[Array, "rows S"] | None = None,
     *,
@@ -167,6 +199,7 @@ __all__ = [
     "NOISE_WORDS",
     "TILE_ROWS",
     "Backend",
+    "Input",
     "Noise",
     "WireFormat",
     "compress",

@@ -27,9 +27,10 @@ gives the same bits whether or not a compiler contracts a multiply and an add in
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Int, UInt
 
 TILE_ROWS = 8
 """Super-groups in a tile: the granularity of width assignment and of the kernels."""
@@ -156,6 +157,17 @@ class WireFormat:
         """The largest scale: decoded values stay finite, and its reciprocal is a normal f32."""
         bits = np.float32(3.38e38 / self.level_top(width)).view(np.uint32) & np.uint32(0xFFFF0000)
         return min(float(bits.view(np.float32)), 2.0**125)
+
+
+class Input(NamedTuple):
+    """Payloads to be added up, and what is where in them."""
+
+    payloads: UInt[Array, "k c P"]
+    """k payloads for each of c chunks."""
+    tiles: Int[Array, "C T"]
+    """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
+    skip: Int[Array, ""] | None = None
+    """One of the k that is left out, if any."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,12 +10,13 @@ tile's record as ``word_offset / 4 << 5 | width`` (`pack_tiles`). Super-groups b
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float
 
 from pallas_kernels.format import (
     MAX_WIDTH,
     SCALE_SLACK,
     TILE_ROWS,
+    Input,
     WireFormat,
     plane_shift,
     planes_of,
@@ -131,7 +132,8 @@ def _decode_tiles(payload, tiles, fmt: WireFormat) -> Array:
         magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
     value = _float(_bits(magnitude) | sign << 31) * _expand_groups(scale, fmt)
     if 16 in fmt.widths:
-        value = jnp.where(w == 16, _float(code << 16), value)
+        magnitude = jnp.minimum(code & 0x7FFF, 0x7F7F)  # finite, whatever the bits
+        value = jnp.where(w == 16, _float(magnitude << 16 | (code >> 15 & 1) << 31), value)
     return jnp.where(w > 0, value, 0.0)
 
 
@@ -168,11 +170,16 @@ def _decode_scales(payload, offset, width, scaled, fmt: WireFormat) -> Array:
     cap = _scaled_width(fmt.super_scale_cap, fmt)[width][:, None, None]
     if fmt.group_scale == "bf16":
         words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
-        return jnp.minimum(_float(_unpack(words, 16) << 16), cap)
+        return _finite_scale(_unpack(words, 16), cap)
     words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
-    super_scale = jnp.minimum(_float(_unpack(words, 16) << 16)[..., None], cap)
+    super_scale = _finite_scale(_unpack(words, 16)[..., None], cap)
     words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
     return _group_scale(super_scale, _unpack(words, 8), width, fmt)
+
+
+def _finite_scale(fields, cap) -> Array:
+    """bf16 scales as f32: whatever the bits, not negative, finite and at most ``cap``."""
+    return _float(jnp.minimum((fields & 0x7FFF) << 16, _bits(cap)))
 
 
 def _group_scale(super_scale, fraction, width, fmt: WireFormat) -> Array:
@@ -283,57 +290,75 @@ def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
     return words.reshape(-1, TILE_ROWS, fmt.super_group_size)
 
 
-def compress(x, mean, order, tiles, chunks, noise, *, payload_words: int, fmt: WireFormat):
-    """See `pallas_kernels.compress`."""
-
-    def one(chunk):
-        values = _tile_rows(x, mean, order[chunk], fmt)
-        return _encode_tiles(
-            values, tiles, _tile_noise(order[chunk], noise, fmt), payload_words, fmt
-        )
-
-    if chunks.shape[0] == 1:
-        return one(chunks[0])[None]
-    return jax.lax.map(one, chunks)
+def compress(
+    x, mean, order, tiles, chunks, noise, skip=None, *, payload_words: int, fmt: WireFormat
+):
+    """See `pallas_kernels.compress`; what ``skip`` leaves unspecified is encoded as well."""
+    return decompress_accumulate_recompress(
+        (), x, mean, order, tiles, chunks, noise, payload_words=payload_words, fmt=fmt
+    )
 
 
-def decompress_accumulate(
-    payloads: UInt[Array, "k P"],
-    x: Float[Array, " d"],
-    mean: Float[Array, " M"],
-    order: Int[Array, "C m"],
-    tiles: Int[Array, " T"],
-    chunk: Int[Array, ""],
-    *,
-    fmt: WireFormat,
-) -> Float[Array, "m S"]:
-    """See `pallas_kernels.decompress_accumulate`."""
+def _sum_of_chunk(inputs: tuple[Input, ...], x, mean, order, chunk, i, fmt: WireFormat) -> Array:
+    """f32[T, R, S]: ``x - mean`` on ``chunk`` plus what all inputs hold for it, as their i-th."""
     total = _tile_rows(x, mean, order[chunk], fmt)
-    for payload in payloads:
-        total = total + _decode_tiles(payload, tiles, fmt)
-    return total.reshape(-1, fmt.super_group_size)
+    for payloads, tiles, skip in inputs:
+        for k in range(payloads.shape[0]):
+            added = total + _decode_tiles(payloads[k, i], tiles[chunk], fmt)
+            total = added if skip is None else jnp.where(skip == k, total, added)
+    return total
+
+
+def _map_chunks(function, chunks) -> Array:
+    """``function(chunk, i)`` stacked over ``chunks[i]``."""
+    if chunks.shape[0] == 1:
+        return function(chunks[0], 0)[None]
+    index = jnp.arange(chunks.shape[0])
+    return jax.lax.map(lambda pair: function(*pair), (chunks, index))
 
 
 def decompress_accumulate_recompress(
-    payloads, x, mean, order, tiles_in, tiles_out, chunk, noise, *, payload_words, fmt
+    inputs, x, mean, order, tiles, chunks, noise, *, payload_words, fmt: WireFormat
 ):
     """See `pallas_kernels.decompress_accumulate_recompress`."""
-    total = decompress_accumulate(payloads, x, mean, order, tiles_in, chunk, fmt=fmt)
-    values = total.reshape(-1, TILE_ROWS, fmt.super_group_size)
-    words = _tile_noise(order[chunk], noise, fmt)
-    return _encode_tiles(values, tiles_out, words, payload_words, fmt)
+
+    def one(chunk, i):
+        total = _sum_of_chunk(inputs, x, mean, order, chunk, i, fmt)
+        words = _tile_noise(order[chunk], noise, fmt)
+        return _encode_tiles(total, tiles[chunk], words, payload_words, fmt)
+
+    return _map_chunks(one, chunks)
+
+
+def decompress_accumulate(
+    inputs, x, mean, mean_sum, order, chunks, start, into=None, *, rows, dtype, divisor,
+    fmt: WireFormat,
+):  # fmt: skip
+    """See `pallas_kernels.decompress_accumulate`."""
+    values = _map_chunks(lambda c, i: _sum_of_chunk(inputs, x, mean, order, c, i, fmt), chunks)
+    at = order[chunks].reshape(-1)
+    return _place(values, mean_sum[at], at - start, into, rows, dtype, divisor, fmt)
 
 
 def decompress(
     payloads, mean_sum, order, tiles, chunks, into=None, *, rows, dtype, divisor, fmt: WireFormat
 ):
     """See `pallas_kernels.decompress`."""
-    values = jax.lax.map(lambda payload: _decode_tiles(payload, tiles, fmt), payloads)
+
+    def one(chunk, i):
+        return _decode_tiles(payloads[i], tiles[chunk], fmt)
+
     at = order[chunks].reshape(-1)
-    values = values.reshape(-1, fmt.super_group_size) + mean_sum[at][:, None]
+    return _place(_map_chunks(one, chunks), mean_sum[at], at, into, rows, dtype, divisor, fmt)
+
+
+def _place(values, mean_sum, at, into, rows, dtype, divisor, fmt: WireFormat) -> Array:
+    """Finished super-groups, written to the rows ``at`` of the result that exist."""
+    values = values.reshape(-1, fmt.super_group_size) + mean_sum[:, None]
     if divisor != 1:
         values = values * (1.0 / divisor)
     out = jnp.zeros((rows, fmt.super_group_size), dtype) if into is None else into
+    at = jnp.where((at >= 0) & (at < rows), at, rows + jnp.arange(at.shape[0]))
     return out.at[at].set(values.astype(dtype), mode="drop", unique_indices=True)
 
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._compat import shape_struct
-from pallas_kernels.format import SCALE_SLACK, TILE_ROWS, WireFormat, plane_shift, planes_of
+from pallas_kernels.format import SCALE_SLACK, TILE_ROWS, Input, WireFormat, plane_shift, planes_of
 from pallas_kernels.hashing import NOISE_WORDS, Noise, noise_words
 from pallas_kernels.tuning import tuning_for
 
@@ -113,15 +113,20 @@ def _load_fields(ref, index, offset, rows: int, count: int, bits: int):
 def _decode_scales(ref, index, offset, width: int, tile: _Tile):
     """Group scales f32[R, groups, 1] of a record."""
     fmt = tile.fmt
-    cap = fmt.super_scale_cap(width)
     if fmt.group_scale == "bf16":
         fields = _load_fields(ref, index, offset, TILE_ROWS, fmt.groups, 16)
-        return jnp.minimum(_f32(fields << 16), cap)[:, :, None]
+        return _finite_scale(fields, width, fmt)[:, :, None]
     fields = _load_fields(ref, index, offset, TILE_ROWS, 1, 16)
-    super_scale = jnp.minimum(_f32(fields << 16), cap)
+    super_scale = _finite_scale(fields, width, fmt)
     start = offset + fmt.super_scale_words(width)
     fraction = _load_fields(ref, index, start, TILE_ROWS, fmt.groups, 8)
     return _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)[:, :, None]
+
+
+def _finite_scale(fields, width: int, fmt: WireFormat):
+    """A bf16 scale as f32: whatever the bits, not negative, finite and at most the cap."""
+    cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
+    return _f32(jnp.minimum((fields & _as_word(0x7FFF)) << 16, _as_word(cap)))
 
 
 def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
@@ -151,7 +156,8 @@ def _decode(ref, index, offset, width: int, tile: _Tile):
         fields = fields << _as_word(plane_shift(width, plane))
         code = fields | code
     if width == 16:
-        return _f32(code << 16)
+        magnitude = jnp.minimum(code & _as_word(0x7FFF), _as_word(0x7F7F))
+        return _f32((magnitude << 16) | (code >> 15 << 31))
     scale = _decode_scales(ref, index, offset, width, tile)
     if width == 1:
         return _f32(_u32(jnp.broadcast_to(scale, shape)) | ((code ^ 1) << 31))
@@ -272,106 +278,133 @@ def _noise(rows, noise_ref, tile: _Tile):
 
 def _load_rows(x_ref, mean_ref, rows, n_rows: int, tile: _Tile):
     """``x - mean`` of super-groups ``rows``: f32[R, groups, group_size]."""
-    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * tile.fmt.group_size
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-    row = jnp.broadcast_to(rows[:, None, None], tile.shape)
+    row, column = _rows_and_columns(rows, tile)
     x = plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0)
     mean = plgpu.load(mean_ref.at[rows])
     return x.astype(jnp.float32) - mean[:, None, None]
 
 
-def _unpack_entry(tiles_ref, t):
-    entry = tiles_ref[t]
+def _unpack_entry(tiles_ref, chunk, t):
+    entry = tiles_ref[chunk, t]
     return (entry >> 5) * 4, entry & 31
 
 
-def _accumulate(total, payloads_ref, tiles_ref, t, n_inputs: int, tile: _Tile):
-    """``total`` plus the decoded records of tile ``t`` in all payloads."""
-    if n_inputs == 0:
-        return total
-    offset, width = _unpack_entry(tiles_ref, t)
+class _InputRefs(NamedTuple):
+    """References of one `Input`; ``skip_ref`` is None where nothing is left out."""
 
-    def branch(w):
-        def add_all(total):
-            if n_inputs == 1:
-                return total + _decode(payloads_ref, (0,), offset, w, tile)
-            return lax.fori_loop(
-                0,
-                n_inputs,
-                lambda j, total: total + _decode(payloads_ref, (j,), offset, w, tile),
-                total,
-            )
+    payloads_ref: Any
+    tiles_ref: Any
+    skip_ref: Any
 
-        return add_all
 
-    return _by_width(width, tile.fmt.widths, branch, total)
+def _accumulate(total, inputs: list[_InputRefs], chunk, t, c, tile: _Tile):
+    """``total`` plus the decoded records of tile ``t`` of ``chunk``, the c-th, in all inputs."""
+    for payloads_ref, tiles_ref, skip_ref in inputs:
+        offset, width = _unpack_entry(tiles_ref, chunk, t)
+        count = payloads_ref.shape[0] - (skip_ref is not None)
+
+        def branch(w, ref=payloads_ref, offset=offset, skip_ref=skip_ref, count=count):
+            def add(k, so_far):
+                if skip_ref is not None:
+                    k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
+                return so_far + _decode(ref, (k, c), offset, w, tile)
+
+            def add_all(so_far):
+                return add(0, so_far) if count == 1 else lax.fori_loop(0, count, add, so_far)
+
+            return add_all
+
+        total = _by_width(width, tile.fmt.widths, branch, total)
+    return total
+
+
+def _rows_and_columns(rows, tile: _Tile):
+    """Indices [R, groups, group_size] of all coordinates of super-groups ``rows[R]``."""
+    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * tile.fmt.group_size
+    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
+    return jnp.broadcast_to(rows[:, None, None], tile.shape), column
 
 
 def _encode_kernel(
-    x_ref, mean_ref, order_ref, tiles_in_ref, tiles_out_ref, chunks_ref, noise_ref, table_ref,
-    payloads_ref, out_ref, *, fmt, n_rows, n_inputs, interpret,
+    x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, noise_ref, table_ref, *rest,
+    fmt, n_rows, with_skip, skips_chunk, interpret,
 ):  # fmt: skip
     """compress (no inputs) and decompress-accumulate-recompress."""
     tile = _Tile(fmt, interpret, table_ref)
     t, c = pl.program_id(0), pl.program_id(1)
-    rows = plgpu.load(order_ref.at[chunks_ref[c], pl.ds(t * TILE_ROWS, TILE_ROWS)])
-    total = _load_rows(x_ref, mean_ref, rows, n_rows, tile)
-    total = _accumulate(total, payloads_ref, tiles_in_ref, t, n_inputs, tile)
-    noise = _noise(rows, noise_ref, tile)
-    offset, width = _unpack_entry(tiles_out_ref, t)
+    out_ref, inputs = rest[-1], _input_refs(rest[skips_chunk:-1], with_skip)
 
-    def branch(w):
-        def encode(total, noise):
-            _encode(total, noise, out_ref, (c,), offset, w, tile)
-            return jnp.int32(0)
+    def run():
+        chunk = chunks_ref[c]
+        rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
+        total = _load_rows(x_ref, mean_ref, rows, n_rows, tile)
+        total = _accumulate(total, inputs, chunk, t, c, tile)
+        noise = _noise(rows, noise_ref, tile)
+        offset, width = _unpack_entry(tiles_ref, chunk, t)
 
-        return encode
+        def branch(w):
+            def encode(total, noise):
+                _encode(total, noise, out_ref, (c,), offset, w, tile)
+                return jnp.int32(0)
 
-    _by_width(width, fmt.widths, branch, total, noise)
+            return encode
+
+        _by_width(width, fmt.widths, branch, total, noise)
+
+    if skips_chunk:
+        pl.when(c != rest[0][0])(run)
+    else:
+        run()
 
 
-def _sum_kernel(
-    x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, table_ref, payloads_ref, out_ref,
-    *, fmt, n_rows, n_inputs, interpret,
+def _store_rows(out_ref, value, rows, mean_sum, divisor: int, tile: _Tile):
+    """Writes finished super-groups to those of ``rows[R]`` that exist."""
+    value = value + mean_sum
+    if divisor != 1:
+        value = value * np.float32(1.0 / divisor)
+    row, column = _rows_and_columns(rows, tile)
+    inside = (row >= 0) & (row < out_ref.shape[0])
+    plgpu.store(out_ref.at[row, column], value.astype(out_ref.dtype), mask=inside)
+
+
+def _finish_kernel(
+    x_ref, mean_ref, mean_sum_ref, order_ref, chunks_ref, start_ref, table_ref, *rest,
+    fmt, n_rows, with_skip, divisor, aliased, interpret,
 ):  # fmt: skip
-    """decompress-accumulate."""
+    """decompress-accumulate; an aliased input only keeps what other calls wrote."""
+    inputs, out_ref = _input_refs(rest[: -1 - aliased], with_skip), rest[-1]
     tile = _Tile(fmt, interpret, table_ref)
-    t = pl.program_id(0)
-    rows = plgpu.load(order_ref.at[chunks_ref[0], pl.ds(t * TILE_ROWS, TILE_ROWS)])
+    t, c = pl.program_id(0), pl.program_id(1)
+    chunk = chunks_ref[c]
+    rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
     total = _load_rows(x_ref, mean_ref, rows, n_rows, tile)
-    total = _accumulate(total, payloads_ref, tiles_ref, t, n_inputs, tile)
-    position = t * TILE_ROWS + lax.broadcasted_iota(jnp.int32, tile.shape, 0)
-    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * fmt.group_size
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-    plgpu.store(out_ref.at[position, column], total)
+    total = _accumulate(total, inputs, chunk, t, c, tile)
+    mean_sum = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
+    _store_rows(out_ref, total, rows - start_ref[0], mean_sum, divisor, tile)
 
 
 def _decode_kernel(
     mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, payloads_ref, *in_and_out,
-    fmt, n_rows, divisor, interpret,
+    fmt, divisor, interpret,
 ):  # fmt: skip
     """decompress; an aliased input only keeps what other calls wrote."""
     out_ref = in_and_out[-1]
     tile = _Tile(fmt, interpret, table_ref)
     t, c = pl.program_id(0), pl.program_id(1)
-    rows = plgpu.load(order_ref.at[chunks_ref[c], pl.ds(t * TILE_ROWS, TILE_ROWS)])
-    mean = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
-    offset, width = _unpack_entry(tiles_ref, t)
-    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * fmt.group_size
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-    row = jnp.broadcast_to(rows[:, None, None], tile.shape)
+    chunk = chunks_ref[c]
+    rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
+    mean_sum = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
+    offset, width = _unpack_entry(tiles_ref, chunk, t)
 
     def branch(w):
-        def decode(mean):
-            value = _decode(payloads_ref, (c,), offset, w, tile) + mean
-            if divisor != 1:
-                value = value * np.float32(1.0 / divisor)
-            plgpu.store(out_ref.at[row, column], value.astype(out_ref.dtype), mask=row < n_rows)
+        def decode(mean_sum):
+            value = _decode(payloads_ref, (c,), offset, w, tile)
+            _store_rows(out_ref, value, rows, mean_sum, divisor, tile)
             return jnp.int32(0)
 
         return decode
 
-    _by_width(width, fmt.widths, branch, mean)
+    _by_width(width, fmt.widths, branch, mean_sum)
 
 
 def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, size, rows_per_program):
@@ -449,61 +482,84 @@ def statistics(x, *, super_group_size: int, interpret: bool = False):
     )
 
 
-def compress(x, mean, order, tiles, chunks, noise, *, payload_words, fmt, interpret=False):
+def _input_operands(inputs: tuple[Input, ...]) -> tuple[tuple, tuple[bool, ...]]:
+    """Inputs as a flat tuple of arrays, and which of them leave one payload out."""
+    with_skip = tuple(skip is not None for _, _, skip in inputs)
+    flat = []
+    for payloads, tiles, skip in inputs:
+        flat += [payloads, tiles]
+        if skip is not None:
+            flat.append(jnp.reshape(skip, (1,)).astype(jnp.int32))
+    return tuple(flat), with_skip
+
+
+def _input_refs(refs, with_skip: tuple[bool, ...]) -> list[_InputRefs]:
+    """The inverse of `_input_operands`, for references."""
+    it = iter(refs)
+    return [_InputRefs(next(it), next(it), next(it) if skip else None) for skip in with_skip]
+
+
+def compress(
+    x, mean, order, tiles, chunks, noise, skip=None, *, payload_words, fmt, interpret=False
+):
     """See `pallas_kernels.compress`."""
+    rest = x, mean, order, tiles, chunks, noise
+    return _encode_call("compress", (), *rest, payload_words, fmt, interpret, skip)
+
+
+def decompress_accumulate_recompress(
+    inputs, x, mean, order, tiles, chunks, noise, *, payload_words, fmt, interpret=False
+):
+    """See `pallas_kernels.decompress_accumulate_recompress`."""
+    rest = x, mean, order, tiles, chunks, noise
+    name = "decompress_accumulate_recompress"
+    return _encode_call(name, inputs, *rest, payload_words, fmt, interpret)
+
+
+def _encode_call(
+    name, inputs, x, mean, order, tiles, chunks, noise, payload_words, fmt, interpret, skip=None
+):
     rows = _rows(x, fmt.super_group_size)
-    no_payloads = jnp.zeros((1, 1), jnp.uint32)
-    operands = (rows, mean, order, tiles, tiles, chunks, noise, _table(fmt), no_payloads)
+    flat, with_skip = _input_operands(inputs)
+    skipped = () if skip is None else (jnp.reshape(skip, (1,)).astype(jnp.int32),)
+    operands = rows, mean, order, tiles, chunks, noise, _table(fmt), *skipped, *flat
     return _call(
         _encode_kernel,
-        "compress",
-        (tiles.shape[0], chunks.shape[0]),
+        name,
+        (tiles.shape[1], chunks.shape[0]),
         shape_struct((chunks.shape[0], payload_words), jnp.uint32, *operands),
         operands,
         fmt=fmt,
         interpret=interpret,
         n_rows=rows.shape[0],
-        n_inputs=0,
+        with_skip=with_skip,
+        skips_chunk=len(skipped),
     )
 
 
-def decompress_accumulate_recompress(
-    payloads, x, mean, order, tiles_in, tiles_out, chunk, noise, *, payload_words, fmt,
+def decompress_accumulate(
+    inputs, x, mean, mean_sum, order, chunks, start, into=None, *, rows, dtype, divisor, fmt,
     interpret=False,
 ):  # fmt: skip
-    """See `pallas_kernels.decompress_accumulate_recompress`."""
-    rows = _rows(x, fmt.super_group_size)
-    chunks = jnp.reshape(chunk, (1,)).astype(jnp.int32)
-    operands = rows, mean, order, tiles_in, tiles_out, chunks, noise, _table(fmt), payloads
-    return _call(
-        _encode_kernel,
-        "decompress_accumulate_recompress",
-        (tiles_out.shape[0], 1),
-        shape_struct((1, payload_words), jnp.uint32, *operands),
-        operands,
-        fmt=fmt,
-        interpret=interpret,
-        n_rows=rows.shape[0],
-        n_inputs=payloads.shape[0],
-    )[0]
-
-
-def decompress_accumulate(payloads, x, mean, order, tiles, chunk, *, fmt, interpret=False):
     """See `pallas_kernels.decompress_accumulate`."""
-    rows = _rows(x, fmt.super_group_size)
-    chunks = jnp.reshape(chunk, (1,)).astype(jnp.int32)
-    operands = rows, mean, order, tiles, chunks, _table(fmt), payloads
-    shape = tiles.shape[0] * TILE_ROWS, fmt.super_group_size
+    x_rows = _rows(x, fmt.super_group_size)
+    flat, with_skip = _input_operands(inputs)
+    start = jnp.reshape(start, (1,)).astype(jnp.int32)
+    operands = x_rows, mean, mean_sum, order, chunks, start, _table(fmt), *flat
+    operands = operands if into is None else (*operands, into)
     return _call(
-        _sum_kernel,
+        _finish_kernel,
         "decompress_accumulate",
-        (tiles.shape[0],),
-        shape_struct(shape, jnp.float32, *operands),
+        (order.shape[1] // TILE_ROWS, chunks.shape[0]),
+        shape_struct((rows, fmt.super_group_size), dtype, *operands),
         operands,
+        aliases={} if into is None else {len(operands) - 1: 0},
         fmt=fmt,
         interpret=interpret,
-        n_rows=rows.shape[0],
-        n_inputs=payloads.shape[0],
+        n_rows=x_rows.shape[0],
+        with_skip=with_skip,
+        divisor=divisor,
+        aliased=int(into is not None),
     )
 
 
@@ -517,12 +573,11 @@ def decompress(
     return _call(
         _decode_kernel,
         "decompress",
-        (tiles.shape[0], payloads.shape[0]),
+        (tiles.shape[1], payloads.shape[0]),
         shape_struct((rows, fmt.super_group_size), dtype, *operands),
         operands,
         aliases={} if into is None else {len(operands) - 1: 0},
         fmt=fmt,
         interpret=interpret,
-        n_rows=rows,
         divisor=divisor,
     )

@@ -1,0 +1,59 @@
+"""Which topology `topology=None` means: a rule of facts that all workers share.
+
+1. All devices in one process, or in one NVLink domain: `Direct`.
+2. Several axes of more than one worker: `Hierarchical`, whose outer topology follows rule 3.
+3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. A butterfly's first
+   rounds stay among neighbours, so that on an axis that numbers its workers host by host it keeps
+   the traffic between hosts as low as a hierarchy would.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.direct import Direct
+from dynamiq_jax.topologies.hierarchical import Hierarchical
+from dynamiq_jax.topologies.ring import Ring
+
+
+class Choice(NamedTuple):
+    """A topology and why it was chosen."""
+
+    topology: Topology | Hierarchical
+    reason: str
+
+
+def in_one_domain() -> bool:
+    """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
+    if jax.process_count() == 1:
+        return True
+    devices = jax.devices()
+    domains = {getattr(d, "slice_index", None) for d in devices}
+    return devices[0].platform in ("gpu", "cuda") and len(domains) == 1 and domains != {None}
+
+
+def fast_links() -> bool:
+    """Whether NVLink connects all GPUs: one domain, and of a kind that is only built with it."""
+    kind = jax.devices()[0].device_kind
+    known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
+    return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)
+
+
+def automatic(sizes: tuple[int, ...]) -> Choice:
+    """The choice for axes of these sizes, the outermost first."""
+    if in_one_domain():
+        return Choice(Direct(), "all devices are in one process or NVLink domain")
+    n = math.prod(sizes)
+    if sum(size > 1 for size in sizes) > 1:
+        outer = across_hosts(n // sizes[-1])
+        return Choice(Hierarchical(outer=outer), "several axes, whose last one has fast links")
+    power = "a" if n & (n - 1) == 0 else "no"
+    return Choice(across_hosts(n), f"{n} workers on several hosts are {power} power of two")
+
+
+def across_hosts(n_workers: int) -> Topology:
+    """The choice for one axis whose links are slow."""
+    return Ring() if n_workers & (n_workers - 1) else Butterfly()

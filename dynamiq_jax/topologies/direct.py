@@ -1,0 +1,64 @@
+"""Direct: every worker sends its share of every chunk straight to the chunk's owner.
+
+One all-to-all of payloads, then an all-gather. Each gradient is encoded once and each sum once,
+whatever n: the least error of all topologies, and the fewest kernels. Every pair of workers must
+be able to talk at full rate, as within one NVLink domain.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dynamiq_jax._compat import AxisNames, all_to_all
+from dynamiq_jax.topologies.base import Arrived, ChunkOps, Stage, check_balance, streams_for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direct:
+    """All-to-all topology: one encoding of each gradient, one of each sum; any number of workers.
+
+    Attributes:
+      streams: at most so many independent chunks per worker: kernels of one run under the transfers
+        of another.
+      stream_size: coordinates of the gradient that are worth a stream.
+      balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: by
+        expected error. Equal bits are near the optimum and let both share one assignment of widths.
+    """
+
+    streams: int = 4
+    stream_size: int = 2**26
+    balance: float | None = 0.0
+
+    def __post_init__(self):
+        """Checks the fields."""
+        if self.streams < 1:
+            raise ValueError(f"streams={self.streams} must be at least 1")
+        check_balance(self.balance)
+
+    def check(self, n_workers: int) -> None:
+        """Any number will do."""
+
+    def stages(self, n_workers: int) -> tuple[Stage, ...]:
+        """The all-to-all and the all-gather. The sink has a slot that no worker is paired with."""
+        n = n_workers
+        return Stage(n - 1, range(1, n + 1), (n - 1) / (2 * n)), Stage(n - 1, range(1), 1.0)
+
+    def chunks_per_worker(self, size: int) -> int:
+        """One for every ``stream_size`` coordinates, at most ``streams``."""
+        return streams_for(size, self.streams, self.stream_size)
+
+    def reduce(
+        self, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
+    ) -> list[tuple[Arrived, ...]]:
+        """See `Topology`."""
+        me = lax.axis_index(axis_name)
+        owners = jnp.arange(n_workers, dtype=jnp.int32) * streams
+
+        def send(stream: int):
+            payloads = ops.encode((), owners + stream, 0, me + 1, skip=me)
+            moved = jax.tree.map(lambda x: all_to_all(x, axis_name), payloads)
+            return (Arrived(jax.tree.map(lambda x: x[:, None], moved), 0, skip=me),)
+
+        return [send(i) for i in range(streams)]
