@@ -1,12 +1,14 @@
 # make demo      train a tiny language model twice, with lax.psum and with DynamiQ (CPU is enough)
 # make test      lint, types and tests, as CI runs them
+# make soak      2000 training steps under random models, methods and topologies
+# make errors    docs/errors.md from the tests
 # make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
 
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
 
-.PHONY: demo test test-gpu clean
+.PHONY: demo test soak errors test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -16,6 +18,16 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m pytest -q -n 2
+
+soak: $(VENV)/.installed-dev
+	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q tests/test_soak.py
+
+errors: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
+	  tests/test_errors.py tests/test_agreement.py tests/test_topologies.py \
+	  tests/test_hierarchical.py tests/test_sharded.py tests/test_mx_methods.py \
+	  tests/test_thc_method.py tests/test_omnireduce.py tests/test_native_methods.py \
+	  tests/test_lanes.py tests/test_mx.py tests/test_cli.py
 
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu

@@ -78,9 +78,14 @@ def _dtype(x) -> np.dtype:
 
 
 def group_leaves(
-    leaves: list[Leaf], *, min_leaf_size: int, min_bucket_size: int, bucket_bytes: int
+    leaves: list[Leaf],
+    *,
+    min_leaf_size: int,
+    min_bucket_size: int,
+    min_bucket_bytes: int = 0,
+    bucket_bytes: int,
 ) -> Grouping:
-    """Sorts leaves into buckets and exact ones; the fields are those of `DynamiQ`."""
+    """Sorts leaves into buckets and exact ones; see `methods.base.Limits`."""
     exact: list[tuple[Leaf, str]] = []
     open_buckets: dict[np.dtype, list[Leaf]] = {}
     buckets: list[Bucket] = []
@@ -98,13 +103,18 @@ def group_leaves(
                 group.clear()
             group.append(leaf)
     buckets.extend(Bucket(tuple(group)) for group in open_buckets.values() if group)
-    large = tuple(b for b in buckets if b.size >= min_bucket_size)
+    large = []
     for bucket in buckets:
         if bucket.size < min_bucket_size:
             reason = f"bucket of {bucket.size} < min_bucket_size {min_bucket_size}"
-            exact.extend((leaf, reason) for leaf in bucket.leaves)
+        elif bucket.nbytes < min_bucket_bytes:
+            reason = f"bucket of {bucket.nbytes} bytes < min_bucket_bytes {min_bucket_bytes}"
+        else:
+            large.append(bucket)
+            continue
+        exact.extend((leaf, reason) for leaf in bucket.leaves)
     exact.sort(key=lambda entry: entry[0].index)
-    return Grouping(large, tuple(exact))
+    return Grouping(tuple(large), tuple(exact))
 
 
 def join(bucket: Bucket, values: list[Array]) -> Array:

@@ -1,29 +1,40 @@
-"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s. Validation of arguments lives here."""
+"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s."""
 
 import functools
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, UInt
+from jax import Array, lax
 
-from dynamiq_jax._compat import tracks_varying, varying_axes
-from dynamiq_jax.buckets import Bucket, Leaf, describe_leaves, group_leaves, join, split
-from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.topologies import Ring, Topology
-
-Tree = TypeVar("Tree")
+from dynamiq_jax import hierarchy
+from dynamiq_jax._compat import AxisNames, zero_tangent
+from dynamiq_jax.arguments import (
+    AnyTopology,
+    Resolved,
+    axis_sizes,
+    check_axis,
+    check_state,
+    check_varying,
+    fold_seed,
+    key_words,
+    resolve,
+)
+from dynamiq_jax.buckets import describe_leaves, group_leaves, join, split
+from dynamiq_jax.methods import Method, State
+from dynamiq_jax.topologies import Hierarchical
 
 
 def psum(
-    tree: Tree,
-    axis_name: str,
+    tree: Any,
+    axis_name: AxisNames,
     *,
-    method: DynamiQ | None = None,
-    topology: Topology | None = None,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
     key: Array | None = None,
-) -> Tree:
+    state: State | None = None,
+    axis_index_groups: None = None,
+) -> Any:
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
 
     Runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
@@ -37,137 +48,120 @@ def psum(
       tree: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
         `explain` lists which leaf goes which way.
-      axis_name: the mapped axis.
+      axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
       method: how to compress; default ``DynamiQ()``, 5 bits per coordinate.
-      topology: how payloads travel; default ``Ring()``.
+      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.automatic`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
+      state: what a method with memory carries from step to step, see `init_state`.
+      axis_index_groups: not supported; name an axis of the mesh instead.
 
     Returns:
-      A tree like ``tree``.
+      A tree like ``tree``; with ``state``, that and the next step's state.
 
     Raises:
       ValueError: a leaf does not vary over ``axis_name`` (its sum would be n times itself), or an
         argument is malformed.
+      NotImplementedError: ``axis_index_groups``, or positional axes.
     """
-    return _reduce(tree, axis_name, method, topology, key, mean=False)
+    axis_name = check_axis(axis_name, axis_index_groups)
+    return _reduce(tree, axis_name, method, topology, key, state, mean=False)
 
 
 def pmean(
-    tree: Tree,
-    axis_name: str,
+    tree: Any,
+    axis_name: AxisNames,
     *,
-    method: DynamiQ | None = None,
-    topology: Topology | None = None,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
     key: Array | None = None,
-) -> Tree:
+    state: State | None = None,
+    axis_index_groups: None = None,
+) -> Any:
     """Averages every leaf over the mapped axis, compressed; see `psum` for everything else."""
-    return _reduce(tree, axis_name, method, topology, key, mean=True)
+    axis_name = check_axis(axis_name, axis_index_groups)
+    return _reduce(tree, axis_name, method, topology, key, state, mean=True)
 
 
-def _reduce(tree, axis_name, method, topology, key, *, mean: bool):
-    method = DynamiQ() if method is None else method
-    topology = Ring() if topology is None else topology
-    check_arguments(axis_name, method, topology)
-    n_workers = lax.axis_size(axis_name)
+def init_state(
+    tree, n_workers: int | tuple[int, ...], *, method: Method, topology: AnyTopology | None = None
+) -> State:
+    """The state that the first `psum` of ``tree`` takes: one worker's, for every bucket.
+
+    Under `jax.shard_map` every worker keeps its own: let it vary over the axis, for example by
+    calling this inside (the shapes of ``tree`` are all it looks at).
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
+      n_workers: the size of the axis, or of every axis, the outermost first.
+      method: as for `psum`.
+      topology: as for `psum`.
+    """
+    sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
+    resolved = resolve(method, topology, sizes)
+    grouping = group_leaves(describe_leaves(tree), **resolved.limits()._asdict())
+    return tuple(_init_bucket(bucket.size, resolved) for bucket in grouping.buckets)
+
+
+def _init_bucket(size: int, resolved: Resolved) -> State:
+    method, topology, _, sizes = resolved
+    if isinstance(topology, Hierarchical):
+        return method.init(hierarchy.slice_size(size, sizes[-1]), resolved.n_workers // sizes[-1])
+    return method.init(size, resolved.n_workers)
+
+
+def _reduce(tree, axis_name: AxisNames, method, topology, key, state, *, mean: bool):
+    resolved = resolve(method, topology, axis_sizes(axis_name))
+    n_workers = resolved.n_workers
     exact_reduce = lax.pmean if mean else lax.psum
     values, treedef = jax.tree.flatten(tree)
     leaves = describe_leaves(tree)
-    _check_varying(leaves, values, axis_name, n_workers)
-    words = None if key is None else _key_words(key)
+    check_varying(leaves, values, axis_name, n_workers)
+    words = key_words(key)
     if n_workers == 1:
-        return exact_reduce(tree, axis_name)
-    grouping = group_leaves(
-        leaves,
-        min_leaf_size=method.min_leaf_size,
-        min_bucket_size=method.smallest_bucket(n_workers),
-        bucket_bytes=method.bucket_bytes,
-    )
+        total = exact_reduce(tree, axis_name)
+        return total if state is None else (total, state)
+    grouping = group_leaves(leaves, **resolved.limits()._asdict())
+    states = check_state(state, len(grouping.buckets), resolved.method)
     if grouping.exact:
         indices = [leaf.index for leaf, _ in grouping.exact]
-        for i, value in zip(
-            indices, exact_reduce([values[i] for i in indices], axis_name), strict=True
-        ):
+        exact = exact_reduce([values[i] for i in indices], axis_name)
+        for i, value in zip(indices, exact, strict=True):
             values[i] = value
-    for bucket in grouping.buckets:
-        reduce_flat = functools.partial(
-            method.all_reduce,
-            n_workers=n_workers,
-            topology=topology,
-            divisor=n_workers if mean else 1,
-        )
-        flat = _as_native(join(bucket, values), axis_name, reduce_flat, exact_reduce, words, bucket)
+    for number, bucket in enumerate(grouping.buckets):
+        seed = None if words is None else fold_seed(words, bucket.tag)
+        flat, states[number] = with_tangent(
+            functools.partial(_reduce_flat, axis_name=axis_name, resolved=resolved, mean=mean),
+            functools.partial(exact_reduce, axis_name=axis_name),
+        )(join(bucket, values), seed, states[number])
         for i, value in split(bucket, flat):
             values[i] = value
-    return jax.tree.unflatten(treedef, values)
+    total = jax.tree.unflatten(treedef, values)
+    return total if state is None else (total, tuple(states))
 
 
-def _as_native(x, axis_name, reduce_flat, exact_reduce, words, bucket: Bucket):
-    """The compressed reduction of ``x`` with the derivative of the exact one."""
-    seed = None if words is None else bucket_seed(words, bucket.tag)
+def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, mean: bool):
+    method, topology, _, sizes = resolved
+    options = {"seed": seed, "state": state, "divisor": resolved.n_workers if mean else 1}
+    if isinstance(topology, Hierarchical):
+        assert isinstance(axis_name, tuple)
+        return hierarchy.all_reduce(
+            x, axis_name, sizes=sizes, method=method, topology=topology, **options
+        )
+    n_workers = resolved.n_workers
+    return method.all_reduce(x, axis_name, n_workers=n_workers, topology=topology, **options)
 
-    @jax.custom_jvp
-    def reduce(x, seed):
-        return reduce_flat(x, axis_name, seed=seed)
+
+def with_tangent(compressed: Callable, exact: Callable) -> Callable:
+    """``compressed(x, seed, state) -> (y, state)`` with the derivative of the linear ``exact(x)``.
+
+    The new state counts as a constant.
+    """
+    reduce = jax.custom_jvp(compressed)
 
     @reduce.defjvp
     def _(primals, tangents):
-        return reduce(*primals), exact_reduce(tangents[0], axis_name)
+        result, state = reduce(*primals)
+        return (result, state), (exact(tangents[0]), jax.tree.map(zero_tangent, state))
 
-    return reduce(x, seed)
-
-
-def bucket_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
-    """The seed of one bucket: the key's words and the bucket's tag."""
-    return jax.random.key_data(
-        jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
-    )
-
-
-def _key_words(key: Array) -> UInt[Array, " 2"]:
-    """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
-    if not hasattr(key, "dtype"):
-        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
-    if key.dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
-        raise ValueError(
-            f"key has dtype {key.dtype} and shape {key.shape}; expected one PRNG key, such as "
-            "jax.random.key(seed) or jax.random.fold_in(key, step)"
-        )
-    words = key[:2]
-    for i in range(2, key.shape[0], 2):  # longer keys: hash, since their halves may be equal
-        words = bucket_seed(words, key[i]) ^ bucket_seed(words, key[min(i + 1, key.shape[0] - 1)])
-    return words
-
-
-def check_arguments(axis_name, method, topology) -> None:
-    """Refuses arguments of the wrong kind, with the remedy."""
-    if not isinstance(axis_name, str):
-        raise NotImplementedError(
-            f"axis_name={axis_name!r}: one axis name (a str) is supported; "
-            "reduce over one axis at a time"
-        )
-    if isinstance(method, type) or not hasattr(method, "wire_bits"):
-        raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
-    if isinstance(topology, type) or not hasattr(topology, "chunks_per_worker"):
-        raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")
-
-
-def _check_varying(leaves: list[Leaf], values, axis_name: str, n_workers: int) -> None:
-    if not tracks_varying(axis_name):
-        return
-    fixed = [
-        leaf
-        for leaf, value in zip(leaves, values, strict=True)
-        if axis_name not in varying_axes(value) and leaf.size > 0
-    ]
-    if fixed:
-        leaf = fixed[0]
-        raise ValueError(
-            f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) and {len(fixed) - 1} more do "
-            f"not vary over axis {axis_name!r}: all {n_workers} workers hold the same value, which "
-            f"a psum would multiply by {n_workers}. Gradients of replicated parameters are already "
-            "summed under check_vma=True: differentiate with dq.value_and_grad, or cast the "
-            f"parameters first with jax.lax.pcast(params, {axis_name!r}, to='varying')"
-        )
+    return reduce

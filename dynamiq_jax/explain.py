@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from dynamiq_jax import hierarchy
+from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES, describe_leaves, group_leaves
-from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax.methods import Method
+from dynamiq_jax.topologies import Hierarchical
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,22 +42,30 @@ class Explanation:
 
     Attributes:
       rows: one per leaf, in the tree's order.
-      n_workers: workers on the axis.
+      n_workers: workers on all axes.
+      method: how gradients are compressed.
       topology: how payloads travel.
+      reason: why this topology.
       wire_bytes: bytes one worker sends in all.
+      outer_wire_bytes: of these, what crosses the outer axes of `Hierarchical`; of another
+        topology all.
       bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
       bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
     """
 
     rows: tuple[Row, ...]
     n_workers: int
+    method: str
     topology: str
+    reason: str
     wire_bytes: float
+    outer_wire_bytes: float
     bf16_wire_bytes: float
     bits_per_coord: float
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.n_workers} workers, {self.topology}")
+        title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
+        table = Table(title=title, caption=self.method)
         for column in ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate"):
             table.add_column(column, justify="right" if column[0] in "wb" else "left")
         for row in self.rows:
@@ -72,49 +82,51 @@ class Explanation:
 
 def explain(
     tree,
-    n_workers: int,
+    n_workers: int | tuple[int, ...],
     *,
-    method: DynamiQ | None = None,
-    topology: Topology | None = None,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
     verbose: bool = True,
 ) -> Explanation:
     """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless ``verbose=False``.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s (nothing is computed).
-      n_workers: the size of the axis.
+      n_workers: the size of the axis, or of every axis, the outermost first.
       method: as for `psum`.
       topology: as for `psum`.
       verbose: whether to print.
     """
-    if n_workers < 1:
+    sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
+    if not sizes or min(sizes) < 1:
         raise ValueError(f"n_workers={n_workers} must be at least 1")
-    method = DynamiQ() if method is None else method
-    topology = Ring() if topology is None else topology
+    resolved = resolve(method, topology, sizes)
+    n = resolved.n_workers
     leaves = describe_leaves(tree)
-    grouping = group_leaves(
-        leaves,
-        min_leaf_size=method.min_leaf_size,
-        min_bucket_size=method.smallest_bucket(n_workers),
-        bucket_bytes=method.bucket_bytes,
-    )
-    share = 2 * (n_workers - 1) / n_workers
+    grouping = group_leaves(leaves, **resolved.limits()._asdict())
+    share = 2 * (n - 1) / n
     rows = {}
+    outer = 0.0
     for leaf, reason in grouping.exact:
         rows[leaf.index] = _row(leaf, None, f"exact: {reason}", share * leaf.nbytes, share)
+        outer += share * leaf.nbytes
     for number, bucket in enumerate(grouping.buckets):
-        wire_bytes = method.wire_bits(bucket.size, n_workers, topology) / 8
+        inner_bits, outer_bits = _wire_bits(bucket.size, resolved)
+        outer += outer_bits / 8
         for leaf in bucket.leaves:
-            part = wire_bytes * leaf.size / bucket.size
+            part = (inner_bits + outer_bits) / 8 * leaf.size / bucket.size
             rows[leaf.index] = _row(leaf, number, "compressed", part, share)
     total = sum(row.wire_bytes for row in rows.values())
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     explanation = Explanation(
         rows=tuple(rows[i] for i in sorted(rows)),
-        n_workers=n_workers,
-        topology=repr(topology),
+        n_workers=n,
+        method=repr(resolved.method),
+        topology="XLA" if resolved.topology is None else repr(resolved.topology),
+        reason=resolved.reason,
         wire_bytes=total,
+        outer_wire_bytes=outer,
         bf16_wire_bytes=share * 2 * floats,
         bits_per_coord=8 * total / (share * size) if share * size else 0.0,
     )
@@ -124,11 +136,23 @@ def explain(
 
 
 def wire_bits(
-    tree, n_workers: int, *, method: DynamiQ | None = None, topology: Topology | None = None
+    tree,
+    n_workers: int | tuple[int, ...],
+    *,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
 ) -> int:
     """Bits that one worker sends in `psum` of ``tree``: what the compiled collectives move."""
     explanation = explain(tree, n_workers, method=method, topology=topology, verbose=False)
     return round(8 * explanation.wire_bytes)
+
+
+def _wire_bits(size: int, resolved: Resolved) -> tuple[int, int]:
+    """Bits that one worker sends for a bucket within the inner axis, and in all other ways."""
+    method, topology, _, sizes = resolved
+    if isinstance(topology, Hierarchical):
+        return hierarchy.wire_bits(size, sizes, method, topology)
+    return 0, method.wire_bits(size, resolved.n_workers, topology)
 
 
 def _row(leaf, bucket, route, wire_bytes, share) -> Row:

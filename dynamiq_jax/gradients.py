@@ -9,19 +9,19 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax._compat import to_varying
-from dynamiq_jax.collectives import check_arguments, pmean
-from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
+from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
+from dynamiq_jax.collectives import pmean
+from dynamiq_jax.methods import Method
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     mesh: Mesh,
-    axis_name: str,
-    method: DynamiQ | None = None,
-    topology: Topology | None = None,
+    axis_name: AxisNames,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Data-parallel `jax.value_and_grad` whose gradient mean is compressed.
@@ -30,7 +30,7 @@ def value_and_grad(
       loss_fn: ``loss_fn(params, *batch) -> loss``, a mean over the examples it is given; or
         ``-> (loss, aux)`` with ``has_aux``.
       mesh: a mesh with Auto or Explicit axes; its axes other than ``axis_name`` have size 1.
-      axis_name: the data-parallel axis.
+      axis_name: the data-parallel axis, or a tuple of axes that together are.
       method: as for `psum`.
       topology: as for `psum`.
       has_aux: whether ``loss_fn`` returns more than the loss.
@@ -45,12 +45,14 @@ def value_and_grad(
       ValueError: ``axis_name`` is not in the mesh, or a batch axis does not divide by its size.
       NotImplementedError: the mesh has another axis of size greater than 1.
     """
-    method = DynamiQ() if method is None else method
-    topology = Ring() if topology is None else topology
-    check_arguments(axis_name, method, topology)
-    if axis_name not in mesh.shape:
-        raise ValueError(f"axis_name={axis_name!r} is not in the mesh; it has {mesh.axis_names}")
-    others = {name: size for name, size in mesh.shape.items() if name != axis_name and size > 1}
+    axis_name = check_axis(axis_name)
+    axes = axis_tuple(axis_name)
+    missing = [name for name in axes if name not in mesh.shape]
+    if missing:
+        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
+    sizes = tuple(mesh.shape[name] for name in axes)
+    n_workers = resolve(method, topology, sizes).n_workers
+    others = {name: size for name, size in mesh.shape.items() if name not in axes and size > 1}
     if others:
         raise NotImplementedError(
             f"value_and_grad is data-parallel over {axis_name!r} alone, but the mesh has {others} "
@@ -64,7 +66,7 @@ def value_and_grad(
         return jax.tree.map(lambda x: _reduce_value(x, axis_name), value), grads
 
     def reduced(params, *batch, key=None):
-        _check_batch(batch, mesh.shape[axis_name], axis_name)
+        _check_batch(batch, n_workers, axis_name)
         specs = (P(), P(), *(P(axis_name) for _ in batch))
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
         return mapped(params, key, *batch)
@@ -72,14 +74,14 @@ def value_and_grad(
     return reduced
 
 
-def _reduce_value(x, axis_name: str):
+def _reduce_value(x, axis_name: AxisNames):
     x = to_varying(jnp.asarray(x), axis_name)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.pmean(x, axis_name)
     return lax.psum(x, axis_name)
 
 
-def _check_batch(batch, n_workers: int, axis_name: str) -> None:
+def _check_batch(batch, n_workers: int, axis_name: AxisNames) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = jnp.shape(leaf)
         if not shape or shape[0] % n_workers:

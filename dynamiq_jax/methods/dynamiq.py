@@ -4,17 +4,25 @@ from dataclasses import dataclass
 from typing import get_args
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax.codecs.dynamiq import chunk_ops, plan_for
-from dynamiq_jax.layout import Layout, make_layout
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying
+from dynamiq_jax.codecs.dynamiq import chunk_ops, encode_slice, plan_for
+from dynamiq_jax.fingerprint import assert_same_on_workers
+from dynamiq_jax.layout import Collective, Layout, make_layout
+from dynamiq_jax.methods.base import Limits, State
+from dynamiq_jax.topologies import ChunkOps, Stage, Topology
+from dynamiq_jax.topologies.base import all_reduce, n_slots, reduce_scatter
 from pallas_kernels import Backend, WireFormat
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
 MIN_BUCKET_SIZE = 65536
 MIN_TILES_PER_WORKER = 16
+BUCKET_BYTES = 32 * 2**20
+FAST_LINK_BYTES = 96 * 2**20
+"""Where `Direct` overtakes bf16 psum on eight H200 with NVLink; README, "How fast"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +45,14 @@ class DynamiQ:
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
         of 8 super-groups for each worker, since padding would take the bits of less.
+      min_bucket_bytes: and so do buckets of fewer bytes. Default: 96 MiB on GPUs that NVLink
+        connects all to all, where native psum is faster below that (unless ``min_bucket_size`` is
+        given), 0 elsewhere.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
-        larger ones are buckets of their own.
+        larger ones are buckets of their own. Default: 32 MiB, but 4 ``min_bucket_bytes`` at least.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
+      debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
+        same bits on all workers, with an error at run time if not.
     """
 
     bits: float = 5.0
@@ -52,8 +65,10 @@ class DynamiQ:
     subtract_mean: bool = True
     min_leaf_size: int = 4096
     min_bucket_size: int | None = None
-    bucket_bytes: int = 32 * 2**20
+    min_bucket_bytes: int | None = None
+    bucket_bytes: int | None = None
     backend: Backend | None = None
+    debug_checks: bool = False
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -92,7 +107,7 @@ class DynamiQ:
                 f"bits={self.bits} exceeds 32, what an uncompressed f32 takes "
                 f"(widths={self.widths} can use at most {most:.4g}); lower bits"
             )
-        for name in ("min_leaf_size", "min_bucket_size", "bucket_bytes"):
+        for name in ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ValueError(f"{name}={value} must not be negative; pass 0")
 
@@ -108,12 +123,34 @@ class DynamiQ:
             group_scale=self.group_scale,
         )
 
-    def smallest_bucket(self, n_workers: int) -> int:
-        """Coordinates from which on a bucket is compressed."""
-        if self.min_bucket_size is not None:
-            return self.min_bucket_size
+    @property
+    def native(self) -> bool:
+        """`None` chooses a topology by the mesh."""
+        return False
+
+    @property
+    def needs_state(self) -> bool:
+        """Nothing is carried from step to step."""
+        return False
+
+    def init(self, size: int, n_workers: int) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Serves any number of workers on any topology."""
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """Which buckets pay; see the fields."""
         tile = TILE_ROWS * self.super_group_size
-        return max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
+        size, least, bucket = self.min_bucket_size, self.min_bucket_bytes, self.bucket_bytes
+        if size is None:
+            size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
+        if least is None:
+            least = FAST_LINK_BYTES if fast_links and self.min_bucket_size is None else 0
+        if bucket is None:
+            bucket = max(BUCKET_BYTES, 4 * least)
+        return Limits(self.min_leaf_size, size, least, bucket)
 
     @property
     def stats_per_super_group(self) -> int:
@@ -126,47 +163,122 @@ class DynamiQ:
         stats = 16 * self.stats_per_super_group / self.super_group_size
         return 32 * words / (8 * self.super_group_size) + stats
 
-    def layout(self, size: int, n_workers: int, chunks_per_worker: int = 1) -> Layout:
-        """Static sizes of the all-reduce of ``size`` coordinates."""
+    def layout(
+        self, size: int, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
+    ) -> Layout:
+        """Static sizes; ``size`` coordinates, of a reduce-scatter in one worker's slice."""
+        stages = topology.stages(n_workers)
+        scatter = collective == "reduce_scatter"
         return make_layout(
             size,
             n_workers,
+            stages[:-1] if scatter else stages,
             bits=self.bits,
             fmt=self.wire_format,
             stats_per_super_group=self.stats_per_super_group,
-            chunks_per_worker=chunks_per_worker,
+            collective=collective,
+            chunks_per_worker=topology.chunks_per_worker(size * (n_workers if scatter else 1)),
+            balance=topology.balance,
         )
 
-    def wire_bits(self, size: int, n_workers: int, topology: Topology) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates over n workers."""
-        return self.layout(size, n_workers, topology.chunks_per_worker(size)).wire_bits
+    def gather_layout(self, size: int, n_workers: int) -> Layout:
+        """Static sizes of an all-gather of ``size`` coordinates from each worker."""
+        return make_layout(
+            size,
+            n_workers,
+            (Stage(n_workers - 1, range(1), 1.0),),
+            bits=self.bits,
+            fmt=self.wire_format,
+            stats_per_super_group=self.stats_per_super_group,
+            collective="all_gather",
+        )
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        assert topology is not None
+        return 0 if n_workers == 1 else self.layout(size, n_workers, topology).wire_bits
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
+        if n_workers == 1:
+            return 0
+        if topology is None:
+            return self.gather_layout(size, n_workers).wire_bits
+        return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
 
     def all_reduce(
         self,
         x: Float[Array, " d"],
-        axis_name: str,
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+    ) -> tuple[Float[Array, " d"], State]:
+        """See `methods.base.Method`."""
+        assert topology is not None
+        layout = self.layout(x.shape[0], n_workers, topology)
+        with jax.named_scope("dynamiq_all_reduce"):
+            ops = self._ops(x, axis_name, seed, layout, topology, divisor=divisor)
+            result = all_reduce(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
+            if self.debug_checks:
+                assert_same_on_workers(result, axis_name, "the result")
+            return result.reshape(-1)[: x.shape[0]], state
+
+    def reduce_scatter(
+        self,
+        x: Float[Array, "n s"],
+        axis_name: AxisNames,
         *,
         n_workers: int,
         topology: Topology,
         seed: UInt[Array, " 2"] | None,
-        divisor: int = 1,
-    ) -> Float[Array, " d"]:
-        """The sum of ``x`` over the axis, over ``divisor``; the same bits on all workers."""
-        streams = topology.chunks_per_worker(x.shape[0])
-        layout, fmt = self.layout(x.shape[0], n_workers, streams), self.wire_format
-        with jax.named_scope("dynamiq"):
-            plan = plan_for(x, axis_name, seed, layout, fmt, self.backend)
-            ops = chunk_ops(
-                x,
-                plan,
-                layout,
-                fmt,
-                n_slots=topology.slots(n_workers),
-                divisor=divisor,
-                backend=self.backend,
-            )
-            result = topology.all_reduce(ops, axis_name, n_workers, streams)
-            return result.reshape(-1)[: x.shape[0]]
+    ) -> Float[Array, " s"]:
+        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        size = x.shape[1]
+        layout = self.layout(size, n_workers, topology, "reduce_scatter")
+        with jax.named_scope("dynamiq_reduce_scatter"):
+            pad = -size % self.super_group_size
+            flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
+            start = lax.axis_index(axis_name) * layout.shard_rows
+            ops = self._ops(flat, axis_name, seed, layout, topology, slice_start=start)
+            result = reduce_scatter(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
+            return result.reshape(-1)[:size]
+
+    def all_gather(
+        self,
+        x: Float[Array, " s"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        seed: UInt[Array, " 2"] | None,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """All workers' ``x``, each encoded once by itself; the same bits on all workers.
+
+        With ``invarying`` JAX counts the result as replicated.
+        """
+        size, fmt = x.shape[0], self.wire_format
+        layout = self.gather_layout(size, n_workers)
+        gather = all_gather_invarying if invarying else all_gather
+        with jax.named_scope("dynamiq_all_gather"):
+            plan = plan_for(x, axis_name, seed, layout, fmt, self.backend, gather=gather)
+            me = lax.axis_index(axis_name)
+            payload = encode_slice(x, plan, layout, fmt, me, self.backend)
+            ops = chunk_ops(x, plan, layout, fmt, n_slots=1, backend=self.backend)
+            owners = jnp.arange(n_workers, dtype=jnp.int32)
+            result = ops.decode(gather(payload, axis_name), owners, None)
+            return result.reshape(n_workers, -1)[:, :size]
+
+    def _ops(self, x, axis_name, seed, layout: Layout, topology: Topology, **rest) -> ChunkOps:
+        fmt = self.wire_format
+        plan = plan_for(x, axis_name, seed, layout, fmt, self.backend)
+        if self.debug_checks:
+            assert_same_on_workers(plan, axis_name, "the plan")
+        slots = n_slots(topology.stages(layout.n_workers))
+        return chunk_ops(x, plan, layout, fmt, n_slots=slots, backend=self.backend, **rest)
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:

@@ -1,0 +1,130 @@
+"""Were all workers told the same? `check_agreement` asks them once, before training.
+
+Workers whose configuration, version, tree or key differ would average garbage in silence.
+"""
+
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from dynamiq_jax._compat import AxisNames, axis_tuple
+from dynamiq_jax.arguments import AnyTopology, check_axis, key_words, resolve
+from dynamiq_jax.buckets import describe_leaves
+from dynamiq_jax.methods import Method
+
+FACT_BYTES = 4096
+"""What one process says of one fact, as text cut to this length and its hash."""
+
+
+def check_agreement(
+    tree,
+    mesh: Mesh,
+    axis_name: AxisNames,
+    *,
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
+    key: Array | None = None,
+) -> None:
+    """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
+
+    Args:
+      tree: parameters or gradients; only names, shapes and dtypes are looked at.
+      mesh: the mesh of the training step.
+      axis_name: as for `psum`.
+      method: as for `psum`.
+      topology: as for `psum`.
+      key: as for `psum`.
+
+    Raises:
+      RuntimeError: names what differs, on which processes, and both values.
+    """
+    facts = facts_of(tree, mesh, axis_name, method=method, topology=topology, key=key)
+    if jax.process_count() == 1:
+        return
+    gathered = multihost_utils.process_allgather(_encode(facts))
+    compare([_decode(row, list(facts)) for row in gathered])
+
+
+def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -> dict[str, str]:
+    """Everything that must be the same on all processes, as text."""
+    names = axis_tuple(check_axis(axis_name))
+    missing = [name for name in names if name not in mesh.shape]
+    if missing:
+        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
+    resolved = resolve(method, topology, tuple(mesh.shape[name] for name in names))
+    words = key_words(key)
+    leaves = describe_leaves(tree)
+    return {
+        "version of dynamiq_jax": _version(),
+        "version of jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "mesh": f"{dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}",
+        "axis_name": repr(names),
+        "method": repr(resolved.method),
+        "topology": f"{resolved.topology!r} ({resolved.reason})",
+        "limits": repr(resolved.limits()),
+        "key": "none" if words is None else str(np.asarray(words).tolist()),
+        "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
+    }
+
+
+def compare(rows: Sequence[dict[str, str]]) -> None:
+    """Raises unless all processes say the same; ``rows[i]`` are the facts of process i."""
+    complaints = []
+    for fact, first in rows[0].items():
+        others = [i for i, row in enumerate(rows) if row[fact] != first]
+        if others:
+            theirs = rows[others[0]][fact]
+            start = next(
+                (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), 0
+            )
+            start = max(start - 40, 0)
+            complaints.append(
+                f"{fact}: process 0 has {first[start : start + 160]!r}, "
+                f"process {others[0]} has {theirs[start : start + 160]!r} "
+                f"(differs from process 0 on {others})"
+            )
+    if complaints:
+        raise RuntimeError(
+            "workers would not reduce gradients alike; start all of them with the same versions, "
+            "configuration, model and key. What differs: " + "; ".join(complaints)
+        )
+
+
+def _version() -> str:
+    try:
+        return version("dynamiq_jax")
+    except PackageNotFoundError:  # run from a source tree
+        return "not installed"
+
+
+def _encode(facts: dict[str, str]) -> np.ndarray:
+    """uint8[facts, FACT_BYTES + 4]: the text, and a hash of all of it where it was cut."""
+    rows = np.zeros((len(facts), FACT_BYTES + 4), np.uint8)
+    for row, text in zip(rows, facts.values(), strict=True):
+        raw = text.encode()
+        row[: min(len(raw), FACT_BYTES)] = np.frombuffer(raw[:FACT_BYTES], np.uint8)
+        if len(raw) > FACT_BYTES:
+            checksum = np.array([hash_bytes(raw)], np.uint32)
+            row[FACT_BYTES:] = checksum.view(np.uint8)
+    return rows
+
+
+def _decode(rows: np.ndarray, names: list[str]) -> dict[str, str]:
+    facts = {}
+    for name, row in zip(names, np.asarray(rows), strict=True):
+        text = row[:FACT_BYTES].tobytes().rstrip(b"\0").decode(errors="replace")
+        checksum = int(np.ascontiguousarray(row[FACT_BYTES:]).view(np.uint32)[0])
+        facts[name] = text + (f"... (hash {checksum:08x})" if checksum else "")
+    return facts
+
+
+def hash_bytes(raw: bytes) -> int:
+    """A non-zero 32-bit hash that is the same in every process (unlike Python's)."""
+    return zlib.crc32(raw) or 1

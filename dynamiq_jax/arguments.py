@@ -1,0 +1,202 @@
+"""Validation at the public boundary: what may be passed, and what the defaults mean."""
+
+import math
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import UInt
+
+from dynamiq_jax._compat import AxisNames, axis_tuple, tracks_varying, varies_over
+from dynamiq_jax.buckets import Leaf
+from dynamiq_jax.methods import DynamiQ, Limits, Method, ShardedMethod
+from dynamiq_jax.topologies import Hierarchical, Topology, across_hosts, automatic, fast_links
+
+AnyTopology = Topology | Hierarchical
+
+
+class Resolved(NamedTuple):
+    """Arguments with their defaults filled in; no topology means XLA's own collectives."""
+
+    method: Method
+    topology: AnyTopology | None
+    reason: str
+    sizes: tuple[int, ...]
+
+    @property
+    def n_workers(self) -> int:
+        """Workers on all axes."""
+        return math.prod(self.sizes)
+
+    def limits(self) -> Limits:
+        """What `buckets.group_leaves` needs to know."""
+        return self.method.limits(self.n_workers, fast_links=fast_links())
+
+
+def resolve(
+    method: Method | None, topology: AnyTopology | None, sizes: tuple[int, ...], *, levels: int = 2
+) -> Resolved:
+    """Fills in defaults for axes of ``sizes``, and refuses what does not go together.
+
+    Args:
+      method: `None` is ``DynamiQ()``.
+      topology: `None` chooses by `dynamiq_jax.topologies.automatic`.
+      sizes: workers on every axis, the outermost first.
+      levels: 1 where a hierarchy cannot serve.
+    """
+    check_kinds(method, topology)
+    method = DynamiQ() if method is None else method
+    if topology is None and method.native:
+        reason = "native collectives, the method's default"
+    elif topology is None:
+        topology, reason = automatic(sizes if levels > 1 else (math.prod(sizes),))
+    else:
+        reason = "as passed"
+    if isinstance(topology, Hierarchical):
+        topology = _two_levels(topology, sizes, levels)
+    if isinstance(topology, Hierarchical):
+        assert topology.outer is not None
+        topology.outer.check(math.prod(sizes[:-1]))
+        method.check(math.prod(sizes[:-1]), topology.outer)
+        if topology.inner is not None:
+            topology.inner.check(sizes[-1])
+            _check_sharded(method, "the halves that Hierarchical(inner=...) needs")
+    else:
+        if topology is not None:
+            topology.check(math.prod(sizes))
+        method.check(math.prod(sizes), topology)
+    return Resolved(method, topology, reason, sizes)
+
+
+def sharded(resolved: Resolved) -> tuple[ShardedMethod, Topology | None]:
+    """The method and the topology for the halves of an all-reduce."""
+    _check_sharded(resolved.method, "psum_scatter and all_gather")
+    assert not isinstance(resolved.topology, Hierarchical)
+    return cast(ShardedMethod, resolved.method), resolved.topology
+
+
+def _check_sharded(method: Method, what: str) -> None:
+    if not hasattr(method, "reduce_scatter"):
+        raise NotImplementedError(
+            f"method={method!r} does not do {what}; pass dq.DynamiQ(), or reduce with dq.psum over "
+            "a topology without them"
+        )
+
+
+def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], levels: int) -> AnyTopology:
+    """The hierarchy with its outer topology filled in; a level of one worker needs none."""
+    if levels < 2:
+        raise ValueError(
+            "topology=Hierarchical() serves psum and pmean; for psum_scatter and all_gather pass "
+            "dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a time"
+        )
+    if len(sizes) < 2:
+        raise ValueError(
+            f"topology=Hierarchical() needs two axes and got {len(sizes)}; pass "
+            "axis_name=('node', 'gpu'), the axis of the fast links last"
+        )
+    n_outer = math.prod(sizes[:-1])
+    outer = topology.outer or across_hosts(n_outer)
+    if sizes[-1] == 1:
+        return outer
+    return Hierarchical(inner=topology.inner, outer=outer)
+
+
+def check_kinds(method, topology) -> None:
+    """Refuses arguments of the wrong kind, with the remedy."""
+    if method is not None and (isinstance(method, type) or not hasattr(method, "wire_bits")):
+        raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
+    known = isinstance(topology, Hierarchical) or hasattr(topology, "reduce")
+    if topology is not None and (isinstance(topology, type) or not known):
+        raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")
+
+
+def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
+    """The axis name, or several as a tuple."""
+    if axis_index_groups is not None:
+        raise NotImplementedError(
+            f"axis_index_groups={axis_index_groups!r}: groups of workers are not supported; give "
+            "each group an axis of the mesh and pass its name, as axis_name='gpu' of a mesh "
+            "('node', 'gpu')"
+        )
+    if isinstance(axis_name, list):
+        axis_name = tuple(axis_name)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise NotImplementedError(
+            f"axis_name={axis_name!r}: expected the name of a mapped axis (a str), or a tuple of "
+            "names; positional axes of jax.lax.psum are not supported"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; pass each once")
+    return names[0] if len(names) == 1 else names
+
+
+def check_state(state, n_buckets: int, method: Method) -> list:
+    """The states of all buckets, empty ones where the caller keeps none."""
+    if state is None:
+        if method.needs_state and n_buckets:
+            raise ValueError(
+                f"method={method!r} is only right with its state: pass state=dq.init_state(tree, "
+                "n_workers, method=method) and keep what psum returns for the next step"
+            )
+        return [()] * n_buckets
+    if not isinstance(state, tuple) or len(state) != n_buckets:
+        found = len(state) if isinstance(state, tuple) else repr(type(state).__name__)
+        raise ValueError(
+            f"state is for {found} buckets and the tree has {n_buckets}; pass what "
+            "dq.init_state(tree, n_workers, method=..., topology=...) gave for the same arguments"
+        )
+    return list(state)
+
+
+def axis_sizes(axis_name: AxisNames) -> tuple[int, ...]:
+    """Workers on every axis."""
+    return tuple(lax.axis_size(name) for name in axis_tuple(axis_name))
+
+
+def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
+    """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
+    if key is None:
+        return None
+    if not hasattr(key, "dtype"):
+        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if key.dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
+        raise ValueError(
+            f"key has dtype {key.dtype} and shape {key.shape}; expected one PRNG key, such as "
+            "jax.random.key(seed) or jax.random.fold_in(key, step)"
+        )
+    words = key[:2]
+    for i in range(2, key.shape[0], 2):  # longer keys: hash, since their halves may be equal
+        words = fold_seed(words, key[i]) ^ fold_seed(words, key[min(i + 1, key.shape[0] - 1)])
+    return words
+
+
+def fold_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
+    """The seed of one bucket, or of one part of a collective: its key's words and a number."""
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
+    )
+
+
+def check_varying(leaves: list[Leaf], values, axis_name: AxisNames, n_workers: int) -> None:
+    """Refuses leaves that are known to be equal on all workers."""
+    if not tracks_varying(axis_name):
+        return
+    fixed = [
+        leaf
+        for leaf, value in zip(leaves, values, strict=True)
+        if not varies_over(value, axis_name) and leaf.size > 0
+    ]
+    if fixed:
+        leaf = fixed[0]
+        raise ValueError(
+            f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) and {len(fixed) - 1} more do "
+            f"not vary over axis {axis_name!r}: all {n_workers} workers hold the same value, which "
+            f"a psum would multiply by {n_workers}. Gradients of replicated parameters are already "
+            "summed under check_vma=True: differentiate with dq.value_and_grad, or cast the "
+            f"parameters first with jax.lax.pcast(params, {axis_name!r}, to='varying')"
+        )

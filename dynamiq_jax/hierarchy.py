@@ -1,0 +1,94 @@
+"""The all-reduce of `Hierarchical`: scatter on the fast axis, reduce on the slow one, gather."""
+
+import math
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import all_gather_invarying, psum_scatter
+from dynamiq_jax.arguments import fold_seed
+from dynamiq_jax.methods import Method, ShardedMethod, State
+from dynamiq_jax.topologies import Hierarchical
+
+UNIT = 1024
+"""Coordinates that stay together: whole super-groups and blocks of every method."""
+
+
+def slice_size(size: int, n_inner: int) -> int:
+    """Coordinates of the slice that one inner worker takes over."""
+    return -(-size // (n_inner * UNIT)) * UNIT
+
+
+def native_dtype(dtype) -> jnp.dtype:
+    """What travels on the inner axis where it is not compressed."""
+    return jnp.dtype(dtype) if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)
+
+
+def wire_bits(
+    size: int, sizes: tuple[int, ...], method: Method, topology: Hierarchical
+) -> tuple[int, int]:
+    """Bits that one worker sends on the inner and on the outer axis."""
+    n_inner, n_outer = sizes[-1], math.prod(sizes[:-1])
+    part = slice_size(size, n_inner)
+    if topology.inner is None:
+        inner = 2 * (n_inner - 1) * part * 16
+    else:
+        halves = cast(ShardedMethod, method)
+        inner = halves.sharded_wire_bits(part, n_inner, topology.inner)
+        inner += halves.sharded_wire_bits(part, n_inner, None)
+    assert topology.outer is not None
+    return inner, method.wire_bits(part, n_outer, topology.outer)
+
+
+def all_reduce(
+    x: Float[Array, " d"],
+    axis_names: tuple[str, ...],
+    *,
+    sizes: tuple[int, ...],
+    method: Method,
+    topology: Hierarchical,
+    seed: UInt[Array, " 2"] | None,
+    divisor: int = 1,
+    state: State = (),
+) -> tuple[Float[Array, " d"], State]:
+    """The sum of ``x`` over all axes, over ``divisor``, and the state of the outer reduction."""
+    outer_axis = axis_names[0] if len(axis_names) == 2 else axis_names[:-1]
+    inner_axis, n_inner, n_outer = axis_names[-1], sizes[-1], math.prod(sizes[:-1])
+    inner, outer = topology.inner, topology.outer
+    assert outer is not None
+    seeds = [None] * 3 if seed is None else [fold_seed(seed, i) for i in range(3)]
+    part = slice_size(x.shape[0], n_inner)
+    pad = n_inner * part - x.shape[0]
+    slices = (jnp.pad(x, (0, pad)) if pad else x).reshape(n_inner, part)
+
+    with jax.named_scope("dynamiq_inner_scatter"):
+        if inner is None:
+            mine = psum_scatter(slices.astype(native_dtype(x.dtype)), inner_axis)
+        else:
+            mine = cast(ShardedMethod, method).reduce_scatter(
+                slices, inner_axis, n_workers=n_inner, topology=inner, seed=seeds[0]
+            )
+    if n_outer > 1:
+        own_seed = seeds[1] if seeds[1] is None else fold_seed(seeds[1], lax.axis_index(inner_axis))
+        mine, state = method.all_reduce(
+            mine,
+            outer_axis,
+            n_workers=n_outer,
+            topology=outer,
+            seed=own_seed,
+            divisor=divisor,
+            state=state,
+        )
+    else:
+        mine = lax.psum(mine, outer_axis) / divisor
+    with jax.named_scope("dynamiq_inner_gather"):
+        if inner is None:
+            whole = all_gather_invarying(mine, inner_axis)
+        else:
+            whole = cast(ShardedMethod, method).all_gather(
+                mine, inner_axis, n_workers=n_inner, seed=seeds[2], invarying=True
+            )
+    return whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state

@@ -1,0 +1,129 @@
+"""What a method is: how one flat array is reduced over one axis.
+
+A method is a frozen dataclass of static options with the members of `Method`. Adding one takes a
+file here, an export, a row in the common test table and a row in the benchmark table.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.topologies import Topology
+
+State = Any
+"""What a method carries from step to step for one bucket, a pytree of arrays of one worker; ``()``
+if nothing."""
+
+
+class Limits(NamedTuple):
+    """Which leaves are worth compressing, and how they are put together; see `buckets`."""
+
+    min_leaf_size: int
+    """Leaves of fewer coordinates are summed exactly."""
+    min_bucket_size: int
+    """So are buckets of fewer coordinates"""
+    min_bucket_bytes: int
+    """or bytes."""
+    bucket_bytes: int
+    """Leaves up to this size are concatenated to buckets of about this size."""
+
+
+def check_choice(name: str, value: object, allowed: tuple) -> None:
+    """Raises ValueError if a field has none of the values it may have."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; expected one of {allowed}")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raises ValueError for the first field that is negative (or NaN)."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must not be negative; pass 0")
+
+
+class Method(Protocol):
+    """The seam between pytrees and methods."""
+
+    @property
+    def native(self) -> bool:
+        """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
+        ...
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it would be wrong to run without state."""
+        ...
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """What to compress among so many workers; on links as of NVLink less pays."""
+        ...
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Raises ValueError or NotImplementedError where it cannot serve."""
+        ...
+
+    def init(self, size: int, n_workers: int) -> State:
+        """The first step's state of a bucket of ``size`` coordinates."""
+        ...
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+    ) -> tuple[Float[Array, " d"], State]:
+        """The sum over the axis, over ``divisor``, in x's dtype, and the next step's state.
+
+        The same bits on all workers. ``seed`` is the same on all workers, `None` if the caller
+        gave no key. A stateful method gets ``()`` where the caller keeps no state.
+        """
+        ...
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        ...
+
+
+class ShardedMethod(Method, Protocol):
+    """A method that can also do the halves of an all-reduce."""
+
+    def reduce_scatter(
+        self,
+        x: Float[Array, "n s"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology,
+        seed: UInt[Array, " 2"] | None,
+    ) -> Float[Array, " s"]:
+        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        ...
+
+    def all_gather(
+        self,
+        x: Float[Array, " s"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        seed: UInt[Array, " 2"] | None,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """All workers' ``x``; the same bits on all workers.
+
+        With ``invarying`` JAX counts the result as replicated.
+        """
+        ...
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to reduce-scatter n slices of ``size`` coordinates.
+
+        Without a topology: to all-gather them.
+        """
+        ...
