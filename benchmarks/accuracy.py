@@ -1,12 +1,14 @@
-"""vNMSE of the ring on the synthetic mixture, and the ablation of its ingredients.
+"""vNMSE on the synthetic mixture by topology, and the ablation of DynamiQ's ingredients.
 
     python benchmarks/accuracy.py [--seeds 6] [--super-groups 4096] [--workers 8]
     python benchmarks/accuracy.py --gradients FILE.npz     # as written by train_llm.py
+    python benchmarks/accuracy.py --topology ring,butterfly,direct --rows "default, 5"
 
 Prints one row per configuration: mean vNMSE over seeds, and its spread.
 """
 
 import argparse
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +48,24 @@ ROWS = {
 }  # fmt: skip
 
 
-def measure(method: dq.DynamiQ, gradients: list, seeds: int) -> list[float]:
+TOPOLOGIES = {
+    "ring": dq.Ring(unroll_up_to=8),
+    "butterfly": dq.Butterfly(),
+    "direct": dq.Direct(),
+}
+
+
+def measure(method: dq.DynamiQ, topology, gradients: list, seeds: int) -> list[float]:
     """vNMSE of each gradient (f32[n, d]) under each seed."""
+
+    method = dataclasses.replace(method, min_leaf_size=1, min_bucket_size=1)
 
     @jax.jit
     def error(x, key):
-        out = jax.vmap(lambda x: dq.psum(x, "w", method=method, key=key), axis_name="w")(x)
+        def one(x):
+            return dq.psum(x, "w", method=method, topology=topology, key=key)
+
+        out = jax.vmap(one, axis_name="w")(x)
         return dq.vnmse(out[0], jnp.sum(x, axis=0))
 
     return [float(error(x, jax.random.key(s))) for x in gradients for s in range(seeds)]
@@ -64,6 +78,8 @@ def main() -> None:
     parser.add_argument("--super-groups", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--gradients", default=None)
+    parser.add_argument("--topology", default="ring", help=", ".join(TOPOLOGIES))
+    parser.add_argument("--rows", default="", help="only those whose name contains this")
     args = parser.parse_args()
     if args.gradients:
         gradients, seeds = [jnp.asarray(np.load(args.gradients)["gradients"])], args.seeds
@@ -71,10 +87,12 @@ def main() -> None:
         keys = [jax.random.key(s) for s in range(args.seeds)]
         gradients = [lognormal_mixture(k, args.workers, args.super_groups) for k in keys]
         seeds = 1
-    table = Table("configuration", "vNMSE", "lowest", "highest")
+    table = Table("configuration", "topology", "vNMSE", "lowest", "highest")
     for name, method in ROWS.items():
-        values = measure(method, gradients, seeds)
-        table.add_row(name, *(f"{v:.3e}" for v in (np.mean(values), min(values), max(values))))
+        for topology in args.topology.split(",") if args.rows in name else ():
+            values = measure(method, TOPOLOGIES[topology], gradients, seeds)
+            figures = (f"{v:.3e}" for v in (np.mean(values), min(values), max(values)))
+            table.add_row(name, topology, *figures)
     Console(width=100).print(table)
 
 

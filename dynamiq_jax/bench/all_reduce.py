@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.contenders import AXIS, Contender
+from dynamiq_jax.bench.contenders import AXIS, Collective, Contender
 from dynamiq_jax.bench.timing import Timing, repeat_on_device, time_calls
 from dynamiq_jax.synthetic import lognormal_mixture
 
@@ -69,11 +69,18 @@ def transport(platform: str, environ: Mapping[str, str] = os.environ) -> str:
     return "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
 
 
+IN_FLIGHT_BYTES = 128 * 2**20
+"""Leaves of this size and more: one collective per program, several programs in flight."""
+
+
 def default_iterations(size_bytes: int, platform: str) -> int:
-    """All-reduces in one timed program: 4 GiB of them on a GPU (3 to 200), one on a CPU."""
-    if platform == "cpu":
+    """Collectives in one timed program: one of those that take longer than their dispatch.
+
+    A program of several copies its input once and perhaps its results.
+    """
+    if platform == "cpu" or size_bytes >= IN_FLIGHT_BYTES:
         return 1
-    return min(200, max(3, -(-(2**32) // size_bytes)))
+    return min(64, max(16, -(-(2**31) // size_bytes)))
 
 
 def bench_all_reduce(
@@ -102,15 +109,20 @@ def bench_all_reduce(
     """
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     contenders = [baseline, *methods]
-    quality = quality_program(mesh)
+    collective = baseline.collective
+    quality = quality_program(mesh, collective)
     rows = []
     for size_bytes in sizes_bytes:
         coords = size_bytes // 2
         times = iterations or default_iterations(size_bytes, devices[0].platform)
         data = heavy_tailed_gradients(mesh, coords, seed)
         calls = [partial(_timed_program(mesh, c, times), data) for c in contenders]
-        checked = [quality(data, replicas_of(call(), data)) for call in calls]
-        timings = time_calls(calls, repeats=repeats, iterations=times)
+        if collective == "psum":
+            checked = [quality(data, replicas_of(call(), data)) for call in calls]
+        else:
+            checked = [quality(data, call()) for call in calls]
+        in_flight = 8 if times == 1 and devices[0].platform != "cpu" else 1
+        timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=in_flight)
         for contender, timing, (vnmse, wrong) in zip(contenders, timings, checked, strict=True):
             rows.append(
                 _row(
@@ -146,25 +158,29 @@ def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
 def _timed_program(
     mesh: Mesh, contender: Contender, iterations: int
 ) -> Callable[[jax.Array], jax.Array]:
+    specs = {"in_specs": PartitionSpec(AXIS), "out_specs": out_specs(contender.collective)}
+
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
+    @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: jax.Array) -> jax.Array:
         return repeat_on_device(contender.reduce, iterations)(data.reshape(-1))
 
     return program
 
 
-def replicas_of(result: jax.Array, data: jax.Array) -> jax.Array:
-    """Every worker's own copy of a replicated ``result``, laid out as ``data`` (one row each)."""
-    own = [shard.data[None] for shard in result.addressable_shards]
-    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, own)
+def out_specs(collective: Collective) -> PartitionSpec:
+    """Results of a psum are replicated, those of a psum_scatter are slices."""
+    return PartitionSpec() if collective == "psum" else PartitionSpec(AXIS)
 
 
-def quality_program(mesh: Mesh) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The function (data, replicas) -> (vNMSE of the worst replica, coordinates that differ).
+def quality_program(
+    mesh: Mesh, collective: Collective
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
 
-    Both arguments are bf16[n, coords], row i on worker i. A program of its own, since one that
-    also computed the replicas could take them for equal.
+    ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
+    `replicas_of`, of a psum_scatter its slice. A program of its own, since one that also computed
+    the result could take replicas for equal.
     """
 
     @jax.jit
@@ -175,6 +191,11 @@ def quality_program(mesh: Mesh) -> Callable[[jax.Array, jax.Array], tuple[jax.Ar
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
     def quality(data: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if collective == "psum_scatter":
+            flat = data.reshape(-1).astype(jnp.float32)
+            exact = lax.psum_scatter(flat, AXIS, tiled=True)
+            error = lax.psum(jnp.sum((own.astype(jnp.float32) - exact) ** 2), AXIS)
+            return error / lax.psum(jnp.sum(exact**2), AXIS), jnp.int32(0)
         exact = lax.psum(data.astype(jnp.float32), AXIS)
         bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
         differ = lax.pmax(bits, AXIS) != lax.pmin(bits, AXIS)
@@ -183,11 +204,18 @@ def quality_program(mesh: Mesh) -> Callable[[jax.Array, jax.Array], tuple[jax.Ar
     return quality
 
 
+def replicas_of(result: jax.Array, data: jax.Array) -> jax.Array:
+    """Every worker's own copy of a replicated ``result``, laid out as ``data`` (one row each)."""
+    own = [shard.data[None] for shard in result.addressable_shards]
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, own)
+
+
 def _row(
     contender: Contender, timing: Timing, *, baseline_us: float, size_bytes: int, **rest: Any
 ) -> AllReduceRow:
     n_workers, wire_bytes = rest["n_workers"], rest["wire_bytes"]
     algbw = size_bytes / timing.median_us / 1e3
+    passes = 2 if contender.collective == "psum" else 1
     return AllReduceRow(
         size_bytes=size_bytes,
         method=contender.label,
@@ -195,7 +223,7 @@ def _row(
         p10_us=timing.p10_us,
         p90_us=timing.p90_us,
         algbw_gb_per_s=algbw,
-        busbw_gb_per_s=algbw * 2 * (n_workers - 1) / n_workers,
+        busbw_gb_per_s=algbw * passes * (n_workers - 1) / n_workers,
         wire_gb_per_s=wire_bytes / timing.median_us / 1e3,
         speedup=baseline_us / timing.median_us,
         backend=contender.backend,

@@ -1,4 +1,4 @@
-"""`psum` on all GPUs of this machine."""
+"""`psum`, `psum_scatter` and `all_gather` on all GPUs of this machine."""
 
 import jax
 import jax.numpy as jnp
@@ -10,40 +10,96 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.synthetic import lognormal_mixture
 
+METHOD = dq.DynamiQ(min_bucket_size=1)
 TOPOLOGIES = {
     "ring": dq.Ring(),
-    "two streams": dq.Ring(streams=2, stream_size=1),
+    "ring, two streams": dq.Ring(streams=2, stream_size=1),
     "looped ring": dq.Ring(unroll_up_to=1),
+    "butterfly": dq.Butterfly(),
+    "butterfly, two streams": dq.Butterfly(streams=2, stream_size=1),
+    "direct": dq.Direct(),
+    "direct, three streams": dq.Direct(streams=3, stream_size=1),
 }
 
 
-def _mesh():
+def _mesh(shape=None, names=("data",)):
     devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip(f"needs at least 2 GPUs, this machine has {len(devices)}")
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
+    if len(devices) < 2 or len(devices) % 2:
+        pytest.skip(f"needs an even number of GPUs, this machine has {len(devices)}")
+    shape = (len(devices),) if shape is None else shape(len(devices))
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _gradients(mesh, dtype=jnp.float32):
+    """[n, d] with d divisible by n."""
+    x = lognormal_mixture(jax.random.key(0), mesh.size, 4096).astype(dtype)
+    return jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def _error(result, x):
+    exact = np.asarray(x, np.float64).sum(0)
+    return ((np.asarray(result, np.float64) - exact) ** 2).sum() / (exact**2).sum()
+
+
+def _assert_equal_replicas(out, n):
+    copies = [np.asarray(shard.data) for shard in out.addressable_shards]
+    assert len(copies) == n
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copy.view(np.uint8), copies[0].view(np.uint8))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_replicas_are_equal_and_accurate(topology, dtype):
     mesh = _mesh()
-    x = lognormal_mixture(jax.random.key(0), mesh.size, 4096).astype(dtype)
-    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
+        pytest.skip(f"{mesh.size} GPUs are no power of two")
+    x = _gradients(mesh, dtype)
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def reduce(x):
-        return dq.psum(x[0], "data", topology=topology)
+        return dq.psum(x[0], "data", method=METHOD, topology=topology)
 
     out = reduce(x)
-    copies = [np.asarray(shard.data) for shard in out.addressable_shards]
-    assert len(copies) == mesh.size
-    for copy in copies[1:]:
-        np.testing.assert_array_equal(copy.view(np.uint8), copies[0].view(np.uint8))
-    exact = np.asarray(x, np.float64).sum(0)
-    error = ((copies[0].astype(np.float64) - exact) ** 2).sum() / (exact**2).sum()
-    assert 1e-6 < error < 4e-3
+    _assert_equal_replicas(out, mesh.size)
+    assert 1e-6 < _error(out, x) < 4e-3
+
+
+@pytest.mark.parametrize("inner", [None, dq.Direct()], ids=["native", "direct"])
+def test_two_axes(inner):
+    mesh = _mesh(lambda n: (2, n // 2), ("node", "gpu"))
+    x = _gradients(mesh)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
+    def reduce(x):
+        topology = dq.Hierarchical(inner=inner)
+        return dq.psum(x[0], ("node", "gpu"), method=METHOD, topology=topology)
+
+    out = reduce(x)
+    _assert_equal_replicas(out, mesh.size)
+    assert 1e-6 < _error(out, x) < 4e-3
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
+def test_halves(topology):
+    mesh = _mesh()
+    if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
+        pytest.skip(f"{mesh.size} GPUs are no power of two")
+    x = _gradients(mesh)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data")))
+    def reduce(x):
+        own = dq.psum_scatter(x[0], "data", method=METHOD, topology=topology)
+        return own, dq.all_gather(own, "data", method=METHOD)[None]
+
+    own, gathered = reduce(x)
+    assert 1e-7 < _error(own, x) < 4e-3
+    gathered = np.asarray(gathered)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(gathered[:1], gathered.shape))
+    assert 1e-7 < _error(gathered[0], np.asarray(own)[None]) < 4e-3
 
 
 def test_no_temporary_of_the_size_of_the_gradient():
@@ -54,7 +110,17 @@ def test_no_temporary_of_the_size_of_the_gradient():
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def reduce(x):
-        return dq.psum(x.reshape(-1), "data")
+        return dq.psum(x.reshape(-1), "data", topology=dq.Ring())
 
     memory = reduce.lower(struct).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.5 * 2 * size
+
+
+def test_small_buckets_travel_natively_on_fast_links():
+    mesh = _mesh()
+    if not dq.topologies.fast_links():
+        pytest.skip(f"{jax.devices()[0].device_kind} may be without NVLink")
+    small, large = (jax.ShapeDtypeStruct((2**k,), jnp.bfloat16) for k in (25, 26))
+    routes = [dq.explain(x, mesh.size, verbose=False).rows[0].route for x in (small, large)]
+    assert "min_bucket_bytes" in routes[0]
+    assert routes[1] == "compressed"
