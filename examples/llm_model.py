@@ -12,6 +12,7 @@ little but noise of them, and Adam, which divides by each coordinate's own scale
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ import optax
 from flax import nnx
 
 Loss = Callable[[nnx.State, jax.Array], jax.Array]
+Whole = Callable[[Any], Any]
+"""From a module that holds shards of its parameters to the same module with all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +145,17 @@ class Llama(nnx.Module):
         self.norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
         self.head = linear(config.dim, config.vocab_size, config, rngs, 0.25)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predicts at each position the token that follows it."""
-        x = self.embed(tokens)
-        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
+    def __call__(self, tokens: jax.Array, whole: Whole = lambda module: module) -> jax.Array:
+        """Predicts at each position the token that follows it; ``whole`` precedes every use."""
+
+        def run(block: Block, x: jax.Array) -> jax.Array:
+            return whole(block)(x)
+
+        x = whole(self.embed)(tokens)
+        run = nnx.remat(run) if self.remat else run
         for block in self.blocks:
             x = run(block, x)
-        return self.head(self.norm(x))
+        return whole(self.head)(whole(self.norm)(x))
 
 
 def init_params(config: Config, key: jax.Array) -> nnx.State:
@@ -156,15 +163,17 @@ def init_params(config: Config, key: jax.Array) -> nnx.State:
     return nnx.state(Llama(config, nnx.Rngs(key)))
 
 
-def make_loss(config: Config) -> Loss:
+def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
     """Returns ``loss(params, tokens)``: mean cross-entropy in nats per token.
 
-    ``tokens`` is ``int32[batch, seq_len + 1]``: each position predicts the next one.
+    ``tokens`` is ``int32[batch, seq_len + 1]``: each position predicts the next one. If ``params``
+    are shards, ``whole`` completes those of one module (embedding, block, norm, head) at a time;
+    with ``config.remat`` those of a block once more in its backward pass.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))
 
     def loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1], whole)
         per_token = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), tokens[:, 1:]
         )

@@ -31,7 +31,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -57,6 +57,7 @@ import dynamiq_jax as dq
 AXIS = "data"
 TOPOLOGIES = {"ring": dq.Ring()}
 METHODS = ("dynamiq", "bf16", "f32")
+MAX_NORM = 1.0  # of the gradient
 
 
 class Recipe(NamedTuple):
@@ -211,7 +212,9 @@ class Run:
         return jax.jit(partial(init_params, self.model), out_shardings=replicated)(key)
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(
+    recipe: Recipe, clip: optax.GradientTransformation | None = None
+) -> optax.GradientTransformation:
     """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay."""
     peak, steps = recipe.learning_rate, recipe.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
@@ -220,7 +223,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
     return optax.chain(
-        optax.clip_by_global_norm(1.0),
+        clip or optax.clip_by_global_norm(MAX_NORM),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
     )
 
@@ -229,23 +232,36 @@ def train(run: Run, method: Method, dump: tuple[Path, int] | None = None) -> Res
     """Trains from ``run.init()`` with ``method``; saves one step's worker gradients if asked."""
     params, optimizer = run.init(), make_optimizer(run.recipe)
     opt_state = jax.jit(optimizer.init)(params)
-    step, measure = make_step(method, optimizer), make_measure(method, run.mesh)
+    measure = make_measure(method, run.mesh)
     result = Result(
         method=method.name, wire_bytes=method.wire_bytes, bits_per_coord=method.bits_per_coord
     )
+
+    def before(i: int, params: Any, tokens: jax.Array) -> None:
+        if i % run.measure_every == 0:
+            result.vnmse[i] = float(measure(run.worker_grads(params, tokens)))
+            result.mean_vnmse = float(np.mean(list(result.vnmse.values())))
+        if dump is not None and dump[1] == i:
+            save_gradients(dump[0], i, run.worker_grads(params, tokens))
+
+    fit(run, result, make_step(method, optimizer), params, opt_state, before)
+    return result
+
+
+def fit(
+    run: Run, result: Result, step: Callable, params: Any, opt_state: Any,
+    before: Callable[[int, Any, jax.Array], None] = lambda i, params, tokens: None,
+) -> None:  # fmt: skip
+    """Takes the recipe's steps, ``before`` each what is to be measured, and fills in ``result``."""
     window = {"rows": run.rows, "length": run.model.seq_len + 1}
     times = []
     columns = TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()
     figures = TextColumn("{task.fields[status]}")
     with Progress(*columns, figures, console=run.console) as progress:
-        bar = progress.add_task(f"{method.name:8}", total=run.recipe.steps, status="compiling")
+        bar = progress.add_task(f"{result.method:8}", total=run.recipe.steps, status="compiling")
         for i in range(run.recipe.steps):
             tokens = run.shard(train_batch(run.corpus, i, seed=run.seed, **window))
-            if i % run.measure_every == 0:
-                result.vnmse[i] = float(measure(run.worker_grads(params, tokens)))
-                result.mean_vnmse = float(np.mean(list(result.vnmse.values())))
-            if dump is not None and dump[1] == i:
-                save_gradients(dump[0], i, run.worker_grads(params, tokens))
+            before(i, params, tokens)
             start = time.perf_counter()
             params, opt_state, loss = step(params, opt_state, tokens)
             result.losses.append(float(loss))  # waits for the step
@@ -254,15 +270,17 @@ def train(run: Run, method: Method, dump: tuple[Path, int] | None = None) -> Res
             progress.update(bar, advance=1, status=status(result, run.rows * run.model.seq_len))
     batches = validation_batches(run.corpus, count=run.recipe.validation_batches, **window)
     evaluate = jax.jit(run.loss_fn)
-    result.validation_loss = float(np.mean([evaluate(params, run.shard(b)) for b in batches]))
-    return result
+    result.validation_loss = float(
+        np.mean([float(evaluate(params, run.shard(b))) for b in batches])
+    )
 
 
 def status(result: Result, tokens_per_step: int) -> str:
-    """The figures behind the bar: newest loss, median speed, wire bytes, mean vNMSE."""
+    """The figures behind the bar: newest loss, median speed, wire bytes, mean vNMSE if measured."""
+    vnmse = f"  vNMSE {result.mean_vnmse:.1e}" if result.vnmse else ""
     return (
         f"loss {result.losses[-1]:.3f}  {tokens_per_step / result.seconds_per_step:,.0f} tok/s  "
-        f"{result.wire_bytes / 1e6:,.2f} MB/step  vNMSE {result.mean_vnmse:.1e}"
+        f"{result.wire_bytes / 1e6:,.2f} MB/step{vnmse}"
     )
 
 
@@ -295,7 +313,7 @@ def table(results: list[Result]) -> Table:
     return out
 
 
-def plot(results: list[Result], title: str, file: Path) -> None:
+def plot(results: Sequence[Result], title: str, file: Path) -> None:
     """Training loss by step, and by bytes that one worker has sent."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)

@@ -1,0 +1,145 @@
+"""The sharded example: the same training as with whole parameters, and what is where."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import assert_replicas_equal, assert_same_bits, auto_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import llm_model
+import train_fsdp
+import train_llm
+
+N, STEPS = 8, 12
+CONFIG = replace(
+    llm_model.CONFIGS["tiny"],
+    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16, remat=True,
+)  # fmt: skip
+RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
+BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
+LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
+GATHERED = dq.DynamiQ(bits=8, widths=train_fsdp.widths_near(8), **LARGE)
+METHODS = {
+    "exact": dq.DynamiQ(min_leaf_size=2**40),
+    "compressed": dq.DynamiQ(bits=5, **LARGE),
+}
+GATHERS = {
+    "exact": partial(train_fsdp.lax_gather, dtype=jnp.float32),
+    "compressed": partial(train_fsdp.dynamiq_gather, method=GATHERED),
+}
+
+
+def sharded(name):
+    scatter = partial(train_fsdp.dynamiq_scatter, method=METHODS[name], topology=dq.Direct())
+    wire = train_fsdp.Wire(name, GATHERS[name], scatter)
+    return train_fsdp.make_sharded(CONFIG, RECIPE, auto_mesh(N), wire)
+
+
+def batches():
+    """A few sequences again and again, so that a dozen steps have something to learn."""
+    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
+    return [jax.device_put(tokens, NamedSharding(auto_mesh(N), P("data")))] * STEPS
+
+
+def trained(step, params, opt_state):
+    losses = []
+    for tokens in batches():
+        params, opt_state, loss = step(params, opt_state, tokens)
+        losses.append(float(loss))
+    return params, opt_state, losses
+
+
+def difference(tree, expected):
+    """vNMSE, on the host: eager arithmetic on shards keeps several collectives in flight at once,
+    for which the CPU's threads may not suffice."""
+    return dq.vnmse(jax.device_get(tree), jax.device_get(expected))
+
+
+@pytest.fixture(scope="module")
+def whole_run():
+    """Every worker holds all, and gradients are averaged by lax.pmean in f32."""
+    replicated = NamedSharding(auto_mesh(N), P())
+    init = partial(llm_model.init_params, CONFIG)
+    params = jax.jit(init, out_shardings=replicated)(jax.random.key(0))
+    optimizer = train_llm.make_optimizer(RECIPE)
+    opt_state = jax.jit(optimizer.init)(params)
+    method = train_llm.lax_psum(llm_model.make_loss(CONFIG), params, auto_mesh(N), "f32")
+    return trained(train_llm.make_step(method, optimizer), params, opt_state)
+
+
+@pytest.fixture(scope="module")
+def exact_run():
+    run = sharded("exact")
+    return trained(run.step, *run.init(jax.random.key(0)))
+
+
+def test_exact_collectives_train_the_parameters_of_the_whole_run(whole_run, exact_run):
+    params, moments, losses = exact_run
+    assert losses[-1] < losses[0] - 0.5
+    np.testing.assert_allclose(losses, whole_run[2], rtol=1e-5)
+    for tree, expected in ((params, whole_run[0]), (moments, whole_run[1])):
+        assert jax.tree.structure(tree) == jax.tree.structure(expected)
+        assert difference(tree, expected) < 1e-9
+
+
+def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
+    for leaf in jax.tree.leaves(exact_run[:2]):
+        held = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(held) == N
+        if leaf.ndim > 1:
+            assert {h.size for h in held} == {leaf.size // N}
+            assert_same_bits(np.concatenate(held), np.asarray(leaf))
+        else:
+            assert_replicas_equal(np.stack(held))
+
+
+def test_compressed_training_is_close(exact_run):
+    run = sharded("compressed")
+    params, opt_state = run.init(jax.random.key(0))
+    params, _, losses = trained(run.step, params, opt_state)
+    assert difference(params, exact_run[0]) > 1e-7  # compression took place
+    np.testing.assert_allclose(losses, exact_run[2], rtol=0.01)
+
+
+def test_counted_bytes_are_the_bits_asked_for():
+    run = sharded("compressed")
+    params, opt_state = jax.eval_shape(run.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2 * N, CONFIG.seq_len + 1), jnp.int32)
+    count = partial(train_fsdp.sent_bytes, run.step, params, opt_state, tokens, n_workers=N)
+    share, vectors = (N - 1) / N, 3 * 64
+    # Embedding and head go exactly: out as they are stored, back as they were used.
+    scattered = share * (5 / 8 * BLOCK + 2 * ENDS + 2 * 4 * vectors)
+    assert count(inside="scatter_grads") == pytest.approx(scattered, rel=2e-3)
+    gathered = share * (2 * 8 / 8 * BLOCK + 4 * ENDS)  # with remat a block twice
+    assert count(inside="gather_params") == pytest.approx(gathered, rel=2e-3)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e3])
+def test_clipping_uses_the_norm_over_all_shards(max_norm):
+    grads = {"w": jnp.arange(1.0, 33).reshape(16, 2), "b": jnp.arange(5.0)}
+    clip = train_fsdp.clip_by_norm_of_shards(max_norm)
+    specs = jax.tree.map(train_fsdp.spec, grads)
+
+    @partial(jax.shard_map, mesh=auto_mesh(N), in_specs=(specs,), out_specs=specs)
+    def clipped(grads):
+        return clip.update(grads, clip.init(grads))[0]
+
+    expected, _ = optax.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), clipped(grads), expected)
+
+
+def test_matrices_must_split_evenly():
+    with pytest.raises(ValueError, match=r"w has 12 rows, no multiple of the 8 devices"):
+        train_fsdp.check_rows({"w": jnp.zeros((12, 3)), "b": jnp.zeros(3)}, N)
