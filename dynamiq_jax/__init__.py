@@ -8,21 +8,48 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 ```
 """
 
-from dynamiq_jax.collectives import pmean, psum
+from dynamiq_jax.agreement import check_agreement
+from dynamiq_jax.collectives import init_state, pmean, psum
 from dynamiq_jax.explain import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
-from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods import (
+    BF16,
+    F32,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    THC,
+    DynamiQ,
+    Method,
+    OmniReduce,
+)
 from dynamiq_jax.metrics import vnmse
-from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax.sharded import all_gather, psum_scatter
+from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 
 __all__ = [
+    "BF16",
+    "Butterfly",
+    "Direct",
     "DynamiQ",
     "Explanation",
+    "F32",
+    "Hierarchical",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "Method",
+    "OmniReduce",
     "Ring",
+    "THC",
     "Topology",
+    "all_gather",
+    "check_agreement",
     "explain",
+    "init_state",
     "pmean",
     "psum",
+    "psum_scatter",
     "value_and_grad",
     "vnmse",
     "wire_bits",

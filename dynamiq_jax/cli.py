@@ -1,4 +1,4 @@
-"""The `dynamiq` command: benchmarks of all-reduce and of the kernels."""
+"""The `dynamiq` command: benchmarks of all-reduce and of the kernels, and simulations."""
 
 import os
 from collections.abc import Callable
@@ -7,9 +7,12 @@ from typing import Annotated, Any, TypeVar
 
 import jax
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-from dynamiq_jax.bench import all_reduce, contenders, kernels, report
+from dynamiq_jax.bench import all_reduce, contenders, error, kernels, report, simulations
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.simulate import Case, study
 from pallas_kernels import resolve_backend
 
 CPU_DEVICES = 8
@@ -65,8 +68,13 @@ def bench_all_reduce(
     methods: Annotated[
         str, typer.Option(help="Methods with their wire bits per coordinate.")
     ] = "dynamiq:5,dynamiq:4",
-    topology: Annotated[str, typer.Option(help="How payloads travel.")] = "ring",
+    topology: Annotated[
+        str, typer.Option(help="How payloads travel: direct, ring, butterfly, or several.")
+    ] = "direct",
     baseline: Annotated[str, typer.Option(help="Native psum by wire dtype: bf16, f32.")] = "bf16",
+    collective: Annotated[
+        str, typer.Option(help="psum, or psum_scatter: the half that sharded training needs.")
+    ] = "psum",
     devices: Annotated[
         int | None, typer.Option(min=1, help="Use the first so many devices (default: all).")
     ] = None,
@@ -78,11 +86,17 @@ def bench_all_reduce(
     plot_file: PlotFile = None,
 ) -> None:
     """Time compressed all-reduces against native psum on one mesh axis."""
-    route = _checked("--topology", contenders.parse_topology, topology)
-    chosen = [
-        _checked("--methods", contenders.parse_method, text, route) for text in methods.split(",")
+    routes = [
+        _checked("--topology", contenders.parse_topology, name) for name in topology.split(",")
     ]
-    reference = _checked("--baseline", contenders.native, baseline)
+    if collective not in ("psum", "psum_scatter"):
+        raise typer.BadParameter(f"--collective {collective!r}: pass psum or psum_scatter")
+    chosen = [
+        _checked("--methods", contenders.parse_method, text, route, collective)
+        for text in methods.split(",")
+        for route in routes
+    ]
+    reference = _checked("--baseline", contenders.native, baseline, collective)
     if plot_file:
         _checked("--plot", report.require_matplotlib)
     found = jax.devices()
@@ -94,7 +108,7 @@ def bench_all_reduce(
     sizes = sizes or ("1MiB,4MiB" if on_cpu else "16MiB,64MiB,1GiB")
     sizes_bytes = [_checked("--sizes", contenders.parse_size, text) for text in sizes.split(",")]
 
-    title = f"all-reduce of one bf16 leaf, {_workers(workers)}, {repeats} repeats"
+    title = f"{collective} of one bf16 leaf, {_workers(workers)}, {repeats} repeats"
     rows = all_reduce.bench_all_reduce(
         sizes_bytes,
         chosen,
@@ -153,6 +167,115 @@ def bench_kernels(
         report.write_json(json_file, rows, report.surroundings(workers))
     if plot_file:
         report.plot_kernels(plot_file, rows, title)
+
+
+@app.command("error")
+def bench_error(
+    methods: Annotated[
+        str, typer.Option(help="Methods, with their wire bits where they have a choice.")
+    ] = "dynamiq:3,dynamiq:4,dynamiq:5,dynamiq:6,mxfp8,mxfp6,mxfp4,thc:4,omnireduce:8",
+    topology: Annotated[str, typer.Option(help="ring, butterfly, direct, or several.")] = "ring",
+    workers: Annotated[
+        int | None, typer.Option(min=2, help="How many (default: 8, or all of the file's).")
+    ] = None,
+    super_groups: Annotated[
+        int, typer.Option(min=1, help="Size of the synthetic gradients, in 256 coordinates.")
+    ] = 4096,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of data and rounding.")] = 3,
+    gradients: Annotated[
+        Path | None, typer.Option(help=".npz with an array 'gradients' [workers, d].")
+    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Measure the error of methods on synthetic or dumped gradients, and what they send."""
+    chosen = []
+    for text in methods.split(","):
+        own = _checked("--methods", contenders.native_only, text)
+        for name in ["native"] if own else topology.split(","):
+            route = None if own else _checked("--topology", contenders.parse_topology, name)
+            chosen.append((_checked("--methods", contenders.parse_method, text, route), name))
+    if plot_file:
+        _checked("--plot", report.require_matplotlib)
+    if gradients is None:
+        drawn = list(error.synthetic_gradients(workers or 8, super_groups, seeds))
+        what = f"synthetic mixture, {super_groups} super-groups"
+    else:
+        drawn, what = [_checked("--gradients", error.load_gradients, gradients, workers)], gradients
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = list(progress.track(error.bench_error(chosen, drawn, seeds), total=len(chosen)))
+    title = f"vNMSE on {what}, {drawn[0].shape[0]} workers"
+    report.print_table(rows, report.ERROR_COLUMNS, title)
+    if json_file:
+        report.write_json(json_file, rows, report.surroundings(jax.devices()[:1]))
+    if plot_file:
+        error.plot_error(plot_file, rows, drawn[0], title)
+
+
+@app.command("simulate")
+def simulate(
+    workers: Annotated[int, typer.Option(min=2, help="How many reduce.")] = 8192,
+    super_groups: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of 256 coordinates, per worker (default: 32768; on CPU 256)."),
+    ] = None,
+    topology: Annotated[
+        str, typer.Option(help="ring, butterfly, direct, hierarchical, or several.")
+    ] = "ring,butterfly",
+    method: Annotated[
+        str, typer.Option(help="dynamiq, mxfp8 (shared scales), mxfp8-own, or several.")
+    ] = "dynamiq",
+    bits: Annotated[str, typer.Option(help="DynamiQ's wire bits per coordinate.")] = "5",
+    widths: Annotated[str, typer.Option(help="DynamiQ's widths.")] = "2,4,8,16",
+    rounding: Annotated[
+        str, typer.Option(help="antithetic, correlated or independent.")
+    ] = "antithetic",
+    balance: Annotated[
+        float | None,
+        typer.Option(help="Bits of hops beyond the all-gather (default: the topology's)."),
+    ] = None,
+    inner: Annotated[
+        int, typer.Option(min=1, help="Workers of a hierarchy's native inner axis.")
+    ] = 8,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of the data and the rounding.")] = 1,
+    table: Annotated[
+        bool, typer.Option("--table", help="The paper's table: its topologies, methods and bits.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Simulate the error of an all-reduce among thousands of workers on one device."""
+    if table:
+        topology, method, bits = "ring,butterfly", "dynamiq,mxfp8", "5,6,8.5"
+    device = jax.devices()[:1]
+    super_groups = super_groups or (256 if device[0].platform == "cpu" else 32768)
+    options = {"widths": _checked("--widths", kernels.parse_widths, widths), "rounding": rounding}
+    cases = [
+        _checked(
+            "--topology",
+            Case,
+            n_workers=workers,
+            super_groups=super_groups,
+            method=codec,
+            topology=_checked(
+                "--topology", simulations.parse_topology, route, balance, workers, inner
+            ),
+            n_inner=inner,
+        )
+        for route in topology.split(",")
+        for name in method.split(",")
+        for codec in _checked("--method", simulations.parse_methods, name, bits, options)
+    ]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+
+        def show(loop: str, done: int, of: int) -> None:
+            progress.update(task, description=loop, completed=done, total=of)
+
+        rows = [study(case, range(seeds), show) for case in cases]
+    title = f"vNMSE of one all-reduce, {seeds} seed(s), on one {device[0].device_kind}"
+    report.print_table(rows, report.SIMULATION_COLUMNS, title)
+    if json_file:
+        report.write_json(json_file, rows, report.surroundings(device))
 
 
 def _checked(option: str, parse: Callable[..., T], *args: object, **kwargs: object) -> T:

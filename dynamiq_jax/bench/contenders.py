@@ -1,8 +1,9 @@
 """What the all-reduce benchmark compares, and how the command line names it."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +14,57 @@ from pallas_kernels import resolve_backend
 
 AXIS = "data"
 
-METHODS: Mapping[str, Callable[..., Any]] = {
-    "dynamiq": partial(dq.DynamiQ, min_leaf_size=0, min_bucket_size=0),
-}
-"""Methods by the name the command line knows; each takes ``bits``. What is asked for runs, also
-at sizes that the method would otherwise leave to native psum."""
+_ANY_SIZE = {"min_leaf_size": 0, "min_bucket_size": 0}
 
-TOPOLOGIES: Mapping[str, Callable[[], Any]] = {"ring": dq.Ring}
+
+def _thc(bits: float = 4, **options) -> dq.THC:
+    """``bits`` are those of an index; what travels is wider by the sum, see `methods.thc`."""
+    if bits != int(bits):
+        raise ValueError(f"bits={bits} of thc must be an integer from 1 to 8")
+    return dq.THC(bits=int(bits), **options)
+
+
+def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
+    """The density that takes ``bits`` with its block statistics."""
+    return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "dynamiq": partial(dq.DynamiQ, **_ANY_SIZE),
+    "bf16": partial(dq.BF16, **_ANY_SIZE),
+    "f32": partial(dq.F32, **_ANY_SIZE),
+    "mxfp8": partial(dq.MXFP8, **_ANY_SIZE),
+    "mxfp6": partial(dq.MXFP6, **_ANY_SIZE),
+    "mxfp4": partial(dq.MXFP4, **_ANY_SIZE),
+    "thc": partial(_thc, **_ANY_SIZE),
+    "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+}
+"""Methods by the name the command line knows. What is asked for runs, also at sizes that the method
+would otherwise leave to native psum. "bf16" and "f32" sum uncompressed over the topology."""
+
+NATIVE = ("thc", "omnireduce")
+"""Of these, the methods that have native collectives only."""
+
+TOPOLOGIES: Mapping[str, Callable[[], Any]] = {
+    "direct": dq.Direct,
+    "ring": dq.Ring,
+    "butterfly": dq.Butterfly,
+}
 
 BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """Native all-reduces by the dtype on the wire."""
 
 
+Collective = Literal["psum", "psum_scatter"]
+
+
 class Contender(NamedTuple):
-    """One way to all-reduce the leaf."""
+    """One way to reduce the leaf."""
 
     label: str
-    reduce: Callable[[jax.Array], jax.Array]
+    collective: Collective
+    reduce: Callable[..., jax.Array]
+    """(leaf, key=None) -> what one worker ends with."""
     wire_bytes: Callable[[int, int], int]
     """Bytes one worker sends for a leaf of (coordinates, workers)."""
     backend: str
@@ -70,11 +105,16 @@ def parse_topology(text: str) -> Any:
     return TOPOLOGIES[text]()
 
 
-def parse_method(text: str, topology: Any) -> Contender:
+def native_only(text: str) -> bool:
+    """Whether the method called ``text`` has native collectives only, whatever the topology."""
+    return text.strip().partition(":")[0] in NATIVE
+
+
+def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
     """The contender meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
 
     Raises:
-      ValueError: the method or its bits are not known.
+      ValueError: the method or its bits are not known, or it lacks the collective.
     """
     name, _, bits = text.strip().partition(":")
     if name not in METHODS:
@@ -85,22 +125,32 @@ def parse_method(text: str, topology: Any) -> Contender:
         raise ValueError(
             f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
         ) from None
+    if bits and "bits" not in inspect.signature(METHODS[name]).parameters:
+        raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
     method = METHODS[name](**options)
+    topology = None if name in NATIVE else topology
+    if collective == "psum_scatter" and not hasattr(method, "reduce_scatter"):
+        raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 
     def wire_bytes(coords: int, n_workers: int) -> int:
+        if collective == "psum_scatter":
+            part = coords // n_workers
+            return method.sharded_wire_bits(part, n_workers, topology) // 8
         leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
         return dq.wire_bits(leaf, n_workers, method=method, topology=topology) // 8
 
+    reduce = dq.psum if collective == "psum" else dq.psum_scatter
     return Contender(
-        label=f"{text.strip()} {type(topology).__name__.lower()}",
-        reduce=lambda x: dq.psum(x, AXIS, method=method, topology=topology),
+        label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
+        collective=collective,
+        reduce=lambda x, key=None: reduce(x, AXIS, method=method, topology=topology, key=key),
         wire_bytes=wire_bytes,
-        backend=resolve_backend(method.backend),
+        backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
     )
 
 
-def native(name: str) -> Contender:
-    """The baseline ``name``: `lax.psum` with that dtype on the wire.
+def native(name: str, collective: Collective = "psum") -> Contender:
+    """The baseline ``name``: `lax.psum` or `lax.psum_scatter` with that dtype on the wire.
 
     Raises:
       ValueError: there is no such baseline.
@@ -108,9 +158,12 @@ def native(name: str) -> Contender:
     if name not in BASELINES:
         raise ValueError(f"baseline {name!r} is not known: pass one of {', '.join(BASELINES)}")
     dtype = jnp.dtype(BASELINES[name])
+    exact = {"psum": lax.psum, "psum_scatter": partial(lax.psum_scatter, tiled=True)}[collective]
+    passes = 2 if collective == "psum" else 1
     return Contender(
-        label=f"{name} psum",
-        reduce=lambda x: lax.psum(x.astype(dtype), AXIS).astype(x.dtype),
-        wire_bytes=lambda coords, n: 2 * (n - 1) * coords * dtype.itemsize // n,
+        label=f"{name} {collective}",
+        collective=collective,
+        reduce=lambda x, key=None: exact(x.astype(dtype), AXIS).astype(x.dtype),
+        wire_bytes=lambda coords, n: passes * (n - 1) * coords * dtype.itemsize // n,
         backend="xla",
     )

@@ -11,7 +11,7 @@ bandwidth, measured in the same rounds, is the ceiling that the last column refe
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax.bench.timing import time_calls
-from dynamiq_jax.layout import make_layout
+from dynamiq_jax.layout import Layout, make_layout
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.plan import order_and_tiles
+from dynamiq_jax.topologies import Stage
 from pallas_kernels import (
     Backend,
+    Input,
     WireFormat,
     compress,
     decompress,
@@ -165,30 +167,43 @@ def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
     return _Case("statistics", "", partial(call, x), moved_bytes, backend)
 
 
+def single_chunk(coords: int, bits: float, fmt: WireFormat) -> Layout:
+    """The layout of one chunk that holds all coordinates: one worker's share of an all-gather."""
+    layout = make_layout(
+        coords,
+        2,
+        (Stage(1, range(1), 1.0),),
+        bits=bits,
+        fmt=fmt,
+        stats_per_super_group=2,
+        collective="all_gather",
+    )
+    return replace(layout, n_workers=1)
+
+
 def _coding_cases(
     x: jax.Array, fmt: WireFormat, label: str, bits: float, backend: Backend
 ) -> list[_Case]:
     """The coding kernels at one format, planned for ``bits`` per coordinate."""
-    layout = make_layout(x.size, 1, bits=bits, fmt=fmt, stats_per_super_group=2)
+    layout = single_chunk(x.size, bits, fmt)
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    energy = jnp.pad(sqnorm, (0, layout.super_groups - sqnorm.shape[0]))
-    order, packed = jax.jit(lambda energy: order_and_tiles(energy, layout, fmt))(energy)
+    order, (tiles,) = jax.jit(lambda energy: order_and_tiles(energy, layout, fmt))(sqnorm)
     mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 
     static: dict[str, Any] = {"fmt": fmt, "backend": backend}
-    sized = static | {"payload_words": layout.payload_words}
+    sized = static | {"payload_words": layout.payload_words[0]}
     encode = jax.jit(partial(compress, **sized))
     hop = jax.jit(partial(decompress_accumulate_recompress, **sized))
     rows = math.ceil(x.size / fmt.super_group_size)
     decode = jax.jit(partial(decompress, rows=rows, dtype=x.dtype, **static))
-    chunk = jnp.int32(0)
-    payload = encode(x, mean, order, packed, chunk[None], first)
+    chunks = jnp.zeros(1, jnp.int32)
+    payload = encode(x, mean, order, tiles, chunks, first)
 
-    plan_bytes = mean.nbytes + order.nbytes + packed.nbytes
-    encode_args = (x, mean, order, packed, chunk[None], first)
-    hop_args = (payload, x, mean, order, packed, packed, chunk, second)
-    decode_args = (payload, mean, order, packed, chunk[None])
+    plan_bytes = mean.nbytes + order.nbytes + tiles.nbytes
+    encode_args = (x, mean, order, tiles, chunks, first)
+    hop_args = ((Input(payload[None], tiles),), x, mean, order, tiles, chunks, second)
+    decode_args = (payload, mean, order, tiles, chunks)
     code_bytes = payload.nbytes
     return [
         _Case(name, label, partial(call, *args), moved + plan_bytes, backend)

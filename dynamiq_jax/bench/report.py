@@ -49,6 +49,30 @@ KERNEL_COLUMNS = (
     Column("backend", lambda r: r.backend),
 )
 
+ERROR_COLUMNS = (
+    Column("method", lambda r: r.method),
+    Column("topology", lambda r: r.topology),
+    Column("workers", lambda r: str(r.n_workers)),
+    Column("bits/coordinate", lambda r: f"{r.bits_per_coord:.3f}"),
+    Column("vNMSE", lambda r: f"{r.vnmse:.3e}"),
+    Column("lowest-highest", lambda r: f"{r.lowest:.2e}-{r.highest:.2e}"),
+    Column("seeds", lambda r: str(r.seeds)),
+)
+
+SIMULATION_COLUMNS = (
+    Column("workers", lambda r: str(r.workers)),
+    Column("super-groups", lambda r: str(r.super_groups)),
+    Column("topology", lambda r: r.topology),
+    Column("method", lambda r: r.method),
+    Column("bits", lambda r: f"{r.bits:g}"),
+    Column("widths", lambda r: ",".join(map(str, r.widths))),
+    Column("vNMSE", lambda r: f"{r.vnmse:.3g}"),
+    Column("lowest-highest", lambda r: f"{r.lowest:.3g}-{r.highest:.3g}"),
+    Column("paper", lambda r: f"{r.published:.3g}" if r.published else ""),
+    Column("seconds", lambda r: f"{r.seconds:.1f}"),
+    Column("backend", lambda r: r.backend),
+)
+
 
 def format_size(size_bytes: int) -> str:
     """``size_bytes`` in the largest binary unit that leaves at least 1."""
@@ -64,8 +88,9 @@ def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> N
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False)
+    texts = ("method", "kernel", "widths", "topology", "backend", "transport")
     for column in columns:
-        is_text = column.title in ("method", "kernel", "widths", "backend", "transport")
+        is_text = column.title in texts
         table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(column.cell(row) for column in columns))

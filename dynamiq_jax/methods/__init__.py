@@ -1,5 +1,23 @@
 """Methods: how one flat array is reduced over one axis."""
 
+from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
+from dynamiq_jax.methods.native import BF16, F32
+from dynamiq_jax.methods.omnireduce import OmniReduce
+from dynamiq_jax.methods.thc import THC
 
-__all__ = ["DynamiQ"]
+__all__ = [
+    "BF16",
+    "DynamiQ",
+    "F32",
+    "Limits",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "Method",
+    "OmniReduce",
+    "ShardedMethod",
+    "State",
+    "THC",
+]

@@ -1,0 +1,137 @@
+"""Uncompressed sums with bf16 or f32 on the wire: by `lax.psum`, or by our own topologies.
+
+The references that compressed methods are measured against. With a topology the same data takes
+the same way as theirs, so that what compression itself costs and gains shows.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_layout, chunk_ops, wire_bits
+from dynamiq_jax.methods.base import Limits, State, check_not_negative
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import all_reduce
+
+UNIT = 16
+"""Coordinates of which chunks are multiples, so that GPUs read them in whole sectors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Uncompressed:
+    min_leaf_size: int = 4096
+    min_bucket_size: int = 65536
+    bucket_bytes: int = 32 * 2**20
+
+    wire_dtype: ClassVar = jnp.float32
+
+    def __post_init__(self):
+        """Checks the fields."""
+        check_not_negative(
+            min_leaf_size=self.min_leaf_size,
+            min_bucket_size=self.min_bucket_size,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    @property
+    def native(self) -> bool:
+        """`None` is `lax.psum`."""
+        return True
+
+    @property
+    def needs_state(self) -> bool:
+        """Nothing is carried from step to step."""
+        return False
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """The fields."""
+        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Serves any number of workers on any topology."""
+
+    def init(self, size: int, n_workers: int) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+    ) -> tuple[Float[Array, " d"], State]:
+        """See `methods.base.Method`."""
+        if topology is None:
+            total = lax.psum(x.astype(self.wire_dtype), axis_name)
+            if divisor != 1:
+                total = total.astype(jnp.float32) / divisor
+            return total.astype(x.dtype), state
+        layout = self._layout(x.shape[0], n_workers, topology)
+        with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
+            ops = chunk_ops(x, self._codec(), layout, dtype=x.dtype, divisor=divisor)
+            result = all_reduce(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
+            return result.reshape(-1)[: x.shape[0]], state
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends; without a topology, if `lax.psum` sends the least it can."""
+        if n_workers == 1:
+            return 0
+        if topology is None:
+            bits = 8 * jnp.dtype(self.wire_dtype).itemsize
+            return 2 * (n_workers - 1) * size * bits // n_workers
+        return wire_bits(self._codec(), self._layout(size, n_workers, topology), topology)
+
+    def _layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
+        return chunk_layout(size, n_workers, topology, unit=UNIT)
+
+    def _codec(self) -> PlainCodec:
+        """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""
+        words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
+
+        def encode(values, chunk, slot):
+            return lax.bitcast_convert_type(values.astype(self.wire_dtype), words)
+
+        def decode(payload, chunk):
+            return lax.bitcast_convert_type(payload, self.wire_dtype).astype(jnp.float32)
+
+        return PlainCodec(encode, decode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BF16(_Uncompressed):
+    """All-reduce with bf16 on the wire, in half the bytes of f32; results in the leaf's dtype.
+
+    ``topology=None`` is `lax.psum` of bf16, which adds as XLA's collectives do. With a topology
+    every hop adds in f32 and rounds partial sums to the nearest bf16.
+
+    Attributes:
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` in their own dtype.
+      min_bucket_size: so do buckets of fewer coordinates.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """
+
+    wire_dtype: ClassVar = jnp.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class F32(_Uncompressed):
+    """All-reduce with f32 on the wire, whatever the leaf's dtype, in which results are.
+
+    ``topology=None`` is `lax.psum` of f32. Sums over topologies differ by the order of additions
+    alone.
+
+    Attributes:
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` in their own dtype.
+      min_bucket_size: so do buckets of fewer coordinates.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """

@@ -1,0 +1,203 @@
+"""The OmniReduce method: only the blocks that matter are summed, in bf16.
+
+OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero. Dense gradients have none, and
+their evaluations keep the top blocks instead. Shapes are static here: K = ceil(density N) of the N
+blocks are summed by a dense psum, the rest comes out zero, or waits in memory with error feedback.
+The K blocks are chosen by what all workers know from small psums:
+
+* ``select="energy"``: those of the largest sum over workers of squared norms. No state.
+* ``select="union"``: first those in the *union* U of what single workers mark, their top k N blocks
+  each; then as above. The fraction k is state, adapted so that U has about K blocks.
+
+Where U has fewer than K blocks, what else is of most energy uses the room (published evaluations
+leave it empty).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, UInt
+
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.codecs.thc import scale_of
+from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
+from dynamiq_jax.topologies import Topology
+
+Select = Literal["energy", "union"]
+
+CLIP = 0.6
+"""The controller takes |U| / K to be within this and its inverse,"""
+GAIN = 0.25
+"""and goes this part of the way."""
+MAX_UINT8_WORKERS = 255
+
+
+class Memory(NamedTuple):
+    """What is carried from step to step; what the method does not need is `None`."""
+
+    residual: Float[Array, " d"] | None
+    """With error feedback: what this worker's gradients had and its messages had not, f32."""
+    fraction: Float[Array, ""] | None
+    """With "union": the part k of blocks that every worker marks, f32, the same on all workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OmniReduce:
+    """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
+
+    Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
+    its whole block NaN on all. Serves ``topology=None`` only.
+
+    Attributes:
+      density: the part of blocks that is sent, above 0 up to 1; 16 bits per coordinate times this.
+      block_size: coordinates of a block.
+      select: which blocks are sent, see the module.
+      error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
+        Blocks that come out NaN leave this memory as it was.
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
+      min_bucket_size: buckets of fewer coordinates do, too.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """
+
+    density: float = 0.5
+    block_size: int = 256
+    select: Select = "energy"
+    error_feedback: bool = False
+    min_leaf_size: int = 4096
+    min_bucket_size: int = 65536
+    bucket_bytes: int = 32 * 2**20
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.5")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
+        check_choice("select", self.select, get_args(Select))
+        check_not_negative(
+            min_leaf_size=self.min_leaf_size,
+            min_bucket_size=self.min_bucket_size,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    @property
+    def native(self) -> bool:
+        """It sums by `lax.psum`."""
+        return True
+
+    @property
+    def needs_state(self) -> bool:
+        """Error feedback needs its memory and the union its fraction."""
+        return self.error_feedback or self.select == "union"
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """See the fields."""
+        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: OmniReduce sums by native psum only; leave topology=None"
+            )
+
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing left out yet; every worker marks density / n of its blocks."""
+        if not self.needs_state:
+            return ()
+        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
+        fraction = jnp.float32(self.density / n_workers) if self.select == "union" else None
+        return Memory(residual, fraction)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        blocks, sent = self._shape(size)
+        count_bits = 8 * _count_dtype(n_workers).itemsize if self.select == "union" else 0
+        bits = (16 + count_bits) * blocks + 16 * sent * self.block_size
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+    ) -> tuple[Float[Array, " d"], State]:
+        """See `methods.base.Method`."""
+        size, fraction = x.shape[0], None
+        count = self._shape(size)[1]
+        with jax.named_scope("omnireduce_all_reduce"):
+            y = x.astype(jnp.float32) + state.residual if self.error_feedback else x
+            blocks = self._cut(y)
+            scale = scale_of(blocks)
+            energy = lax.psum(_energy(scale, n_workers), axis_name)
+            finite = jnp.isfinite(energy)
+            priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
+            if self.select == "union":
+                counts = lax.psum(_marks(scale, state.fraction, n_workers), axis_name)
+                union = finite & (counts > 0)
+                chosen = jnp.lexsort((-priority, ~union))[:count]
+                fraction = self._adapt(state.fraction, union)
+            else:
+                chosen = lax.top_k(priority, count)[1]
+            # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
+            sent = lax.reduce_precision(blocks[chosen], exponent_bits=8, mantissa_bits=7)
+            total = lax.psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32) / divisor
+            result = jnp.zeros(blocks.shape, x.dtype)
+            result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
+            result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
+            if not self.needs_state:
+                return result, state
+            residual = None
+            if self.error_feedback:
+                left = blocks.at[chosen].add(-sent, unique_indices=True)
+                left = jnp.where(finite[:, None], left, self._cut(state.residual))
+                residual = left.reshape(-1)[:size]
+            return result, Memory(residual, fraction)
+
+    def _shape(self, size: int) -> tuple[int, int]:
+        """Blocks, and how many of them are sent."""
+        blocks = -(-size // self.block_size)
+        return blocks, math.ceil(self.density * blocks)
+
+    def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N b"]:
+        spare = self._shape(x.shape[0])[0] * self.block_size - x.shape[0]
+        return jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
+
+    def _adapt(self, fraction: Float[Array, ""], union: Bool[Array, " N"]) -> Float[Array, ""]:
+        """The next step's k: k / r for a union r times as large as it should be, in small steps.
+
+        Identical workers need k = density; more is of no use, whatever is zero.
+        """
+        ratio = jnp.sum(union, dtype=jnp.float32) / (self.density * union.size)
+        ratio = jnp.clip(ratio, CLIP, 1 / CLIP)
+        return jnp.minimum((1 - GAIN) * fraction + GAIN * fraction / ratio, self.density)
+
+
+def _count_dtype(n_workers: int) -> jnp.dtype:
+    return jnp.dtype(jnp.uint8 if n_workers <= MAX_UINT8_WORKERS else jnp.int32)
+
+
+def _energy(scale: Float[Array, " N"], n_workers: int) -> Float[Array, " N"]:
+    """Mean squares in bf16, such that a sum over workers is finite if all ``scale`` are."""
+    largest = 2.0**126 / n_workers
+    energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
+    return energy.astype(jnp.bfloat16)
+
+
+def _marks(
+    scale: Float[Array, " N"], fraction: Float[Array, ""], n_workers: int
+) -> UInt[Array, " N"]:
+    """1 for the ``fraction`` of a worker's blocks that are largest, at least one; not for zeros."""
+    rank = jnp.arange(scale.size, dtype=jnp.int32)
+    count = jnp.maximum(jnp.round(fraction * scale.size).astype(jnp.int32), 1)
+    marked = jnp.zeros(scale.size, bool).at[jnp.argsort(-scale)].set(rank < count)
+    return (marked & (scale > 0)).astype(_count_dtype(n_workers))

@@ -1,0 +1,244 @@
+"""The THC method (Li et al., NSDI 2024): integers that add up on the way, in native collectives.
+
+Numerics are those of `codecs.thc`. All workers agree by a pmax on one scale per piece, rotate,
+round to integers 0..g and sum these; the sum is exact, so that its order does not matter and both
+forms return the same bits:
+
+* ``form="psum"``: one native all-reduce of lanes wide enough for the sum, both ways.
+* ``form="two-shot"``: an all-to-all of indices in ``bits`` bits, table look-up and sum at the
+  owner, an all-gather of sums in ceil(log2(n g + 1)) bits: 4 up and 8 down for up to 8 workers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt, UInt32
+
+from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all
+from dynamiq_jax.codecs import hadamard, thc
+from dynamiq_jax.codecs.lanes import (
+    bit_words,
+    lane_bits_for,
+    pack_bits,
+    pack_lanes,
+    unpack_bits,
+    unpack_lanes,
+)
+from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
+from dynamiq_jax.plan import statistics_seed
+from dynamiq_jax.topologies import Topology
+from pallas_kernels.format import Rounding
+from pallas_kernels.hashing import slot_noise
+
+Form = Literal["psum", "two-shot"]
+
+MAX_BITS = 8
+MAX_GRANULARITY = 1023
+MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
+STEPS = 1 << 24  # step numbers travel as f32, which are exact below this
+
+
+class Memory(NamedTuple):
+    """What error feedback carries from step to step, on every worker its own."""
+
+    residual: Float[Array, " d"]
+    """What this worker's gradients had and its messages had not, f32."""
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class THC:
+    """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
+
+    Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
+    whole piece NaN on all. Serves ``topology=None`` only.
+
+    Attributes:
+      bits: of an index, 1 to 8: ``2**bits`` levels.
+      table: the optimal non-uniform table, or uniform levels (Uniform-THC).
+      granularity: g, the largest integer of a worker; with a table 2**bits - 1 or more, by default
+        twice that (30 at 4 bits); without one at most that, which is the default.
+      p: the fraction of coordinates that is clipped if they are normal.
+      form: which native collectives run, see the module.
+      sum_bits: bits of a sum on the wire, the fewest that will do if `None`.
+      error_feedback: whether each worker adds to its gradient what was lost of earlier ones. Pieces
+        that come out NaN leave this memory as it was.
+      rounding: how workers' noise is related, see `pallas_kernels.hashing`.
+      piece_size: the most coordinates that are rotated together, a power of two.
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
+      min_bucket_size: buckets of fewer coordinates do, too.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """
+
+    bits: int = 4
+    table: bool = True
+    granularity: int | None = None
+    p: float = 1 / 32
+    form: Form = "psum"
+    sum_bits: int | None = None
+    error_feedback: bool = False
+    rounding: Rounding = "independent"
+    piece_size: int = hadamard.PIECE_SIZE
+    min_leaf_size: int = 4096
+    min_bucket_size: int = 65536
+    bucket_bytes: int = 32 * 2**20
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        if not isinstance(self.bits, int) or not 1 <= self.bits <= MAX_BITS:
+            raise ValueError(f"bits={self.bits} must be an integer from 1 to {MAX_BITS}")
+        top = 2**self.bits - 1
+        least, most = (top, MAX_GRANULARITY) if self.table else (1, top)
+        if not isinstance(self.g, int) or not least <= self.g <= most:
+            raise ValueError(
+                f"granularity={self.granularity} must be {least} to {most} with bits={self.bits} "
+                f"and table={self.table}; pass such a number, None, or other bits"
+            )
+        thc.clip_threshold(self.p)
+        hadamard.piece_shape(1, piece_size=self.piece_size)
+        check_choice("form", self.form, get_args(Form))
+        check_choice("rounding", self.rounding, get_args(Rounding))
+        if self.sum_bits is not None and not 1 <= self.sum_bits <= MAX_SUM_BITS:
+            raise ValueError(f"sum_bits={self.sum_bits} must be 1 to {MAX_SUM_BITS}, or None")
+        check_not_negative(
+            min_leaf_size=self.min_leaf_size,
+            min_bucket_size=self.min_bucket_size,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    @property
+    def g(self) -> int:
+        """The granularity, with its default filled in."""
+        if self.granularity is not None:
+            return self.granularity
+        return (2 if self.table else 1) * (2**self.bits - 1)
+
+    @property
+    def levels(self) -> Int[np.ndarray, " levels"]:
+        """The integers that an index may stand for."""
+        if self.table:
+            return thc.optimal_table(self.bits, self.g, self.p)
+        return thc.uniform_table(self.g + 1)
+
+    @property
+    def native(self) -> bool:
+        """It chooses among XLA's own collectives by ``form``."""
+        return True
+
+    @property
+    def needs_state(self) -> bool:
+        """Error feedback is nothing without its memory."""
+        return self.error_feedback
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """See the fields."""
+        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies, and sums that overflow their bits."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: THC runs on native collectives only; leave topology=None "
+                "and choose these by dq.THC(form='psum') or dq.THC(form='two-shot')"
+            )
+        most, room = n_workers * self.g, self.sum_bits or MAX_SUM_BITS
+        if most >= 1 << room:
+            fits = ((1 << room) - 1) // n_workers
+            raise ValueError(
+                f"sums of {n_workers} workers of granularity={self.g} reach {most}, which exceeds "
+                f"the {(1 << room) - 1} of {room} bits; pass "
+                + (f"sum_bits={most.bit_length()}, or " if self.sum_bits else "")
+                + f"a granularity of at most {fits}"
+            )
+
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing lost yet."""
+        if not self.error_feedback:
+            return ()
+        return Memory(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        pieces, length = hadamard.piece_shape(size, piece_size=self.piece_size)
+        width = self._sum_bits(n_workers)
+        rings = 2 * 32 * (pieces + self.error_feedback)
+        if self.form == "psum":
+            rings += 2 * 32 * -(-pieces * length // (32 // width))
+            return rings * (n_workers - 1) // n_workers
+        part = _part_size(pieces * length, n_workers)
+        words = bit_words(part, self.bits) + bit_words(part, width)
+        return rings * (n_workers - 1) // n_workers + 32 * words * (n_workers - 1)
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+    ) -> tuple[Float[Array, " d"], State]:
+        """See `methods.base.Method`."""
+        threshold = thc.clip_threshold(self.p)
+        with jax.named_scope("thc_all_reduce"):
+            y = x.astype(jnp.float32) + state.residual if self.error_feedback else x
+            pieces = hadamard.cut(y, piece_size=self.piece_size)
+            scale, seed = self._agree(pieces, axis_name, seed, state)
+            z = hadamard.rotate(thc.standardize(pieces, scale), seed)
+            own = slot_noise(seed, n_workers, self.rounding)[lax.axis_index(axis_name)]
+            noise = thc.rounding_noise(z.shape, own, self.rounding)
+            index = thc.quantize(z, self.levels, threshold, noise)
+
+            def decode(total, n: int):
+                z = thc.dequantize_sum(total, n, self.g, threshold)
+                return thc.unstandardize(hadamard.unrotate(z, seed), scale)
+
+            mean = decode(self._total(index, axis_name, n_workers), n_workers)
+            result = hadamard.join(mean, x.shape[0]) * (n_workers / divisor)
+            if self.error_feedback:
+                lost = pieces - decode(thc.lookup(index, self.levels), 1)
+                before = hadamard.cut(state.residual, piece_size=self.piece_size)
+                lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
+                state = Memory(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
+            return result.astype(x.dtype), state
+
+    def _agree(self, pieces, axis_name, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
+        """The largest scale of every piece and the step's seed, the same on all workers."""
+        facts = thc.scale_of(pieces)
+        if self.error_feedback:  # a state varies, for all that JAX knows: its step travels along
+            facts = jnp.append(facts, state.step.astype(jnp.float32))
+        facts = lax.pmax(facts, axis_name)
+        if seed is None:
+            seed = statistics_seed(facts)
+        elif self.error_feedback:
+            seed = seed ^ statistics_seed(facts[-1:])
+        return facts[: pieces.shape[0]], seed
+
+    def _total(self, index: UInt32[Array, "p D"], axis_name, n: int) -> UInt32[Array, "p D"]:
+        """The sum of all workers' integers."""
+        width, flat = self._sum_bits(n), index.reshape(-1)
+        if self.form == "psum":
+            words = pack_lanes(thc.lookup(flat, self.levels), width, max_sum=n * self.g)
+            return unpack_lanes(lax.psum(words, axis_name), flat.size, width).reshape(index.shape)
+        part = _part_size(flat.size, n)
+        parts = jnp.pad(flat, (0, n * part - flat.size)).reshape(n, part)
+        arrived = all_to_all(pack_bits(parts, self.bits), axis_name)
+        integers = thc.lookup(unpack_bits(arrived, part, self.bits), self.levels)
+        words = pack_bits(jnp.sum(integers, axis=0, dtype=jnp.uint32), width)
+        total = unpack_bits(all_gather_invarying(words, axis_name), part, width)
+        return total.reshape(-1)[: flat.size].reshape(index.shape)
+
+    def _sum_bits(self, n_workers: int) -> int:
+        return self.sum_bits or lane_bits_for(self.g, n_workers)
+
+
+def _part_size(size: int, n_workers: int) -> int:
+    """Coordinates that one worker sums up: a multiple of 32, which fill words at any width."""
+    return -(-size // (32 * n_workers)) * 32

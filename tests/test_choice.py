@@ -1,0 +1,117 @@
+"""The rule by which `topology=None` chooses, and where small buckets travel natively."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import SMALL
+
+import dynamiq_jax as dq
+from dynamiq_jax.topologies import choice as rule
+
+
+def devices(count=8, platform="gpu", kind="NVIDIA H200", domains=1):
+    return [
+        SimpleNamespace(platform=platform, device_kind=kind, slice_index=i * domains // count)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Pretends to be one of several processes with the given devices."""
+
+    def pretend(processes, found):
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        monkeypatch.setattr(jax, "devices", lambda: found)
+
+    return pretend
+
+
+def test_one_process_goes_direct():
+    choice = rule.automatic((8,))
+    assert choice.topology == dq.Direct()
+    assert "one process" in choice.reason
+    assert rule.automatic((2, 4)).topology == dq.Direct()
+
+
+@pytest.mark.parametrize(
+    ("found", "one_domain"),
+    [
+        (devices(domains=1), True),
+        (devices(domains=2), False),
+        (devices(platform="cpu", kind="cpu"), False),
+        ([SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")] * 8, False),
+    ],
+    ids=["one NVLink domain", "two domains", "CPUs", "JAX does not say"],
+)
+def test_domains_of_several_processes(hosts, found, one_domain):
+    hosts(2, found)
+    assert rule.in_one_domain() == one_domain
+
+
+@pytest.mark.parametrize(
+    ("sizes", "topology", "reason"),
+    [
+        ((8,), dq.Butterfly(), "8 workers on several hosts are a power of two"),
+        ((6,), dq.Ring(), "6 workers on several hosts are no power of two"),
+        ((1, 6), dq.Ring(), "no power"),
+        ((2, 4), dq.Hierarchical(outer=dq.Butterfly()), "fast links"),
+        ((3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
+        ((2, 3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
+        ((4, 1), dq.Butterfly(), "power of two"),
+    ],
+)
+def test_several_hosts(hosts, sizes, topology, reason):
+    hosts(2, devices(domains=2))
+    choice = rule.automatic(sizes)
+    assert choice.topology == topology
+    assert reason in choice.reason
+
+
+def test_explain_says_which_and_why(hosts, capsys):
+    tree = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
+    hosts(2, devices(domains=2))
+    explanation = dq.explain(tree, (2, 4), method=dq.DynamiQ(**SMALL))
+    assert explanation.topology == repr(dq.Hierarchical(outer=dq.Butterfly()))
+    assert "several axes" in explanation.reason
+    assert "several axes" in " ".join(capsys.readouterr().out.split())
+    # 16 bits both ways on three quarters of the inner links, and 5 bits of a quarter outside.
+    inner = 2 * 3 / 4 * 2 * 2**20
+    assert explanation.wire_bytes - explanation.outer_wire_bytes == pytest.approx(inner)
+    assert explanation.outer_wire_bytes == pytest.approx(2**18 * 5 / 8, rel=0.01)
+    passed = dq.explain(tree, 8, topology=dq.Ring(), verbose=False)
+    assert passed.reason == "as passed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA GB200", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA A100-PCIE-40GB", False),
+        ("NVIDIA RTX A6000", False),
+        ("cpu", False),
+    ],
+)
+def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fast):
+    hosts(1, devices(kind=kind))
+    assert rule.fast_links() == fast
+    small, large = (jax.ShapeDtypeStruct((2**k,), jnp.bfloat16) for k in (25, 26))
+    routes = [dq.explain(x, 8, verbose=False).rows[0].route for x in (small, large)]
+    expected = "exact: bucket of 67108864 bytes < min_bucket_bytes 100663296"
+    assert routes == [expected if fast else "compressed", "compressed"]
+    forced = dq.DynamiQ(min_bucket_bytes=0)
+    assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
+
+
+def test_buckets_are_larger_than_what_pays():
+    limits = dq.DynamiQ().limits(8, fast_links=True)
+    assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 384 * 2**20
+    assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 32 * 2**20
+    assert dq.DynamiQ(bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
+    assert dq.DynamiQ(min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes == 0

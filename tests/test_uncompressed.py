@@ -1,0 +1,209 @@
+"""`BF16` and `F32`: by `lax.psum` and over topologies, where every rounding is known."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import (
+    SMALL,
+    TOPOLOGIES,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    gradient,
+    vmapped,
+)
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_wire_bytes import lower, moved_bits
+
+import dynamiq_jax as dq
+from dynamiq_jax.bench import contenders
+from dynamiq_jax.codecs.plain import PlainCodec, chunk_layout, chunk_ops
+from dynamiq_jax.topologies.base import reduce_scatter
+
+BF16, F32 = dq.BF16(**SMALL), dq.F32(**SMALL)
+SIZE = 1000 - 3
+ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (4, 5, 8) if n in served]
+
+
+def summed(method, topology, x, mean=False):
+    return np.asarray(vmapped(method, topology, mean=mean)(x, None))
+
+
+@pytest.mark.parametrize("method", [BF16, F32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_without_a_topology_it_is_laxs_psum(method, dtype):
+    wire = jnp.bfloat16 if method is BF16 else jnp.float32
+    x = gradient(0, 8, SIZE).astype(dtype)
+
+    def native(v):
+        return lax.psum(v.astype(wire), "data").astype(dtype)
+
+    assert_same_bits(summed(method, None, x), np.asarray(jax.vmap(native, axis_name="data")(x)))
+
+    def both(v):
+        ours = dq.psum(v[0], "data", method=method)
+        return ours, native(v[0])
+
+    mapped = jax.shard_map(both, mesh=auto_mesh(8), in_specs=P("data"), out_specs=P())
+    assert_same_bits(*jax.jit(mapped)(x))
+
+
+@pytest.mark.parametrize("method", [BF16, F32])
+@pytest.mark.parametrize(("name", "n"), ROUTES)
+def test_sums_of_small_integers_are_exact_over_topologies(method, name, n):
+    limit = 128 // n if method is BF16 else 2**20  # what bf16 and f32 hold exactly
+    x = np.random.default_rng(n).integers(-limit, limit + 1, (n, SIZE)).astype(np.float32)
+    total = summed(method, TOPOLOGIES[name][0], x)
+    np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+@pytest.mark.parametrize(("name", "n"), ROUTES)
+def test_replicas_agree_and_bad_values_are_bad_everywhere(name, n):
+    x = np.array(gradient(1, n, SIZE))
+    x[1, 7], x[2, 300], x[3, 300], x[0, -1] = np.nan, np.inf, -np.inf, np.inf
+    result = summed(BF16, TOPOLOGIES[name][0], x)
+    assert_replicas_equal(result)
+    with np.errstate(invalid="ignore"):
+        expected = np.sum(x, axis=0)
+    np.testing.assert_array_equal(np.isnan(result[0]), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(result[0]), np.isinf(expected))
+    finite = np.isfinite(expected)
+    found, expected = result[0][finite], expected[finite]
+    # Every one of up to n encodings errs by 2^-9 of a partial sum at most.
+    bound = 2.0**-9 * n * np.sum(np.abs(x), axis=0)[finite]
+    assert np.all(np.abs(found - expected) <= bound)
+    assert np.any(found != expected)
+
+
+def test_every_hop_of_a_ring_rounds_to_the_nearest_bf16():
+    n, chunk = 5, 208
+    x = np.zeros((n, n * chunk), np.float32)
+    x[:, :SIZE] = gradient(2, n, SIZE)
+    expected = np.empty(n * chunk, np.float32)
+    for c in range(n):
+        own = x[:, c * chunk : (c + 1) * chunk]
+        partial = np.zeros(chunk, np.float32)
+        for hop in range(1, n + 1):
+            partial = (own[(c + hop) % n] + partial).astype(ml_dtypes.bfloat16).astype(np.float32)
+        expected[c * chunk : (c + 1) * chunk] = partial
+    assert_same_bits(summed(BF16, dq.Ring(), x[:, :SIZE])[0], expected[:SIZE])
+
+
+@pytest.mark.parametrize("topology", [None, dq.Ring(), dq.Direct(streams=2, stream_size=0)])
+def test_means_are_sums_over_n(topology):
+    n = 5
+    x = gradient(3, n, SIZE)
+    mean, total = (summed(BF16, topology, x, mean=mean) for mean in (True, False))
+    assert_replicas_equal(mean)
+    np.testing.assert_allclose(mean, total / n, rtol=1e-6)  # 1/5 is not exact
+
+
+def test_leaves_keep_shape_and_dtype_and_small_ones_are_exact():
+    n = 4
+    rng = np.random.default_rng(5)
+
+    def leaf(shape, dtype):
+        return jnp.asarray(rng.integers(-9, 10, (n, *shape)), dtype)
+
+    tree = {
+        "f32": leaf((30, 20), jnp.float32),
+        "bf16": leaf((601,), jnp.bfloat16),
+        "f16": leaf((2, 300), jnp.float16),
+        "small": leaf((7,), jnp.float32) + 2.0**-20,
+        "int": leaf((700,), jnp.int32),
+    }
+    method = dq.BF16(min_leaf_size=100, min_bucket_size=100)
+    rows = dq.explain(jax.tree.map(lambda x: x[0], tree), n, method=method, verbose=False).rows
+    assert [row.route for row in rows if row.bucket is None] == [
+        "exact: dtype int32",
+        "exact: size 7 < min_leaf_size 100",
+    ]
+    total = vmapped(method, dq.Ring())(tree, None)
+    expected = jax.tree.map(lambda x: jnp.broadcast_to(jnp.sum(x, axis=0), x.shape), tree)
+    assert_same_bits(total, jax.tree.map(lambda s, x: s.astype(x.dtype), expected, tree))
+
+
+@pytest.mark.parametrize(
+    ("method", "topology", "bits"),
+    [
+        (BF16, None, 16),
+        (F32, None, 32),
+        (BF16, dq.Ring(streams=2, stream_size=0), 16),
+        (F32, dq.Direct(), 32),
+    ],
+)
+def test_wire_bits_are_what_the_program_moves(method, topology, bits):
+    n, size = 3, 12_345
+    leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
+    moved = moved_bits(*lower(dq.psum, leaf, (n,), method, topology), n)
+    promised = dq.wire_bits(leaf, n, method=method, topology=topology)
+    assert promised == sum(moved.values()) / n
+    padding = 0 if topology is None else n * 2 * 16
+    assert size <= promised / bits * n / (2 * (n - 1)) <= size + padding
+    assert method.wire_bits(size, 1, topology) == 0
+
+
+def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
+    """`ChunkOps.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
+    n, streams, size = 4, 2, 96
+    topology = dq.Direct(streams=streams, stream_size=0)
+    layout = chunk_layout(n * size, n, topology)
+    codec = PlainCodec(
+        encode=lambda values, chunk, slot: values.astype(jnp.bfloat16),
+        decode=lambda payload, chunk: payload.astype(jnp.float32),
+    )
+    x = gradient(6, n, n * size)
+
+    def one(v):
+        ops = chunk_ops(v, codec, layout, dtype=v.dtype, divisor=2)
+        return reduce_scatter(topology, ops, "data", n, streams).reshape(-1)
+
+    found = np.asarray(jax.vmap(one, axis_name="data")(x))
+    cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)
+    own = np.asarray(x).reshape(n, n, size)
+    for me in range(n):
+        total = own[me, me].copy()
+        for other in range(n):
+            total += 0 if other == me else cast[other, me]
+        assert_same_bits(found[me], total / 2)
+
+
+@pytest.mark.parametrize("method", [BF16, F32])
+def test_hierarchies_may_use_it_across_but_not_inside(method):
+    x = np.random.default_rng(7).integers(-9, 10, (4, SIZE)).astype(np.float32).reshape(2, 2, -1)
+
+    def reduce(inner):
+        topology = dq.Hierarchical(inner=inner, outer=dq.Ring())
+
+        def one(v):
+            return dq.psum(v, ("node", "gpu"), method=method, topology=topology)
+
+        return jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")(x)
+
+    total = x.sum(axis=(0, 1), keepdims=True)
+    np.testing.assert_array_equal(reduce(None), np.broadcast_to(total, x.shape))
+    with pytest.raises(NotImplementedError, match="the halves that Hierarchical"):
+        reduce(dq.Direct())
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="min_leaf_size=-1 must not be negative"):
+        dq.BF16(min_leaf_size=-1)
+    scatter = jax.vmap(lambda v: dq.psum_scatter(v, "data", method=F32), axis_name="data")
+    with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
+        scatter(jnp.ones((2, 2)))
+
+
+def test_the_benchmark_knows_the_names():
+    contender = contenders.parse_method("bf16", dq.Ring())
+    assert (contender.label, contender.backend) == ("bf16 ring", "xla")
+    assert contender.wire_bytes(2**20, 8) == 2 * 7 * 2 * 2**20 // 8
+    eight_bits = contenders.parse_method("mxfp8", dq.Direct()).wire_bytes(2**20, 8)
+    assert eight_bits == 2 * 7 * 8.25 / 8 * 2**20 / 8
+    with pytest.raises(ValueError, match="bf16 has no choice of bits: write bf16"):
+        contenders.parse_method("bf16:5", dq.Ring())
+    with pytest.raises(ValueError, match="'mxfp4' does not do psum_scatter"):
+        contenders.parse_method("mxfp4", dq.Ring(), "psum_scatter")
