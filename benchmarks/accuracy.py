@@ -57,7 +57,6 @@ TOPOLOGIES = {
 
 def measure(method: dq.DynamiQ, topology, gradients: list, seeds: int) -> list[float]:
     """vNMSE of each gradient (f32[n, d]) under each seed."""
-
     method = dataclasses.replace(method, min_leaf_size=1, min_bucket_size=1)
 
     @jax.jit

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from dynamiq_jax.layout import make_layout
+from dynamiq_jax.bench.kernels import single_chunk
 from dynamiq_jax.plan import order_and_tiles
 from dynamiq_jax.synthetic import lognormal_mixture
 from pallas_kernels import tuning
 
 
-def inputs(fmt, bits, coords, *, n=1, dtype=jnp.bfloat16, seed=0):
+def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
     """A gradient pair and its plan: (layout, x, y, mean, order, tiles, noise)."""
-    layout = make_layout(coords, n, bits=bits, fmt=fmt, stats_per_super_group=2)
+    layout = single_chunk(coords, bits, fmt)
     super_groups = -(-coords // fmt.super_group_size)
     keys = jax.random.split(jax.random.key(seed))
     make = jax.jit(
@@ -33,9 +33,8 @@ def inputs(fmt, bits, coords, *, n=1, dtype=jnp.bfloat16, seed=0):
     )
     x, y = make(keys[0]), make(keys[1])
     mean, sqnorm = pk.statistics(x, super_group_size=fmt.super_group_size, backend="jnp")
+    order, (tiles,) = jax.jit(lambda e: order_and_tiles(e, layout, fmt))(sqnorm)
     pad = layout.super_groups - mean.shape[0]
-    plan = jax.jit(lambda e: order_and_tiles(e, layout, fmt))
-    order, tiles = plan(jnp.pad(sqnorm, (0, pad)))
     mean = jnp.pad(mean, (0, pad)).astype(jnp.bfloat16).astype(jnp.float32)
     noise = pk.slot_noise(jnp.array([1, 2], jnp.uint32), 8, fmt.rounding)
     return layout, x, y, mean, order, tiles, noise
@@ -43,7 +42,7 @@ def inputs(fmt, bits, coords, *, n=1, dtype=jnp.bfloat16, seed=0):
 
 def calls(fmt, layout, backend, dtype):
     """Jitted kernels of one backend."""
-    kw = {"payload_words": layout.payload_words, "fmt": fmt, "backend": backend}
+    kw = {"payload_words": layout.payload_words[0], "fmt": fmt, "backend": backend}
     one = jnp.zeros((1,), jnp.int32)
     rows = -(-layout.size // fmt.super_group_size)
     return {
@@ -53,7 +52,7 @@ def calls(fmt, layout, backend, dtype):
         "compress": jax.jit(lambda x, m, o, t, z: pk.compress(x, m, o, t, one, z, **kw)),
         "decompress_accumulate_recompress": jax.jit(
             lambda p, x, m, o, t, z: pk.decompress_accumulate_recompress(
-                p, x, m, o, t, t, one[0], z, **kw
+                (pk.Input(p[None], t),), x, m, o, t, one, z, **kw
             )
         ),
         "decompress": jax.jit(
@@ -79,8 +78,8 @@ def check(fmt, bits, coords, dtype) -> int:
                 *put(payload, y, mean, order, tiles, noise[1])
             )
             out = fs["decompress"](*put(payload, mean, order, tiles))
-        results.append([np.asarray(a) for a in (first[0], hop, out)])
-    last = int(tiles[-1])
+        results.append([np.asarray(a) for a in (first[0], hop[0], out)])
+    last = int(tiles[0, -1])
     used = (last >> 5) * 4 + fmt.tile_words(last & 31)
     pairs = [(a[:used], b[:used]) for a, b in zip(*results, strict=True)][:2]
     pairs.append((results[0][2], results[1][2]))

@@ -41,7 +41,7 @@ def resolve(
 
     Args:
       method: `None` is ``DynamiQ()``.
-      topology: `None` chooses by `dynamiq_jax.topologies.automatic`.
+      topology: `None` chooses by `dynamiq_jax.topologies.choice`.
       sizes: workers on every axis, the outermost first.
       levels: 1 where a hierarchy cannot serve.
     """

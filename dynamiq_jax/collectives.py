@@ -50,7 +50,7 @@ def psum(
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
       method: how to compress; default ``DynamiQ()``, 5 bits per coordinate.
-      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.automatic`.
+      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
       state: what a method with memory carries from step to step, see `init_state`.

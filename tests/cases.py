@@ -18,8 +18,20 @@ import dynamiq_jax as dq
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
 
-LOOP = dq.Ring(unroll_up_to=1)
-"""A ring as a loop, which compiles in half the time; the same bits as unrolled (test_psum)."""
+LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
+"""A ring as a loop, which compiles in half the time; the same bits as unrolled (test_ring). Its
+stages have equal bits, so that width 4 is what the least of chunks gets of 5 bits."""
+
+TWO_STREAMS = {"streams": 2, "stream_size": 0}
+TOPOLOGIES = {
+    "ring": (dq.Ring(unroll_up_to=4), range(1, 10)),
+    "butterfly": (dq.Butterfly(), (1, 2, 4, 8)),
+    "direct": (dq.Direct(), range(1, 10)),
+    "ring, two streams": (dq.Ring(unroll_up_to=4, **TWO_STREAMS), (1, 4, 5)),
+    "butterfly, two streams": (dq.Butterfly(**TWO_STREAMS), (1, 2, 8)),
+    "direct, two streams": (dq.Direct(**TWO_STREAMS), (1, 2, 7)),
+}
+"""Topologies, and numbers of workers to try: of one stream, all below 10 that they serve."""
 
 INDEPENDENT = {"rounding": "independent", **SMALL}
 METHODS = {

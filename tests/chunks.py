@@ -37,7 +37,7 @@ class Chunk:
         self.widths = np.array(fmt.widths if widths is None else widths)
         self.words = [fmt.tile_words(w) for w in self.widths]
         self.offsets = np.cumsum(self.words) - self.words
-        self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)
+        self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)[None]
         self.rows = TILE_ROWS * len(self.widths)
         self.size = self.rows * fmt.super_group_size
         order = np.arange(self.rows) if order is None else order

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import SMALL, vmapped
+from cases import LOOP, SMALL, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.synthetic import lognormal_mixture
@@ -91,18 +91,19 @@ def test_error_grows_no_faster_than_the_ring_is_long():
 
 
 @pytest.mark.parametrize("n", [2, 8, 12])
-def test_what_is_compressed_by_default_is_worth_sending(n):
+@pytest.mark.parametrize("topology", [LOOP, None], ids=["ring", "default"])
+def test_what_is_compressed_by_default_is_worth_sending(n, topology):
     """Just above the smallest bucket that is compressed, where padding takes most of the bits.
 
     Five bits for each coordinate are enough for width 4, with an error of 0.0045 n on Gaussians.
     """
     method = dq.DynamiQ()
-    size = method.smallest_bucket(n) + 1
+    size = method.limits(n, fast_links=False).min_bucket_size + 1
     x = jax.random.normal(jax.random.key(0), (n, size))
-    (row,) = dq.explain(x[0], n, method=method, verbose=False).rows
+    (row,) = dq.explain(x[0], n, method=method, topology=topology, verbose=False).rows
     assert row.route == "compressed"
     exact = np.sum(np.asarray(x, np.float64), axis=0)
-    estimate = np.asarray(vmapped(method)(x, jax.random.key(0))[0], np.float64)
+    estimate = np.asarray(vmapped(method, topology)(x, jax.random.key(0))[0], np.float64)
     assert np.sum((estimate - exact) ** 2) / np.sum(exact**2) < 0.018 * n
     (row,) = dq.explain(x[0, :-2], n, method=method, verbose=False).rows
     assert row.route == f"exact: bucket of {size - 2} < min_bucket_size {size - 1}"

@@ -43,7 +43,7 @@ def all_reduce_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("all_reduce")
     files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
     chosen = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8", "--devices", 2]
-    result = invoke("all-reduce", *chosen, *REPEATS, *files)
+    result = invoke("all-reduce", *chosen, "--topology", "ring,direct", *REPEATS, *files)
     assert result.exit_code == 0, result.output
     return folder, result.output, json.loads((folder / "rows.json").read_text())
 
@@ -60,14 +60,15 @@ class TestAllReduce:
         for column in report.ALL_REDUCE_COLUMNS:
             assert column.title in header
         assert "2 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
-        expected = ["bf16 psum", "dynamiq:5 ring", "dynamiq:8 ring"]
+        expected = ["bf16 psum"]
+        expected += [f"dynamiq:{bits} {route}" for bits in (5, 8) for route in ("ring", "direct")]
         for size in ("64KiB", "256KiB"):
             found = [line for line in lines if line.split()[:1] == [size]]
             assert [name for line in found for name in expected if name in line] == expected
-        assert len(document["rows"]) == 6
+        assert len(document["rows"]) == 10
 
     def test_replicas_agree_for_methods_and_baseline(self, all_reduce_run):
-        assert [row["wrong"] for row in all_reduce_run[2]["rows"]] == [0] * 6
+        assert [row["wrong"] for row in all_reduce_run[2]["rows"]] == [0] * 10
 
     def test_speedup_is_the_ratio_of_medians(self, all_reduce_run):
         rows = by_size_and_method(all_reduce_run[2])
@@ -93,6 +94,21 @@ class TestAllReduce:
         assert native["wire_bytes"] == 2 * (n - 1) * 2**18 // n
         assert five["wire_bytes"] / native["wire_bytes"] == pytest.approx(5 / 16, rel=0.02)
         assert native["vnmse"] < eight["vnmse"] < five["vnmse"] < 0.02
+        assert rows[2**18, "dynamiq:5 direct"]["vnmse"] < 0.02
+
+    def test_halves_move_half_the_bytes(self, tmp_path):
+        chosen = ["--collective", "psum_scatter", "--sizes", "256KiB", "--methods", "dynamiq:5"]
+        file = tmp_path / "rows.json"
+        result = invoke("all-reduce", *chosen, "--devices", 2, *REPEATS, "--json", file)
+        assert result.exit_code == 0, result.output
+        native, five = json.loads(file.read_text())["rows"]
+        assert [native["method"], five["method"]] == ["bf16 psum_scatter", "dynamiq:5 direct"]
+        assert native["wire_bytes"] == 2**18 // 2
+        assert five["wire_bytes"] / native["wire_bytes"] == pytest.approx(5 / 16, rel=0.03)
+        assert native["vnmse"] < five["vnmse"] < 0.02
+        for row in (native, five):
+            algbw = row["size_bytes"] / row["time_us"] / 1e3
+            assert row["busbw_gb_per_s"] == pytest.approx(algbw / 2)
 
     def test_plot_is_an_image(self, all_reduce_run):
         assert (all_reduce_run[0] / "rows.png").read_bytes().startswith(PNG)
@@ -122,6 +138,7 @@ class TestAllReduce:
         (["all-reduce", "--methods", "dynamiq:five"], "'five' is not a number of bits"),
         (["all-reduce", "--methods", "dynamiq:99"], "99"),
         (["all-reduce", "--topology", "torus"], "topology 'torus' is not known"),
+        (["all-reduce", "--collective", "all_to_all"], "pass psum or psum_scatter"),
         (["all-reduce", "--baseline", "int8"], "baseline 'int8' is not known"),
         (["all-reduce", "--sizes", "16Mb1"], "size '16Mb1' is not a size"),
         (["all-reduce", "--sizes", "1MiB,3B"], "size '3B' is 3 bytes"),
@@ -209,7 +226,7 @@ class TestData:
         mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
         data = np.ones((len(jax.devices()), 10), jnp.bfloat16)
         replicas = len(data) * data
-        quality = all_reduce.quality_program(mesh)
+        quality = all_reduce.quality_program(mesh, "psum")
         assert [float(value) for value in quality(data, replicas)] == [0.0, 0.0]
         replicas[:, 2] = 0.0
         replicas[-1, 2] = -0.0  # other bits, same value

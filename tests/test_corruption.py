@@ -1,4 +1,4 @@
-"""Payload bits flipped in transit: never a crash, never a non-finite, errors where the bits were."""
+"""Payload bits flipped in transit: never a crash, never a non-finite, and errors stay local."""
 
 import dataclasses
 import functools

@@ -64,9 +64,20 @@ def test_methods_are_hashable_values():
         dq.DynamiQ(5.0)
 
 
-def test_bad_streams():
+@pytest.mark.parametrize("topology", [dq.Ring, dq.Butterfly, dq.Direct])
+def test_bad_fields_of_topologies(topology):
     with raises(ValueError, "streams=0", "at least 1"):
-        dq.Ring(streams=0)
+        topology(streams=0)
+    for balance in (17, -16.5, float("nan"), float("inf")):
+        with raises(ValueError, f"balance={balance}", "between -16 and 16", "pass None"):
+            topology(balance=balance)
+
+
+@pytest.mark.parametrize("level", ["inner", "outer"])
+@pytest.mark.parametrize("what", ["ring", dq.Ring, dq.Hierarchical()])
+def test_levels_of_a_hierarchy_are_topologies(level, what):
+    with raises(ValueError, f"{level}=", "not a topology of one level", "dq.Ring()"):
+        dq.Hierarchical(**{level: what})
 
 
 def psum_of_ones(n=2, size=70_000, **options):
@@ -76,10 +87,28 @@ def psum_of_ones(n=2, size=70_000, **options):
     return jax.eval_shape(jax.vmap(one, axis_name="data"), jnp.ones((n, size)))
 
 
-@pytest.mark.parametrize("axis", [("data",), ("data", "model"), 0, None])
-def test_one_named_axis_only(axis):
-    with raises(NotImplementedError, f"axis_name={axis!r}", "one axis name", "one axis at a time"):
+@pytest.mark.parametrize("axis", [0, None, (), ("data", 1)])
+def test_named_axes_only(axis):
+    with raises(
+        NotImplementedError, f"axis_name={axis!r}", "name of a mapped axis", "or a tuple of names"
+    ):
         psum_of_ones(axis_name=axis)
+
+
+def test_axes_named_twice():
+    with raises(ValueError, "axis_name=('data', 'data')", "twice", "pass each once"):
+        psum_of_ones(axis_name=("data", "data"))
+
+
+@pytest.mark.parametrize("collective", [dq.psum, dq.pmean, dq.psum_scatter, dq.all_gather])
+def test_groups_of_workers(collective):
+    def one(x):
+        return collective(x, "data", axis_index_groups=[[0], [1]])
+
+    with raises(
+        NotImplementedError, "axis_index_groups=[[0], [1]]", "axis of the mesh", "axis_name='gpu'"
+    ):
+        jax.eval_shape(jax.vmap(one, axis_name="data"), jnp.ones((2, 70_000)))
 
 
 def test_unknown_axis():
@@ -171,8 +200,12 @@ def test_value_and_grad_refuses_meshes():
         dq.value_and_grad(loss, mesh=both, axis_name="data")
     with raises(ValueError, "topology=", "dq.Ring()"):
         dq.value_and_grad(loss, mesh=mesh, axis_name="data", topology=dq.Ring)
-    with raises(NotImplementedError, "axis_name=('data',)", "one axis name"):
-        dq.value_and_grad(loss, mesh=mesh, axis_name=("data",))
+    with raises(ValueError, "axis_name='rows'", "not in the mesh"):
+        dq.value_and_grad(loss, mesh=mesh, axis_name=("data", "rows"))
+    with raises(NotImplementedError, "axis_name=0", "name of a mapped axis"):
+        dq.value_and_grad(loss, mesh=mesh, axis_name=0)
+    # Several axes together may be the data-parallel one.
+    dq.value_and_grad(loss, mesh=both, axis_name=("data", "model"))
     # A further axis of size 1 is no obstacle.
     dq.value_and_grad(loss, mesh=jax.make_mesh((8, 1), ("data", "model")), axis_name="data")
 
@@ -190,7 +223,7 @@ def test_value_and_grad_refuses_batches_that_do_not_divide(batch, texts):
         f(jnp.ones(3), *batch)
 
 
-@pytest.mark.parametrize("n", [0, -2])
+@pytest.mark.parametrize("n", [0, -2, (), (2, 0)])
 def test_explain_refuses_numbers_of_workers(n):
     for function in (functools.partial(dq.explain, verbose=False), dq.wire_bits):
         with raises(ValueError, f"n_workers={n}", "at least 1"):

@@ -37,23 +37,44 @@ def test_every_leaf_has_a_route_and_a_reason():
 
 def test_smallest_bucket_grows_with_workers_unless_given():
     # 16 tiles of 2048 coordinates for each worker, and never less than 65536.
-    assert [dq.DynamiQ().smallest_bucket(n) for n in (1, 2, 8, 64)] == [65536, 65536, 2**18, 2**21]
-    assert dq.DynamiQ(super_group_size=1024).smallest_bucket(8) == 2**20
+    def smallest(method, n):
+        limits = method.limits(n, fast_links=False)
+        assert limits.min_bucket_bytes == 0
+        return limits.min_bucket_size
+
+    found = [smallest(dq.DynamiQ(), n) for n in (1, 2, 8, 64)]
+    assert found == [65536, 65536, 2**18, 2**21]
+    assert smallest(dq.DynamiQ(super_group_size=1024), 8) == 2**20
     given = dq.DynamiQ(min_bucket_size=70_000)
-    assert given.smallest_bucket(64) == 70_000
+    assert smallest(given, 64) == 70_000
     rows = dq.explain(TREE, 64, method=given, verbose=False).rows
     assert [row.route == "compressed" for row in rows] == [False, True, False, True, False, False]
 
 
+def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
+    """Where native psum is faster, small gradients are left to it; buckets are made larger."""
+    fast = dq.DynamiQ().limits(8, fast_links=True)
+    assert fast.min_bucket_bytes > dq.DynamiQ().limits(8, fast_links=False).min_bucket_bytes == 0
+    assert fast.bucket_bytes > fast.min_bucket_bytes
+    assert dq.DynamiQ(min_bucket_size=0).limits(8, fast_links=True).min_bucket_bytes == 0
+    given = dq.DynamiQ(min_bucket_bytes=300_000, bucket_bytes=400_000, min_bucket_size=0)
+    limits = given.limits(8, fast_links=True)
+    assert (limits.min_bucket_bytes, limits.bucket_bytes) == (300_000, 400_000)
+    found = routes(dq.explain(TREE, 8, method=given, verbose=False))
+    assert found["['big']"] == found["['half'][0]"] == "compressed"
+    assert found["['few']"] == "exact: bucket of 10000 bytes < min_bucket_bytes 300000"
+
+
 def test_totals_add_up():
-    n, method = 8, dq.DynamiQ()
-    explanation = dq.explain(TREE, n, verbose=False)
+    n, method, ring = 8, dq.DynamiQ(), dq.Ring()
+    explanation = dq.explain(TREE, n, topology=ring, verbose=False)
     share = 2 * (n - 1) / n
     exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
-    compressed = sum(method.wire_bits(d, n, dq.Ring()) for d in (600_000, 280_000)) / 8
+    compressed = sum(method.wire_bits(d, n, ring) for d in (600_000, 280_000)) / 8
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
-    assert dq.wire_bits(TREE, n) == round(8 * explanation.wire_bytes)
+    assert explanation.outer_wire_bytes == pytest.approx(explanation.wire_bytes)
+    assert dq.wire_bits(TREE, n, topology=ring) == round(8 * explanation.wire_bytes)
     size = 600_000 + 280_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
@@ -127,6 +148,27 @@ def test_one_worker_sends_nothing():
     assert dq.wire_bits(TREE, 1) == 0
 
 
+def test_a_hierarchy_keeps_most_bytes_within_its_inner_axis():
+    """By hand: 4 nodes of 2 workers; padded slices travel in bf16 inside, compressed outside."""
+    method, ring = dq.DynamiQ(), dq.Ring()
+    topology = dq.Hierarchical(outer=ring)
+    explanation = dq.explain(TREE, (4, 2), topology=topology, verbose=False)
+    assert explanation.n_workers == 8
+    share, exact = 2 * 7 / 8, 2 * 5000 + 4 * 300 + 4 + 8 * 12
+    slices = [-(-d // 2048) * 1024 for d in (600_000, 280_000)]
+    outer = sum(method.wire_bits(part, 4, ring) for part in slices) / 8
+    inner = sum(2 * 2 * part / 2 * 2 for part in slices)
+    assert explanation.outer_wire_bytes == pytest.approx(outer + share * exact)
+    assert explanation.wire_bytes == pytest.approx(inner + outer + share * exact)
+    assert explanation.topology == repr(topology)
+    assert explanation.reason == "as passed"
+    assert explanation.method == repr(method)
+    # Of a flat topology everything counts as crossing.
+    flat = dq.explain(TREE, (4, 2), topology=ring, verbose=False)
+    assert flat.outer_wire_bytes == pytest.approx(flat.wire_bytes)
+    assert dq.explain(TREE, 8, topology=ring, verbose=False).wire_bytes == flat.wire_bytes
+
+
 def test_table_is_printed_unless_told_not_to(capsys):
     explanation = dq.explain(TREE, 8, topology=dq.Ring(streams=3))
     printed = capsys.readouterr().out
@@ -136,6 +178,8 @@ def test_table_is_printed_unless_told_not_to(capsys):
     assert f"{explanation.wire_bytes:,.0f}" in printed
     assert "8 workers" in printed
     assert "streams=3" in printed
+    assert "as passed" in printed
+    assert "DynamiQ(bits=5.0" in printed
     dq.explain(TREE, 8, verbose=False)
     assert capsys.readouterr().out == ""
 

@@ -1,20 +1,39 @@
 """Static sizes: the budget is kept whatever the size, the padding and the number of workers."""
 
+import dataclasses
+
 import pytest
+from cases import TOPOLOGIES
 
 import dynamiq_jax as dq
 from dynamiq_jax.layout import make_layout
+from dynamiq_jax.topologies import Stage
+from dynamiq_jax.topologies.base import stage_bits
 from pallas_kernels import TILE_ROWS, WireFormat
 
 LARGE = [10**6, 1_000_003, 2**20, 3_333_333, 10**7]
 WORKERS = [2, 3, 4, 5, 7, 8, 16, 31, 32, 64]
+NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
+
+
+def ring(streams):
+    """A ring of so many streams for gradients of any size but the very least."""
+    return dq.Ring(streams=streams, stream_size=0)
+
+
+def share(n):
+    """Coordinates that a bandwidth-optimal all-reduce passes through a worker, for each of d."""
+    return 2 * (n - 1) / n
 
 
 @pytest.mark.parametrize("size", LARGE)
 @pytest.mark.parametrize("n", WORKERS)
-def test_five_bits_are_five_bits(size, n):
-    method, ring = dq.DynamiQ(bits=5), dq.Ring()
-    bits_per_coord = method.wire_bits(size, n, ring) / (2 * (n - 1) / n * size)
+@pytest.mark.parametrize("name", NAMED)
+def test_five_bits_are_five_bits(size, n, name):
+    method, topology = dq.DynamiQ(bits=5), NAMED[name]
+    if name == "butterfly" and n & (n - 1):
+        pytest.skip("a butterfly has a power of two of workers")
+    bits_per_coord = method.wire_bits(size, n, topology) / (share(n) * size)
     assert bits_per_coord <= 5.05
     # Nothing is given away, either, where each chunk has tiles enough to upgrade.
     if size >= 10**4 * n:
@@ -25,59 +44,159 @@ def test_five_bits_are_five_bits(size, n):
 @pytest.mark.parametrize("streams", [1, 2, 3])
 def test_budget_is_kept_at_any_bits_and_streams(bits, streams):
     size, n = 3_333_333, 8
-    layout = dq.DynamiQ(bits=bits).layout(size, n, streams)
-    assert layout.message_bits <= bits * size
-    assert layout.message_bits > 0.99 * bits * size
+    layout = dq.DynamiQ(bits=bits).layout(size, n, ring(streams))
+    assert layout.wire_bits <= bits * share(n) * size
+    assert layout.wire_bits > 0.99 * bits * share(n) * size
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 16384, 16385, 10**6])
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("n", [2, 3, 8, 64])
 @pytest.mark.parametrize("streams", [1, 2])
-def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams):
-    method = dq.DynamiQ()
-    layout, fmt = method.layout(size, n, streams), method.wire_format
-    assert layout.chunks == n * streams
+def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams, collective):
+    method, whole = dq.DynamiQ(), collective == "all_reduce"
+    if collective == "all_gather":
+        layout, streams = method.gather_layout(size, n), 1
+    else:
+        layout = method.layout(size, n, ring(streams), collective)
+        streams = min(streams, max(size * (1 if whole else n), 1))
+    fmt = method.wire_format
+    assert layout.shards == (1 if whole else n)
+    assert layout.chunks == n * streams == layout.shards * layout.shard_chunks
     assert layout.super_groups == layout.chunks * layout.chunk_super_groups
-    assert layout.chunk_super_groups % TILE_ROWS == 0
-    assert layout.super_groups * fmt.super_group_size >= size
-    # Padding is less than one tile per chunk.
-    spare = layout.super_groups - -(-size // fmt.super_group_size)
-    assert spare < layout.chunks * TILE_ROWS
-    assert layout.payload_words % 4 == 0
-    assert layout.payload_words >= layout.chunk_tiles * fmt.tile_words(2)
-    assert layout.payload_words <= max(layout.chunk_tiles * fmt.tile_words(8), 4)
+    assert layout.chunk_super_groups == layout.chunk_tiles * TILE_ROWS
+    assert layout.chunk_tiles >= 1
+    assert layout.shard_rows == -(-size // fmt.super_group_size)
+    assert layout.rows == layout.shards * layout.shard_rows
+    # Padding is less than one tile per chunk, but no chunk is without a tile.
+    spare = layout.super_groups // layout.shards - layout.shard_rows
+    assert 0 <= spare < layout.shard_chunks * TILE_ROWS + (size == 0)
+    stages = 2 if whole else 1
+    assert len(layout.payload_words) == len(layout.payloads_sent) == stages
+    for words in layout.payload_words:
+        assert words % 4 == 0
+        assert words >= layout.chunk_tiles * fmt.tile_words(2)
+        assert words <= max(layout.chunk_tiles * fmt.tile_words(8), 4)
 
 
-def test_bits_of_a_message():
-    """By hand: 16 super-groups on each of 4 workers, at 5 bits."""
-    layout = dq.DynamiQ(bits=5).layout(4 * 16 * 256, 4)
-    assert layout.stats_bits == 2 * 16 * 64  # two bf16 for each super-group
+def test_bits_of_a_ring_by_hand():
+    """16 super-groups on each of 4 workers, at 5 bits, without and with a balance."""
+    method, even = dq.DynamiQ(bits=5), dq.Ring(balance=0)
+    layout = method.layout(4 * 16 * 256, 4, even)
+    # Two bf16 for each super-group, and 2 (n-1)/n of that.
+    assert layout.stats_bits == 2 * 16 * 64 * 3 // 2
+    assert layout.payloads_sent == (3, 3)
     # 5 * 16384 bits less the statistics, over 4 chunks of 32-bit words, in fours.
-    assert layout.payload_words == (5 * 16384 - 2048) // 128 // 4 * 4
-    assert layout.message_bits == 2048 + 4 * 32 * layout.payload_words
-    assert layout.wire_bits == layout.message_bits * 3 // 2
+    words = (5 * 16384 - 2048) // 128 // 4 * 4
+    assert layout.payload_words == (words, words)
+    assert layout.wire_bits == layout.stats_bits + 6 * 32 * words
+    # One bit more for hops is half a bit up for them and half a bit down for the all-gather.
+    tilted = method.layout(4 * 16 * 256, 4, dq.Ring(balance=1))
+    first, last = ((5 * 16384 - 2048 + offset * 16384) // 128 // 4 * 4 for offset in (0.5, -0.5))
+    assert tilted.payload_words == (first, last)
+
+
+def test_bits_of_slices_by_hand():
+    """A reduce-scatter and an all-gather of 16 super-groups for each of 4 workers, at 5 bits."""
+    method = dq.DynamiQ(bits=5)
+    coords = 16 * 256
+    scatter = method.layout(coords, 4, dq.Direct(), "reduce_scatter")
+    # All-reduced statistics of all slices, and three payloads of one slice each.
+    assert scatter.stats_bits == 2 * 16 * 64 * 3 // 2
+    assert scatter.payloads_sent == (3,)
+    assert scatter.payload_words == ((5 * 3 * coords - scatter.stats_bits) // 96 // 4 * 4,)
+    assert scatter.wire_bits == scatter.stats_bits + 3 * 32 * scatter.payload_words[0]
+    gather = method.gather_layout(coords, 4)
+    assert gather.stats_bits == 2 * 16 * 64 * 3 // 4  # gathered: each worker passes on 3/4
+    assert gather.payload_words == ((5 * 3 * coords - gather.stats_bits) // 96 // 4 * 4,)
+    assert gather.wire_bits == gather.stats_bits + 3 * 32 * gather.payload_words[0]
+    for layout in (scatter, gather):
+        assert 4.9 * 3 * coords < layout.wire_bits <= 5 * 3 * coords
 
 
 def test_without_means_there_is_half_the_statistics():
     size, n = 10**6, 4
-    with_mean = dq.DynamiQ(bits=5).layout(size, n)
-    without = dq.DynamiQ(bits=5, subtract_mean=False).layout(size, n)
+    with_mean = dq.DynamiQ(bits=5).layout(size, n, ring(1))
+    without = dq.DynamiQ(bits=5, subtract_mean=False).layout(size, n, ring(1))
     assert 2 * without.stats_bits == with_mean.stats_bits
     saved = with_mean.stats_bits - without.stats_bits
-    assert 0 <= saved - 32 * n * (without.payload_words - with_mean.payload_words) < 32 * n * 4
+    more = without.payload_bits - with_mean.payload_bits
+    payloads = sum(without.payloads_sent)
+    assert abs(saved - more) < 32 * payloads * 4
 
 
 def test_only_the_narrowest_width_may_exceed_the_budget():
-    fmt = WireFormat(widths=(4, 8))
+    fmt, stages = WireFormat(widths=(4, 8)), dq.Ring().stages(2)
+    options = {"fmt": fmt, "stats_per_super_group": 2, "balance": None}
     # 100 coordinates are padded to 2 tiles, whose width of 4 cannot be met with 500 bits.
-    layout = make_layout(100, 2, bits=5, fmt=fmt, stats_per_super_group=2)
-    assert layout.payload_words == fmt.tile_words(4)
+    layout = make_layout(100, 2, stages, bits=5, **options)
+    assert layout.payload_words == (fmt.tile_words(4),) * 2
     # A generous budget buys no more than the widest width can use.
-    layout = make_layout(10**6, 2, bits=32, fmt=fmt, stats_per_super_group=2)
-    assert layout.payload_words == layout.chunk_tiles * fmt.tile_words(8)
+    layout = make_layout(10**6, 2, stages, bits=32, **options)
+    assert layout.payload_words == (layout.chunk_tiles * fmt.tile_words(8),) * 2
 
 
 def test_streams_split_large_gradients_only():
-    ring = dq.Ring(streams=3, stream_size=1000)
-    assert [ring.chunks_per_worker(size) for size in (10, 999, 1000, 5000)] == [1, 1, 3, 3]
-    assert dq.DynamiQ().layout(10**6, 4, 3).chunks == 12
+    for name in NAMED:
+        topology = dataclasses.replace(NAMED[name], streams=3, stream_size=1000)
+        sizes = (0, 10, 1999, 2000, 2999, 3000, 10**6)
+        assert [topology.chunks_per_worker(size) for size in sizes] == [1, 1, 1, 2, 2, 3, 3]
+        assert dq.DynamiQ().layout(10**6, 4, topology).chunks == 12
+        # A slice of a reduce-scatter counts with all others.
+        assert dq.DynamiQ().layout(750, 4, topology, "reduce_scatter").chunks == 12
+        assert dq.DynamiQ().layout(499, 4, topology, "reduce_scatter").chunks == 4
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_stages_count_what_is_sent_and_number_every_encoding(name):
+    """A worker passes on n-1 payloads for each half of the all-reduce, in all topologies."""
+    topology, numbers = TOPOLOGIES[name]
+    for n in numbers:
+        if n == 1:
+            continue
+        stages = topology.stages(n)
+        assert sum(stage.sent for stage in stages[:-1]) == n - 1
+        assert stages[-1].sent == n - 1
+        assert stages[-1].error == 1
+        assert len(stages[-1].slots) == 1
+        slots = [slot for stage in stages for slot in stage.slots]
+        assert sorted(slots) == list(range(len(slots)))
+        # Every worker but the owner encodes its share of a chunk once; so do inner nodes of trees.
+        assert len(slots) >= n
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("balance", [-2.0, -0.5, 0.0, 0.5, 2.0, None])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_balance_moves_bits_between_stages_within_the_budget(name, balance, n):
+    """The average over all that is sent stays; payloads of earlier stages differ as asked."""
+    size, method = 2**20, dq.DynamiQ(bits=5)
+    topology = dataclasses.replace(NAMED[name], balance=balance)
+    stages, layout = topology.stages(n), method.layout(size, n, topology)
+    offsets = stage_bits(stages, balance)
+    sent = sum(stage.sent for stage in stages)
+    mean = sum(o * stage.sent for o, stage in zip(offsets, stages, strict=True)) / sent
+    assert mean == pytest.approx(0, abs=1e-12)
+    budget = 5 * share(n) * size
+    assert 0.99 * budget < layout.wire_bits <= budget
+    coords = size / layout.chunks
+    per_coord = [32 * words / coords for words in layout.payload_words]
+    least, most = (tile * 32 / (8 * 256) for tile in (TILE_WORDS[2], TILE_WORDS[8]))
+    if all(least + 0.1 < bits < most - 0.1 for bits in per_coord):
+        for i, bits in enumerate(per_coord):
+            assert bits - per_coord[-1] == pytest.approx(offsets[i] - offsets[-1], abs=0.01)
+    order = sorted(range(len(stages)), key=lambda i: offsets[i])
+    ranked = [layout.payload_words[i] for i in order]
+    assert ranked == sorted(ranked)
+
+
+TILE_WORDS = {w: WireFormat().tile_words(w) for w in (2, 8)}
+
+
+def test_automatic_balance_follows_the_error():
+    """bits = log2(error / sent) / 2.5 apart, whatever the average."""
+    stages = (Stage(4, range(4), 0.25), Stage(2, range(4, 6), 0.25), Stage(7, range(6, 7), 1.0))
+    first, second, last = stage_bits(stages, None)
+    assert second - first == pytest.approx(1 / 2.5)
+    assert last - first == pytest.approx((2 - 0.8073549) / 2.5)  # log2(4 * 4 / 7)
+    assert 4 * first + 2 * second + 7 * last == pytest.approx(0, abs=1e-12)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.layout import Layout
 from dynamiq_jax.plan import (
     assign_widths,
     make_plan,
@@ -23,20 +22,9 @@ from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
 
 
-def layout_of(fmt, tiles, payload_words, n=2):
-    return Layout(
-        size=n * tiles * TILE_ROWS * fmt.super_group_size,
-        n_workers=n,
-        chunks_per_worker=1,
-        chunk_super_groups=tiles * TILE_ROWS,
-        payload_words=payload_words,
-        stats_per_super_group=2,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "fmt"))
-def assigned(energy, layout, fmt):
-    return assign_widths(energy, layout, fmt)
+@functools.partial(jax.jit, static_argnames=("payload_words", "fmt"))
+def assigned(energy, payload_words, fmt):
+    return assign_widths(energy, payload_words, fmt)
 
 
 def words_of(fmt, widths):
@@ -62,8 +50,8 @@ def energies(seed, tiles):
 def test_no_assignment_of_the_same_size_has_less_error(widths, seed):
     fmt, tiles = WireFormat(widths=widths), 4
     energy = energies(seed, tiles)
-    layout = layout_of(fmt, tiles, mean_payload(fmt, tiles))
-    chosen = np.asarray(assigned(energy, layout, fmt))
+    payload_words = mean_payload(fmt, tiles)
+    chosen = np.asarray(assigned(energy, payload_words, fmt))
     used = words_of(fmt, chosen)
     every = itertools.product(widths, repeat=tiles)
     best = min(error_of(fmt, energy, w) for w in every if words_of(fmt, w) <= used)
@@ -71,7 +59,7 @@ def test_no_assignment_of_the_same_size_has_less_error(widths, seed):
     assert best <= error_of(fmt, energy, chosen) <= 1.045 * best
     # What is left unused is less than the one upgrade that no longer fitted.
     _, upgrades = width_upgrades(fmt)
-    assert 0 <= layout.payload_words - used < max(u.words for u in upgrades)
+    assert 0 <= payload_words - used < max(u.words for u in upgrades)
 
 
 @pytest.mark.parametrize("widths", WIDTH_SETS)
@@ -87,11 +75,11 @@ def test_widths_fit_the_budget_and_use_it(widths, kind):
         "one": one,
         "huge_and_tiny": np.geomspace(1e-38, 3e38, tiles, dtype=np.float32),
     }[kind]
-    layout = layout_of(fmt, tiles, mean_payload(fmt, tiles))
-    chosen = np.asarray(assigned(energy, layout, fmt))
+    payload_words = mean_payload(fmt, tiles)
+    chosen = np.asarray(assigned(energy, payload_words, fmt))
     assert set(chosen.tolist()) <= set(widths)
     narrowest, upgrades = width_upgrades(fmt)
-    spare = layout.payload_words - words_of(fmt, chosen)
+    spare = payload_words - words_of(fmt, chosen)
     assert 0 <= spare < max((u.words for u in upgrades), default=1)
     # More energy, never fewer bits: compared in steps of 1/16 octave, 64 octaves deep (of which
     # the gains of different upgrades take some).
@@ -107,7 +95,7 @@ def test_a_budget_for_everything_gives_everything():
     fmt = WireFormat(widths=(2, 4, 8))
     for widest, share in [(8, 1), (2, 0)]:
         words = 5 * (fmt.tile_words(8) if share else fmt.tile_words(2))
-        chosen = assigned(energies(0, 5), layout_of(fmt, 5, words), fmt)
+        chosen = assigned(energies(0, 5), words, fmt)
         np.testing.assert_array_equal(chosen, widest)
 
 
@@ -140,10 +128,60 @@ def statistics(n, rows, seed=0):
     return jnp.asarray(np.stack([sqnorm, mean]), jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnames=("method", "size", "n", "streams"))
-def planned(stats, seed, method, size, n, streams=1):
-    layout = method.layout(size, n, streams)
+def layout_of(method, size, n, streams=1, collective="all_reduce"):
+    """That of a ring, whose hops get half a bit more than the all-gather."""
+    if collective == "all_gather":
+        return method.gather_layout(size, n)
+    ring = dq.Ring(streams=streams, stream_size=0, balance=0.5)
+    return method.layout(size, n, ring, collective)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "layout"))
+def planned_for(stats, seed, method, layout):
     return make_plan(stats, seed, layout, method.wire_format)
+
+
+def planned(stats, seed, method, size, n):
+    return planned_for(stats, seed, method, layout_of(method, size, n))
+
+
+def check_plan(plan, stats, layout, fmt):
+    """The order is a permutation within shards; records fit; wider where there is more energy."""
+    assert plan.order.shape == (layout.chunks, layout.chunk_super_groups)
+    np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(layout.super_groups))
+    assert plan.mean.shape == plan.mean_sum.shape == (layout.super_groups,)
+    # A shard's super-groups stay in its own chunks; the rest of these is padding.
+    per_shard = np.asarray(plan.order).reshape(layout.shards, -1)
+    own = np.arange(layout.rows).reshape(layout.shards, -1)
+    for held, rows in zip(per_shard, own, strict=True):
+        np.testing.assert_array_equal(np.sort(held[held < layout.rows]), rows)
+    assert len(plan.tiles) == len(layout.payload_words)
+    for stage, (tiles, payload_words) in enumerate(
+        zip(plan.tiles, layout.payload_words, strict=True)
+    ):
+        assert tiles.shape == (layout.chunks, layout.chunk_tiles)
+        for of_shard in np.asarray(tiles).reshape(layout.shards, layout.shard_chunks, -1):
+            assert np.all(of_shard == of_shard[:1])  # alike in all chunks of a shard
+            offset, width = map(np.asarray, unpack_tiles(of_shard[0]))
+            assert set(width.tolist()) <= set(fmt.widths)
+            taken = np.zeros(payload_words, int)
+            for start, w in zip(offset, width, strict=True):
+                assert start % 4 == 0
+                assert start + fmt.tile_words(int(w)) <= payload_words
+                taken[start : start + fmt.tile_words(int(w))] += 1
+            assert taken.max(initial=0) <= 1
+        # `plan_widths` tells the same per super-group, whichever chunk it went to.
+        per_position = np.repeat(np.asarray(unpack_tiles(tiles)[1]), TILE_ROWS, axis=1)
+        widths = np.asarray(plan_widths(plan, stage))
+        np.testing.assert_array_equal(widths[np.asarray(plan.order)], per_position)
+        # Super-groups of more energy have no fewer bits; energies are sorted in 1/4 octaves, and
+        # a tile is as wide as its mean deserves.
+        energy = np.asarray(stats[0], np.float64)
+        for shard in own:
+            found = widths[shard]
+            by_width = [energy[shard][found == w] for w in sorted(set(found.tolist()))]
+            for narrow, wide in itertools.pairwise(by_width):
+                assert np.median(narrow) < np.median(wide)
 
 
 @pytest.mark.parametrize("widths", WIDTH_SETS)
@@ -151,30 +189,47 @@ def planned(stats, seed, method, size, n, streams=1):
 def test_order_is_a_permutation_and_records_fit(widths, n, streams):
     method = dq.DynamiQ(widths=widths, bits=max(7.0, min(widths) + 2))
     size = 256 * 8 * n * streams * 6 - 1000
-    layout, fmt = method.layout(size, n, streams), method.wire_format
-    stats = statistics(n, layout.super_groups)
-    plan = planned(stats, None, method, size, n, streams)
+    layout = layout_of(method, size, n, streams)
+    stats = statistics(n, layout.rows)
+    plan = planned_for(stats, None, method, layout)
+    check_plan(plan, stats, layout, method.wire_format)
+    # The stage with fewer bits has nowhere more of them.
+    assert layout.payload_words[0] >= layout.payload_words[1]
+    assert np.all(plan_widths(plan, 0) >= plan_widths(plan, 1))
 
-    assert plan.order.shape == (n * streams, layout.chunk_super_groups)
-    np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(layout.super_groups))
-    offset, width = map(np.asarray, unpack_tiles(plan.tiles))
-    assert width.shape == (layout.chunk_tiles,)
-    assert set(width.tolist()) <= set(widths)
-    taken = np.zeros(layout.payload_words, int)
-    for start, w in zip(offset, width, strict=True):
-        assert start % 4 == 0
-        assert start + fmt.tile_words(int(w)) <= layout.payload_words
-        taken[start : start + fmt.tile_words(int(w))] += 1
-    assert taken.max() <= 1
-    # `plan_widths` tells the same per super-group, whichever chunk it went to.
-    per_position = np.broadcast_to(np.repeat(width, TILE_ROWS), plan.order.shape)
-    np.testing.assert_array_equal(np.asarray(plan_widths(plan))[plan.order], per_position)
-    # Super-groups of more energy have no fewer bits; energies are sorted in 1/4 octaves, and a
-    # tile is as wide as its mean deserves.
-    energy = np.asarray(stats[0], np.float64)
-    by_width = [energy[np.asarray(plan_widths(plan)) == w] for w in sorted(set(width.tolist()))]
-    for narrow, wide in itertools.pairwise(by_width):
-        assert np.median(narrow) < np.median(wide)
+
+@pytest.mark.parametrize(
+    ("collective", "n", "streams"),
+    [("reduce_scatter", 3, 1), ("reduce_scatter", 2, 2), ("all_gather", 4, 1)],
+)
+@pytest.mark.parametrize("size", [256 * 8 * 12, 256 * 8 * 12 - 1000, 300])
+def test_slices_have_plans_of_their_own(collective, n, streams, size):
+    """Each slice spends its own budget, however much more energy another one has."""
+    method = dq.DynamiQ()
+    layout = layout_of(method, size, n, streams, collective)
+    stats = statistics(n, layout.rows)
+    loud = jnp.repeat(jnp.where(jnp.arange(n) == 1, 2.0**30, 1.0), layout.shard_rows)
+    stats = (stats * jnp.stack([loud, jnp.sqrt(loud)])).astype(jnp.bfloat16)
+    plan = planned_for(stats, None, method, layout)
+    check_plan(plan, stats, layout, method.wire_format)
+    words = np.asarray([method.wire_format.tile_words(w) for w in range(17)])
+    for stage, payload_words in enumerate(layout.payload_words):
+        used = words[np.asarray(unpack_tiles(plan.tiles[stage])[1])].sum(axis=1)
+        assert np.all(payload_words - used < words[8] - words[4])
+    if size > 1000:
+        # A slice gets the same widths whatever is in the others.
+        own = slice(0, layout.shard_rows)
+        others = jnp.arange(layout.rows) >= layout.shard_rows
+        alone = jnp.where(others, 0, stats).astype(jnp.bfloat16)
+        again = planned_for(alone, None, method, layout)
+        np.testing.assert_array_equal(plan_widths(again)[own], plan_widths(plan)[own])
+
+
+def test_stages_of_equal_budgets_share_their_tiles():
+    method = dq.DynamiQ()
+    layout = method.layout(256 * 8 * 2 * 6, 2, dq.Ring(balance=0))
+    plan = planned_for(statistics(2, layout.rows), None, method, layout)
+    np.testing.assert_array_equal(plan.tiles[0], plan.tiles[1])
 
 
 def test_energy_is_what_the_mean_leaves():
@@ -204,15 +259,19 @@ def test_poisoned_super_groups(bad):
 
 
 def test_messages_are_finite_exactly_where_the_gradient_is():
-    layout = dq.DynamiQ().layout(3 * 256, 4)
+    layout = layout_of(dq.DynamiQ(), 3 * 256, 4)
     mean = jnp.array([1.0, jnp.nan, 1e38])
     sqnorm = jnp.array([300.0, jnp.nan, jnp.inf])  # 1e38 squared overflows
     message = np.asarray(pack_statistics(mean, sqnorm, layout), np.float32)
-    assert message.shape == (2, layout.super_groups)
-    np.testing.assert_array_equal(np.isnan(message[0, :3]), [False, True, False])
+    assert message.shape == (2, 3)
+    np.testing.assert_array_equal(np.isnan(message[0]), [False, True, False])
     assert np.isfinite(message[0, 2] * 4)  # four workers may add it up
     np.testing.assert_allclose(message[1, [0, 2]], [0.25, 0.25e38], rtol=2**-8)
-    np.testing.assert_array_equal(message[:, 3:], 0.0)
+    # Of slices that are gathered, not added, a worker's own statistics are all there is.
+    gathered = layout_of(dq.DynamiQ(), 3 * 256, 4, collective="all_gather")
+    alone = np.asarray(pack_statistics(mean, sqnorm, gathered), np.float32)
+    np.testing.assert_array_equal(np.isnan(alone), np.isnan(message))
+    np.testing.assert_allclose(alone[1, [0, 2]], [1.0, 1e38], rtol=2**-8)
 
 
 def test_seed_comes_from_the_statistics_unless_given():

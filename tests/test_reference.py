@@ -89,25 +89,88 @@ def test_hop_is_accumulate_then_compress():
     after = Chunk(fmt, widths=(9, 8, 4, 3, 3), order=permutation)
     x, mean = normal(before, seed=4)
     other, _ = normal(before, seed=5)
-    seed, zero = jnp.array([1, 9], jnp.uint32), jnp.int32(0)
+    seed, chunks = jnp.array([1, 9], jnp.uint32), jnp.zeros(1, jnp.int32)
     payload, sent = before.round_trip(other, mean, seed)
+    inputs = (pk.Input(payload[None], before.tiles),)
 
-    accumulate = jax.jit(functools.partial(pk.decompress_accumulate, fmt=fmt))
-    total = accumulate(payload, x, mean, before.order, before.tiles, zero)
-    own = np.asarray(x).reshape(before.rows, -1)[permutation]
-    sent = np.asarray(sent).reshape(before.rows, -1)[permutation]
-    both = own + sent - 2 * np.asarray(mean)[permutation][:, None]
+    static = {"rows": before.rows, "dtype": jnp.float32, "fmt": fmt}
+    accumulate = jax.jit(functools.partial(pk.decompress_accumulate, **static))
+    zero = jnp.zeros_like(mean)
+    total = accumulate(inputs, x, mean, zero, before.order, chunks, jnp.int32(0))
+    own, sent = (np.asarray(a).reshape(before.rows, -1) for a in (x, sent))
+    both = own + sent - 2 * np.asarray(mean)[:, None]
     np.testing.assert_allclose(total, both, rtol=1e-5, atol=1e-5)
 
     hop = functools.partial(
         pk.decompress_accumulate_recompress, payload_words=after.payload_words, fmt=fmt
     )
-    noise = after.noise(seed)
-    fused = jax.jit(hop)(payload, x, mean, before.order, before.tiles, after.tiles, zero, noise)
-    back = np.zeros_like(total)
-    back[permutation] = total
-    apart, _ = after.round_trip(jnp.asarray(back.reshape(-1)), jnp.zeros_like(mean), seed)
-    np.testing.assert_array_equal(fused, apart[0])
+    fused = jax.jit(hop)(inputs, x, mean, after.order, after.tiles, chunks, after.noise(seed))
+    apart, _ = after.round_trip(total.reshape(-1), zero, seed)
+    np.testing.assert_array_equal(fused, apart)
+
+
+def test_inputs_of_a_hop_are_added_one_after_another():
+    """Several payloads in one input, inputs with tiles of their own, and one payload left out."""
+    fmt = FORMATS["default"]
+    wide, narrow = Chunk(fmt, widths=(16, 9, 7)), Chunk(fmt, widths=(3, 5, 8))
+    seed, chunks = jnp.array([4, 2], jnp.uint32), jnp.zeros(1, jnp.int32)
+    x, mean = normal(wide, seed=9)
+    zero, start = jnp.zeros_like(mean), jnp.int32(0)
+    others = [normal(wide, seed=20 + i)[0] for i in range(5)]
+    static = {"rows": wide.rows, "dtype": jnp.float32, "fmt": fmt}
+
+    @functools.partial(jax.jit, static_argnames="divisor")
+    def total(inputs, x, mean, mean_sum, divisor=1):
+        rest = x, mean, mean_sum, wide.order, chunks, start
+        return pk.decompress_accumulate(inputs, *rest, divisor=divisor, **static)
+
+    first = jnp.stack([wide.round_trip(o, zero, seed)[0] for o in others[:3]])
+    second = jnp.stack([narrow.round_trip(o, zero, seed)[0] for o in others[3:]])
+    for skip in range(3):
+        inputs = (
+            pk.Input(first, wide.tiles, jnp.int32(skip)),
+            pk.Input(second, narrow.tiles),
+        )
+        found = np.asarray(total(inputs, x, mean, zero))
+        expected = np.asarray(x).reshape(wide.rows, -1) - np.asarray(mean)[:, None]
+        decoded = [wide.decode(first[k], zero) for k in range(3) if k != skip]
+        decoded += [narrow.decode(second[k], zero) for k in range(2)]
+        for value in decoded:
+            expected = expected + np.asarray(value).reshape(wide.rows, -1)
+        np.testing.assert_array_equal(found, expected)
+    poisoned = (4 * mean).at[3].set(jnp.nan)
+    whole, quarter = (np.asarray(total(inputs, x, mean, poisoned, divisor=d)) for d in (1, 4))
+    np.testing.assert_array_equal(quarter * 4, whole)  # a power of two: exact
+    clean = np.arange(wide.rows) != 3
+    np.testing.assert_array_equal(whole[clean], (expected + 4 * np.asarray(mean)[:, None])[clean])
+    assert np.isnan(whole[3]).all()
+
+
+def test_sums_are_placed_in_the_slice_of_their_owner():
+    """Rows are the slice's; super-groups outside it are not written, and other rows are kept."""
+    fmt = WireFormat(widths=(4,))
+    order = np.random.default_rng(3).permutation(48)
+    chunk = Chunk(fmt, (4,) * 6, order=order)
+    x, mean = normal(chunk, seed=7)
+    # Three chunks of two tiles; the slice holds the super-groups 20 .. 39.
+    order = chunk.order.reshape(3, 16)
+    static = {"rows": 20, "dtype": jnp.float32, "fmt": fmt}
+
+    @jax.jit
+    def finished(chunks, into):
+        return pk.decompress_accumulate(
+            (), x, mean, jnp.zeros_like(mean), order, chunks, jnp.int32(20), into, **static
+        )
+
+    exact = np.asarray(x).reshape(48, -1) - np.asarray(mean)[:, None]
+    into = jnp.full((20, 256), 7.0)
+    found = np.asarray(finished(jnp.array([2, 0]), into))
+    own = np.isin(np.arange(20, 40), np.asarray(order)[[2, 0]])
+    assert 0 < own.sum() < 20
+    np.testing.assert_array_equal(found[own], exact[20:40][own])
+    np.testing.assert_array_equal(found[~own], 7.0)
+    found = np.asarray(finished(jnp.array([1]), jnp.asarray(found)))
+    np.testing.assert_array_equal(found, exact[20:40])
 
 
 def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
@@ -121,7 +184,7 @@ def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
     np.testing.assert_array_equal(shuffled.round_trip(x, mean, seed)[1], expected)
 
     # The same super-groups as two chunks of three tiles, encoded and decoded one at a time.
-    order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:3]
+    order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:, :3].repeat(2, axis=0)
     words, static = sum(shuffled.words[:3]), {"rows": 48, "dtype": jnp.float32, "fmt": fmt}
 
     @jax.jit

@@ -23,7 +23,7 @@ import dynamiq_jax as dq
 
 DEFAULT = METHODS["default"]
 UNROLLED = dq.Ring(unroll_up_to=16)
-STREAMS = dq.Ring(streams=3, stream_size=0, unroll_up_to=1)
+STREAMS = dq.Ring(streams=3, stream_size=0, unroll_up_to=1, balance=0.0)
 
 
 def relative_error(result, x):
@@ -35,14 +35,14 @@ def plan_is_exact(n, size, seed=0):
     """f32[n, size] whose statistics are exact in bf16 in whatever order workers are added.
 
     XLA on CPU adds a bf16 all-reduce in f32 under shard_map, and under vmap in bf16, so that the
-    plan may differ. Here all |x| of a super-group are the same power of two on all workers, with
-    as many plus as minus signs in an order of each worker's own: squared norms are 2^k, means 0.
-    Partial sums differ between workers and coordinates, and are rounded.
+    plan may differ. Here a super-group holds as many 1 as -1, 3 and -3, times a power of two, in
+    an order of each worker's own: squared norms are 5 * 2^k, of which up to 51 add up exactly, and
+    means 0. Partial sums differ between workers and coordinates, and are rounded.
     """
     rng = np.random.default_rng(seed)
     rows = -(-size // 256)
-    sign = rng.permuted(np.tile([1.0, -1.0], (n, rows, 128)), axis=2)
-    x = sign * np.exp2(rng.integers(-6, 6, (rows, 1)))
+    x = rng.permuted(np.tile([1.0, -1.0, 3.0, -3.0], (n, rows, 64)), axis=2)
+    x = x * np.exp2(rng.integers(-6, 6, (rows, 1)))
     x[:, -1] = 0.0  # the last super-group is cut off
     return jnp.asarray(x.reshape(n, -1)[:, :size], jnp.float32)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from dynamiq_jax.bench import contenders
 from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.simulate import MXFP8
+from dynamiq_jax.simulate import MXComparator
 from dynamiq_jax.topologies import Hierarchical, across_hosts
 
 
@@ -22,7 +22,7 @@ def parse_topology(name: str, balance: float | None, workers: int, inner: int) -
     return Hierarchical(outer=flat) if nested else flat
 
 
-def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ | MXFP8]:
+def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ | MXComparator]:
     """What ``name`` means: DynamiQ with each of ``bits`` (as in "5,6"), or a comparator.
 
     Raises:
@@ -32,4 +32,4 @@ def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ
         return [DynamiQ(bits=float(text), **options) for text in bits.split(",")]
     if name not in ("mxfp8", "mxfp8-own"):
         raise ValueError(f"method {name!r} is not known: pass dynamiq, mxfp8 or mxfp8-own")
-    return [MXFP8(scales="own" if name == "mxfp8-own" else "shared")]
+    return [MXComparator(scales="own" if name == "mxfp8-own" else "shared")]

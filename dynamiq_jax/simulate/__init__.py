@@ -12,7 +12,7 @@ same distribution, so that the order does not matter to the expected error; and 
 chunk of the paper's 32768 super-groups would be half a tile.
 """
 
-from dynamiq_jax.simulate.mxfp8 import MXFP8
+from dynamiq_jax.simulate.mxfp8 import MXComparator
 from dynamiq_jax.simulate.study import PUBLISHED, Case, Result, simulate, study
 
-__all__ = ["MXFP8", "PUBLISHED", "Case", "Result", "simulate", "study"]
+__all__ = ["MXComparator", "PUBLISHED", "Case", "Result", "simulate", "study"]

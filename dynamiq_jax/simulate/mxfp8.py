@@ -13,13 +13,13 @@ from dynamiq_jax.simulate.gradients import Values, to_bf16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MXFP8:
-    """E4M3 elements, rounded to nearest, in blocks of 32 that share a scale.
+class MXComparator:
+    """MXFP8: E4M3 elements, rounded to nearest, in blocks of 32 that share a scale.
 
     Attributes:
       scales: "shared": one bf16 scale per block, n/335 of the largest magnitude that any
         worker has, so that no sum can overflow (8.5 bits, the paper's); "own": every payload has
-        the power-of-two scales of its own values (8.25 bits, the OCP format).
+        the power-of-two scales of its own values (8.25 bits), as `methods.MXFP8` does by default.
     """
 
     scales: Literal["shared", "own"] = "shared"
@@ -37,9 +37,9 @@ _SMALLEST = 5e-7  # added to the largest magnitudes, as there, so that no scale 
 
 @dataclass(frozen=True, slots=True)
 class MXCodec:
-    """`MXFP8` on a chunk of ``size`` coordinates, a multiple of 32."""
+    """`MXComparator` on a chunk of ``size`` coordinates, a multiple of 32."""
 
-    method: MXFP8
+    method: MXComparator
     n_workers: int
     size: int
 

@@ -25,6 +25,7 @@ from dynamiq_jax.simulate.gradients import (
 from dynamiq_jax.topologies import Butterfly, Direct, Ring, Stage
 
 SEGMENTS = 64
+"""Calls per loop; of a butterfly subtrees."""
 
 Progress = Callable[[str, int, int], object]
 """(name of the loop, workers done, of how many)."""
@@ -91,12 +92,11 @@ def survey_workers(setting: Setting, source: Source, totals: Totals, first, last
     """Adds workers ``first .. last - 1``."""
     codec, k = setting.codec, setting.n_inner
 
-    def exactly(i, sums):
-        return add_exactly(sums, worker_gradient(source, i))
-
     def one(worker, totals):
-        begin, sums = worker * k, (totals.high, totals.low)
-        sums = lax.fori_loop(begin, begin + k, exactly, sums)
+        def exactly(i, sums):
+            return add_exactly(sums, worker_gradient(source, worker * k + i))
+
+        sums = lax.fori_loop(0, k, exactly, (totals.high, totals.low))
         own = codec.measure(contribution(source, worker, k))
         return Totals(sums[0], sums[1], codec.merge(totals.message, own))
 
@@ -173,7 +173,7 @@ def direct_arrivals(setting: Setting, given: Given, total: Values, first, last) 
 
 
 def butterfly(setting: Setting, given: Given, progress: Progress) -> Payload:
-    """The tree of worker 0's chunk, depth first: two sums per level are alive."""
+    """The tree of worker 0's chunk, depth first: a few sums per level are alive."""
     n = setting.n_workers
     block = max(n // SEGMENTS, 1).bit_length() - 1
 

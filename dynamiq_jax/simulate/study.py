@@ -13,7 +13,7 @@ from jax import Array
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.simulate.codecs import dynamiq_codec
 from dynamiq_jax.simulate.gradients import SUPER_GROUP, mixture_source, to_bf16
-from dynamiq_jax.simulate.mxfp8 import MXFP8, MXCodec
+from dynamiq_jax.simulate.mxfp8 import MXCodec, MXComparator
 from dynamiq_jax.simulate.passes import (
     REDUCE,
     Given,
@@ -62,7 +62,7 @@ class Case:
 
     n_workers: int
     super_groups: int
-    method: DynamiQ | MXFP8
+    method: DynamiQ | MXComparator
     topology: Topology | Hierarchical
     n_inner: int = 8
 

@@ -1,0 +1,360 @@
+"""Training on several hosts, one process per host or per GPU, with restart from checkpoints.
+
+Under SLURM, Open MPI or Kubernetes, JAX finds out by itself who is who:
+
+    srun python examples/train_multihost.py --model 1b --checkpoint-dir /shared/run1
+
+Elsewhere each process is told. Here two on one machine without a GPU, of two virtual devices each:
+
+    for i in 0 1; do
+      python examples/train_multihost.py --steps 60 --checkpoint-dir /tmp/run1 \
+        --coordinator localhost:29400 --num-processes 2 --process-id $i &
+    done; wait
+
+EXPECT
+
+The loss curve (PNG) and all numbers (JSON) land in ``runs/``. Started again with the same
+``--checkpoint-dir``, after whatever end, the run continues from its newest checkpoint and draws the
+same curve. docs/multihost.md: launching, mesh and topology, network interfaces, time-outs, and what
+happens when a process dies.
+"""
+
+import os
+
+# Two virtual CPU devices a process, unless the caller chose a number; GPUs are not affected.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    )
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import typer
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from llm_data import Corpus, load_corpus
+from llm_model import CONFIGS, Config, Loss, init_params, make_loss
+from rich.console import Console
+from train_llm import RECIPES, Recipe, Result, check_choice, environment, make_optimizer, plot
+
+import dynamiq_jax as dq
+
+AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
+PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
+
+
+# --- Who takes part -------------------------------------------------------------------------------
+
+
+def join(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
+) -> None:
+    """Makes this process one of several. Must precede everything else that JAX is asked.
+
+    Whoever stops sending heartbeats for ``timeout`` seconds counts as dead, and JAX ends all the
+    others with an error that names it. A process that ends by itself waits as long for the others.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=timeout,
+            shutdown_timeout_seconds=timeout,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{error} JAX detected no cluster to take it from; pass --coordinator HOST:PORT, "
+            "--num-processes N and --process-id 0..N-1"
+        ) from error
+
+
+def node_of(device: Any) -> int:
+    """The host of a device; on GPUs the NVLink domain, where JAX was told of one."""
+    return device.process_index if device.platform == "cpu" else device.slice_index
+
+
+def make_mesh() -> Mesh:
+    """All devices, a row of axis "gpu" for every node."""
+    nodes = defaultdict(list)
+    for device in jax.devices():
+        nodes[node_of(device)].append(device)
+    sizes = {node: len(devices) for node, devices in nodes.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"devices per node: {sizes}; start processes for equally many on each")
+    return Mesh(np.array([*nodes.values()]), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+# --- Every process its own part of the data -------------------------------------------------------
+
+
+def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
+    """Which rows of the global batch this process's devices hold."""
+    slices = sharding.addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in slices]))
+
+
+def windows(corpus: Corpus, step: int, rows: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Random windows of text, ``int32[rows, length]``, each fixed by (seed, step, row).
+
+    So nobody draws another's rows, and the global batch is the same for any number of processes.
+    """
+    end = len(corpus.train) - length
+    starts = [np.random.default_rng((seed, step, row)).integers(end) for row in rows]
+    return corpus.train[np.array(starts)[:, None] + np.arange(length)]
+
+
+# --- The training step ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What all processes must have been told alike."""
+
+    model: Config
+    recipe: Recipe
+    mesh: Mesh
+    method: Any
+    topology: Any
+    seed: int
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on; ``memory`` is each worker's own, the rest the same on all."""
+
+    step: jax.Array
+    """int32: steps taken."""
+    key: jax.Array
+    """The rounding's PRNG key."""
+    params: Any
+    opt_state: Any
+    memory: Any
+    """What the method carries from step to step, ``[n_workers, ...]``; DynamiQ: nothing."""
+
+
+class Training(NamedTuple):
+    """Compiled functions."""
+
+    init: Callable[[int], TrainState]
+    """From a seed to parameters and all the rest, placed on the mesh."""
+    step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
+    """From state and tokens ``int32[rows, length]`` to the next state and the mean loss."""
+
+
+def make_training(run: Run) -> Training:
+    """Data-parallel training; ``run.method`` averages gradients along ``run.topology``."""
+    optimizer, mesh = make_optimizer(run.recipe), run.mesh
+    options = {"method": run.method, "topology": run.topology}
+    workers, replicated = NamedSharding(mesh, P(AXES)), NamedSharding(mesh, P())
+    placed = TrainState._make([*[replicated] * 4, workers])
+    value_and_mean_grad = make_value_and_mean_grad(make_loss(run.model), mesh, options)
+
+    @partial(jax.jit, out_shardings=placed)
+    def init(key: jax.Array) -> TrainState:
+        params_key, key = jax.random.split(key)
+        params = init_params(run.model, params_key)
+        memory = dq.init_state(params, tuple(mesh.shape.values()), **options)
+        memory = jax.tree.map(lambda m: jnp.broadcast_to(m, (mesh.size, *m.shape)), memory)
+        return TrainState(jnp.int32(0), key, params, optimizer.init(params), memory)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, replicated))
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        key = jax.random.fold_in(state.key, state.step)  # the same on all workers
+        loss, grads, memory = value_and_mean_grad(state.params, state.memory, key, tokens)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, state.key, params, opt_state, memory), loss
+
+    return Training(lambda seed: init(jax.random.key(seed)), step)
+
+
+def make_value_and_mean_grad(loss_fn: Loss, mesh: Mesh, options: dict[str, Any]) -> Callable:
+    """`dq.value_and_grad` for any method: it threads the memory of those that have one."""
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(AXES), P(), P(AXES)),
+        out_specs=(P(), P(), P(AXES)),
+    )
+    def value_and_mean_grad(params, memory, key, tokens):
+        # Gradients of replicated params would arrive already summed, in f32; cast, they are local.
+        params = jax.lax.pcast(params, AXES, to="varying")
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        own = jax.tree.map(lambda m: m[0], memory)
+        grads, own = dq.pmean(grads, AXES, **options, key=key, state=own)
+        return jax.lax.pmean(loss, AXES), grads, jax.tree.map(lambda m: m[None], own)
+
+    return value_and_mean_grad
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
+    """The two newest complete checkpoints of a folder that all processes see."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def save(checkpoints: ocp.CheckpointManager, state: TrainState, losses: list[float]) -> None:
+    """Writes state and curve, while training goes on; every process calls it."""
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(state._asdict()), curve=ocp.args.JsonSave({"losses": losses})
+    )
+    checkpoints.save(len(losses), args=items, force=True)
+
+
+def restore(
+    checkpoints: ocp.CheckpointManager, state: TrainState
+) -> tuple[TrainState, list[float]]:
+    """The newest checkpoint, placed like ``state``; that itself if there is none."""
+    newest = checkpoints.latest_step()
+    if newest is None:
+        return state, []
+    items = ocp.args.Composite(
+        state=ocp.args.StandardRestore(state._asdict()), curve=ocp.args.JsonRestore()
+    )
+    restored = checkpoints.restore(newest, args=items)
+    return TrainState(**restored["state"]), restored["curve"]["losses"]
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What a run came to."""
+
+    state: TrainState
+    losses: list[float]
+    seconds_per_step: float
+    preempted: bool
+
+
+def train(
+    run: Run,
+    corpus: Corpus,
+    *,
+    checkpoints: ocp.CheckpointManager | None = None,
+    checkpoint_every: int = 50,
+    log: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+    """Trains to the recipe's last step, from the newest checkpoint if there is one."""
+    training = make_training(run)
+    state, losses = training.init(run.seed), []
+    # Workers that were told different things would average garbage in silence.
+    options = {"method": run.method, "topology": run.topology}
+    dq.check_agreement(state.params, run.mesh, AXES, **options, key=state.key)
+    if checkpoints:
+        state, losses = restore(checkpoints, state)
+        log(f"starting after step {len(losses)}")
+    sharding = NamedSharding(run.mesh, P(AXES))
+    shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
+    rows = own_rows(sharding, shape[0])
+    times, preempted = [], False
+    while len(losses) < run.recipe.steps and not preempted:
+        start = time.perf_counter()
+        own = windows(corpus, len(losses), rows, shape[1], run.seed)
+        tokens = jax.make_array_from_process_local_data(sharding, own, shape)
+        state, loss = training.step(state, tokens)
+        losses.append(float(loss))  # waits for the step, and so for the slowest process
+        times.append(time.perf_counter() - start)
+        done = len(losses)
+        # True on all processes after the same step, once any of them got SIGTERM.
+        preempted = multihost_utils.reached_preemption_sync_point(done)
+        last = preempted or done == run.recipe.steps
+        if checkpoints and (last or done % checkpoint_every == 0):
+            save(checkpoints, state, losses)
+        if last or done % 10 == 0:
+            log(f"step {done:4}  loss {losses[-1]:.4f}  {times[-1]:.3f} s")
+    if checkpoints:
+        checkpoints.wait_until_finished()
+    seconds = float(np.median(times[1:] or times or [np.nan]))  # times[0] compiles
+    return Outcome(state, losses, seconds, preempted and len(losses) < run.recipe.steps)
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    bits: Annotated[float, typer.Option(help="wire bits per coordinate")] = 5.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+    process_id: Annotated[int | None, typer.Option(min=0)] = None,
+    heartbeat_timeout: Annotated[
+        int, typer.Option(min=1, help="seconds until a silent process counts as dead")
+    ] = 100,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="one that all processes see")] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 50,
+    out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
+) -> None:
+    """Trains a LLaMA-style model on several hosts with compressed gradients."""
+    check_choice(model, CONFIGS, "--model")
+    try:
+        method = dq.DynamiQ(bits=bits)
+    except ValueError as error:
+        raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    recipe = RECIPES[model]
+    recipe = recipe._replace(
+        steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
+    )
+    join(coordinator, num_processes, process_id, heartbeat_timeout)
+    run = Run(
+        model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method, topology=None,
+        seed=seed,
+    )  # fmt: skip
+    params = jax.eval_shape(partial(init_params, run.model), jax.random.key(0))
+    cost = dq.explain(params, tuple(run.mesh.shape.values()), method=method, verbose=False)
+    where = environment() | {
+        "mesh": f"{dict(run.mesh.shape)}, {jax.process_count()} processes",
+        "topology": f"{cost.topology}: {cost.reason}",
+    }
+    console = Console(quiet=jax.process_index() > 0, highlight=False, soft_wrap=True)
+    for name, value in where.items():
+        console.print(f"{name}: {value}")
+
+    checkpoints = open_checkpoints(checkpoint_dir) if checkpoint_dir else None
+    outcome = train(
+        run, load_corpus(run.model.vocab_size), checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every, log=console.print,
+    )  # fmt: skip
+    if jax.process_index() == 0:
+        result = Result(
+            method="dynamiq", wire_bytes=cost.wire_bytes, bits_per_coord=cost.bits_per_coord,
+            losses=outcome.losses, seconds_per_step=outcome.seconds_per_step,
+        )  # fmt: skip
+        kept = ("wire_bytes", "bits_per_coord", "seconds_per_step", "losses")
+        record = {
+            "environment": where, "model": model, "recipe": recipe._asdict(), "seed": seed,
+            "bits": bits, **{name: getattr(result, name) for name in kept},
+        }  # fmt: skip
+        out.mkdir(parents=True, exist_ok=True)
+        name = f"{model}-multihost"
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+        plot([result], f"{model}, {where['devices']}", out / f"{name}.png")
+        console.print(f"curve and numbers: {out / name}.png, .json")
+    multihost_utils.sync_global_devices("results written")  # nobody leaves before
+    if outcome.preempted:
+        console.print(f"preempted after step {len(outcome.losses)}; start again to go on")
+        raise typer.Exit(PREEMPTED)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,170 @@
+"""The coding kernels on one set of inputs, for comparing backends bit by bit."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dynamiq_jax as dq
+import pallas_kernels as pk
+from dynamiq_jax.layout import Layout, make_layout
+from dynamiq_jax.plan import order_and_tiles
+from dynamiq_jax.synthetic import lognormal_mixture
+
+FORMATS = {
+    "default": pk.WireFormat(),
+    "paper": pk.WireFormat(levels="geometric", rounding="correlated"),
+    "uniform": pk.WireFormat(levels="uniform", rounding="independent"),
+    "bf16 scales": pk.WireFormat(group_scale="bf16", group_size=32),
+    "small groups": pk.WireFormat(group_size=8, super_group_size=128),
+    "large groups": pk.WireFormat(group_size=64, super_group_size=1024),
+    "odd widths": pk.WireFormat(widths=(0, 1, 3, 6, 16)),
+} | {f"width {w}": pk.WireFormat(widths=(w,)) for w in range(17)}
+
+BOTH, SWAPPED = np.array([0, 1], np.int32), np.array([1, 0], np.int32)
+
+
+class Operands(NamedTuple):
+    """Gradients of four workers in two chunks; ``tiles`` are those of two stages."""
+
+    x: jax.Array
+    mean: jax.Array
+    mean_sum: jax.Array
+    order: jax.Array
+    tiles: tuple[jax.Array, jax.Array]
+    noise: jax.Array
+
+
+class Payloads(NamedTuple):
+    """What arrives: [k, c, P] of each stage, for the chunks 1 and 0."""
+
+    first: jax.Array
+    second: jax.Array
+
+
+def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
+    """Inputs of all kernels under a plan whose second stage has fewer bits than the first."""
+    bits = 5.0 if len(fmt.widths) > 1 else fmt.widths[0] + 1.0
+    layout = make_layout(
+        size, 2, dq.Ring().stages(2), bits=bits, fmt=fmt, stats_per_super_group=2, balance=0.8
+    )
+
+    @jax.jit
+    def make(key):
+        x = lognormal_mixture(key, 4, layout.rows, fmt.super_group_size)[:, :size]
+        mean, sqnorm = pk.statistics(x[0], super_group_size=fmt.super_group_size, backend="jnp")
+        order, tiles = order_and_tiles(sqnorm, layout, fmt)
+        mean = jnp.pad(mean, (0, layout.super_groups - layout.rows))
+        mean = mean.astype(jnp.bfloat16).astype(jnp.float32)
+        mean_sum = (2 * mean).at[3].set(jnp.nan)
+        noise = pk.slot_noise(jnp.array([3, 4], jnp.uint32), 5, fmt.rounding)
+        return Operands(x.astype(dtype), mean, mean_sum, order, tiles, noise)
+
+    return layout, make(jax.random.key(1))
+
+
+def used_words(tiles, fmt) -> int:
+    """How many words of a payload the records cover; the rest is unspecified."""
+    last = int(tiles[0, -1])
+    return (last >> 5) * 4 + fmt.tile_words(last & 31)
+
+
+def programs(layout: Layout, fmt, dtype, backend):
+    """Every coding kernel as a function of (operands, payloads), by name.
+
+    Hops and finished sums add two payloads of the first stage and, but for the middle one, three
+    of the second.
+    """
+    kw = {"fmt": fmt, "backend": backend}
+    finished = kw | {"dtype": dtype}
+    rows = layout.rows
+    start, part = 2, rows - 4  # a slice without the first and last two super-groups
+
+    def inputs(o: Operands, p: Payloads, chunks=slice(None)):
+        first, second = p.first[:, chunks], p.second[:, chunks]
+        return pk.Input(first, o.tiles[0]), pk.Input(second, o.tiles[1], jnp.int32(1))
+
+    def compress(o: Operands, p):
+        rest = o.mean, o.order, o.tiles[0], jnp.asarray(BOTH), o.noise[0]
+        return pk.compress(o.x[0], *rest, payload_words=layout.payload_words[0], **kw)
+
+    def compress_one(o: Operands, p):
+        rest = o.mean, o.order, o.tiles[1], jnp.asarray(SWAPPED), o.noise[2], jnp.int32(0)
+        return pk.compress(o.x[0], *rest, payload_words=layout.payload_words[1], **kw)[1:]
+
+    def hop(o: Operands, p: Payloads):
+        rest = o.mean, o.order, o.tiles[1], jnp.asarray(SWAPPED), o.noise[1]
+        words = layout.payload_words[1]
+        return pk.decompress_accumulate_recompress(
+            inputs(o, p), o.x[1], *rest, payload_words=words, **kw
+        )
+
+    def sums(o: Operands, p: Payloads):
+        # As in a reduce-scatter, its chunks hold nothing that comes before it.
+        order = jnp.where(o.order < start, layout.super_groups - start + o.order, o.order)
+        rest = o.mean, o.mean_sum, order, jnp.asarray(SWAPPED), jnp.int32(start)
+        return pk.decompress_accumulate(inputs(o, p), o.x[1], *rest, rows=part, **finished)
+
+    def sums_into(o: Operands, p: Payloads):
+        into = jnp.full((rows, fmt.super_group_size), 7, dtype)
+        rest = o.mean, o.mean_sum, o.order, jnp.asarray(BOTH[1:]), jnp.int32(0), into
+        return pk.decompress_accumulate(
+            inputs(o, p, slice(0, 1)), o.x[1], *rest, rows=rows, divisor=3, **finished
+        )
+
+    def decompress(o: Operands, p: Payloads):
+        rest = o.mean_sum, o.order, o.tiles[1], jnp.asarray(SWAPPED)
+        return pk.decompress(p.second[0], *rest, rows=rows, divisor=3, **finished)
+
+    def decompress_into(o: Operands, p: Payloads):
+        into = jnp.full((rows, fmt.super_group_size), 7, dtype)
+        rest = o.mean_sum, o.order, o.tiles[0], jnp.asarray(BOTH[1:]), into
+        return pk.decompress(p.first[0, :1], *rest, rows=rows, **finished)
+
+    return {
+        "compress": compress,
+        "compress skipping": compress_one,
+        "decompress_accumulate_recompress": hop,
+        "decompress_accumulate": sums,
+        "decompress_accumulate into": sums_into,
+        "decompress": decompress,
+        "decompress into": decompress_into,
+    }
+
+
+def payloads(layout: Layout, fmt, o: Operands) -> Payloads:
+    """What the reference encodes of workers 0 and 1 in stage 0, of 1 to 3 in stage 1."""
+
+    def encode(worker, stage):
+        static = {"payload_words": layout.payload_words[stage], "fmt": fmt, "backend": "jnp"}
+        rest = o.mean, o.order, o.tiles[stage], jnp.asarray(SWAPPED)
+        return jax.jit(functools.partial(pk.compress, **static))(
+            o.x[worker], *rest, o.noise[worker]
+        )
+
+    first, second = ([encode(i, stage) for i in of] for stage, of in enumerate(((0, 1), (1, 2, 3))))
+    return Payloads(jnp.stack(first), jnp.stack(second))
+
+
+def kernels_of(name: str) -> tuple[str, ...]:
+    """Those worth comparing for a format: where results are placed does not depend on widths."""
+    coding = "compress", "decompress_accumulate_recompress", "decompress"
+    if name.startswith("width"):
+        return coding
+    others = "compress skipping", "decompress into", "decompress_accumulate into"
+    others = others if name in ("default", "odd widths") else ()
+    return (*coding, "decompress_accumulate", *others)
+
+
+def run(names, layout: Layout, fmt, dtype, backend, o, p) -> dict[str, np.ndarray]:
+    """The results of the named kernels, without unspecified words."""
+    kernels = programs(layout, fmt, dtype, backend)
+    found = {name: np.asarray(jax.jit(kernels[name])(o, p)) for name in names}
+    found = {n: a.astype(np.float32) if a.dtype == dtype else a for n, a in found.items()}
+    encoders = {"compress": 0, "compress skipping": 1, "decompress_accumulate_recompress": 1}
+    for name, stage in encoders.items():
+        if name in found:
+            found[name] = found[name][:, : used_words(o.tiles[stage], fmt)]
+    return found

@@ -1,0 +1,260 @@
+"""Two levels of axes: the same bits on all workers and maps, the sum, and what is left exact."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import METHODS, SMALL, assert_replicas_equal, assert_same_bits, gradient
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_exact_sums import anchored
+from test_ring import relative_error
+
+import dynamiq_jax as dq
+
+DEFAULT = METHODS["default"]
+EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, subtract_mean=False, **SMALL)
+NAMES = ("pod", "node", "gpu")
+SIZE = 4 * 8 * 8 * 256 - 100  # a few tiles for each chunk of each slice, and a rest
+
+
+@functools.cache
+def on_one_device(axes, method, topology, reduce=dq.psum):
+    """jit of (tree with a leading axis of workers for each of the mapped ``axes``, key)."""
+
+    def one(tree, key):
+        return reduce(tree, NAMES[-axes:], method=method, topology=topology, key=key)
+
+    mapped = one
+    for name in reversed(NAMES[-axes:]):
+        mapped = jax.vmap(mapped, (0, None), axis_name=name)
+    return jax.jit(mapped)
+
+
+def mesh_of(sizes):
+    axes = NAMES[-len(sizes) :]
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, axes, devices=devices, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def on_a_mesh(sizes, method, topology, x, key):
+    """Every device's own copy of the result of shard_map, which JAX takes for replicated."""
+    mesh, axes = mesh_of(sizes), NAMES[-len(sizes) :]
+
+    def one(x, key):
+        x = x.reshape(x.shape[len(sizes) :])
+        return dq.psum(x, axes, method=method, topology=topology, key=key)
+
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=(P(*axes), P()), out_specs=P())
+    result = jax.jit(mapped)(x, key)
+    return np.stack([shard.data for shard in result.addressable_shards])
+
+
+def exact_within_nodes(sizes, size, seed=0):
+    """f32[*sizes, size]: sums over the inner axis have statistics that are exact in any order.
+
+    All partial sums within a node are integers below 16 times the super-group's 2^k, exact in
+    bf16. A node's sums are as many 1 as -1, 3 as -3, in an order of its own: their mean is 0, and
+    up to four squared norms of 5 * 2^8 add up exactly in bf16.
+    """
+    rng = np.random.default_rng(seed)
+    *outer, inner = sizes
+    rows = -(-size // 256)
+    total = rng.permuted(np.tile([1.0, -1.0, 3.0, -3.0], (*outer, 1, rows, 64)), axis=-1)
+    others = rng.integers(-2, 3, (*outer, inner - 1, rows, 256))
+    first = total - others.sum(axis=len(outer), keepdims=True)
+    x = np.concatenate([first, others], axis=len(outer)) * np.exp2(rng.integers(-6, 6, (rows, 1)))
+    x[..., -1, :] = 0.0  # the last super-group is cut off
+    return jnp.asarray(x.reshape(*sizes, -1)[..., :size], jnp.float32)
+
+
+def flat(x, axes=2):
+    """All workers along one axis."""
+    return np.asarray(x).reshape(-1, *x.shape[axes:])
+
+
+TWO_LEVELS = {
+    "2 nodes of 4": ((2, 4), dq.Hierarchical(outer=dq.Butterfly(balance=0))),
+    "4 nodes of 2": ((4, 2), dq.Hierarchical(outer=dq.Ring(balance=0))),
+}
+
+
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_replicas_are_equal_and_close_to_the_sum(name):
+    sizes, topology = TWO_LEVELS[name]
+    run = on_one_device(2, DEFAULT, topology)
+    x = gradient(3, 8, SIZE)
+    found = flat(run(x.reshape(*sizes, -1), jax.random.key(0)))
+    assert_replicas_equal(found)
+    # Only outer workers compress: errors are those of so many.
+    assert 1e-4 < relative_error(found[0], x) < 0.01 * sizes[0]
+    bad = x.at[5, 3 * 256 + 7].set(jnp.nan).at[2, SIZE - 1].set(jnp.inf)
+    found = flat(run(bad.reshape(*sizes, -1), jax.random.key(0)))
+    assert_replicas_equal(found)
+    group = np.arange(SIZE) // 256
+    np.testing.assert_array_equal(np.isnan(found[0]), np.isin(group, [3, group[-1]]))
+
+
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_shard_map_gives_the_bits_of_vmap(name):
+    sizes, topology = TWO_LEVELS[name]
+    x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
+    expected = flat(on_one_device(2, DEFAULT, topology)(x, key))
+    assert_replicas_equal(expected)
+    assert 1e-4 < relative_error(expected[0], flat(x)) < 0.1  # far from exact: rounding is compared
+    assert_same_bits(on_a_mesh(sizes, DEFAULT, topology, x, key), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "topology"),
+    [
+        ((2, 4), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())),
+        ((4, 2), dq.Hierarchical(inner=dq.Direct(), outer=dq.Butterfly())),
+    ],
+)
+def test_compressed_inside_sums_on_levels_are_exact_on_all_maps(sizes, topology):
+    x, key = anchored(8, "piecewise", 8).reshape(*sizes, -1), jax.random.key(0)
+    found = flat(on_one_device(2, EIGHT_BITS, topology)(x, key))
+    exact = np.sum(flat(x).astype(np.float64), axis=0)
+    np.testing.assert_array_equal(found.astype(np.float64), np.broadcast_to(exact, found.shape))
+    assert_same_bits(on_a_mesh(sizes, EIGHT_BITS, topology, x, key), found)
+    rough = gradient(1, 8, found.shape[1])
+    found = flat(on_one_device(2, EIGHT_BITS, topology)(rough.reshape(x.shape), key))
+    assert_replicas_equal(found)
+    assert 1e-7 < relative_error(found[0], rough) < 4e-4  # 1.9e-4 / 4.8 for each encoding
+
+
+def test_of_three_axes_the_last_is_the_inner_one():
+    sizes, topology = TWO_LEVELS["4 nodes of 2"]
+    x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
+    expected = flat(on_one_device(2, DEFAULT, topology)(x, key))
+    found = on_one_device(3, DEFAULT, topology)(x.reshape(2, 2, 2, -1), key)
+    assert_same_bits(flat(found, axes=3), expected)
+
+
+def test_levels_of_one_worker():
+    x, key = gradient(4, 3, 9000), jax.random.key(1)
+    ring = dq.Ring(balance=0)
+    # Nodes of one worker: the outer topology alone.
+    alone = on_one_device(2, DEFAULT, dq.Hierarchical(outer=ring))(x.reshape(3, 1, -1), key)
+    only = on_one_device(1, DEFAULT, ring)(x, key)
+    assert_same_bits(flat(alone), np.asarray(only))
+    # One node: nothing but its native sums, in bf16.
+    run = on_one_device(2, DEFAULT, dq.Hierarchical())
+    found = flat(run(x.reshape(1, 3, -1), key))
+    assert_replicas_equal(found)
+    assert relative_error(found[0], x) < 2.0**-15
+    one = run(x[:1].reshape(1, 1, -1), key)
+    assert_same_bits(np.asarray(one).reshape(1, -1), np.asarray(x[:1]))
+
+
+def test_mean_tree_and_leaves_that_stay_exact():
+    """Each leaf goes its way and comes back in its dtype; pmean is psum over n."""
+    rng, sizes = np.random.default_rng(0), (2, 2)
+    method = dq.DynamiQ(bits=32, widths=(8,), min_leaf_size=1000, min_bucket_size=1000)
+    tree = {
+        "w": jnp.asarray(rng.standard_normal((*sizes, 70, 50)), jnp.float32),
+        "low": jnp.asarray(rng.standard_normal((*sizes, 3000)), jnp.bfloat16),
+        "half": jnp.asarray(rng.standard_normal((*sizes, 2000)), jnp.float16),
+        "bias": jnp.asarray(rng.standard_normal((*sizes, 97)), jnp.float32),
+        "step": jnp.asarray(rng.integers(0, 9, (*sizes, 2)), jnp.int32),
+    }
+    topology = dq.Hierarchical(outer=dq.Ring())
+    total, mean = (
+        on_one_device(2, method, topology, reduce)(tree, jax.random.key(0))
+        for reduce in (dq.psum, dq.pmean)
+    )
+    native = jax.vmap(
+        jax.vmap(lambda t: lax.psum(t, ("node", "gpu")), axis_name="gpu"), axis_name="node"
+    )(tree)
+    for name, leaf in tree.items():
+        assert total[name].dtype == leaf.dtype
+        assert mean[name].dtype == (jnp.float32 if name == "step" else leaf.dtype)
+        assert total[name].shape == leaf.shape
+        assert_replicas_equal(flat(total[name]))
+        assert_replicas_equal(flat(mean[name]))
+        if name in ("bias", "step"):
+            assert_same_bits(np.asarray(total[name]), np.asarray(native[name]))
+            continue
+        # Native halves of the way round to bf16 (f16 in f16): 2^-9 of each value, squared.
+        assert 1e-6 < relative_error(flat(total[name])[0], flat(leaf)) < 1e-4
+        scaled = np.asarray(mean[name], np.float64) * 4
+        np.testing.assert_allclose(scaled, np.asarray(total[name], np.float64), rtol=2.0**-7)
+
+
+def test_derivatives_are_those_of_the_exact_sum():
+    x, tangent = (gradient(seed, 4, 3000).reshape(2, 2, -1) for seed in (0, 1))
+    topology = dq.Hierarchical(outer=dq.Ring())
+
+    def pushed(reduce):
+        def one(x, tangent):
+            return jax.jvp(reduce, (x,), (tangent,))[1]
+
+        mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
+        return np.asarray(jax.jit(mapped)(x, tangent))
+
+    ours = pushed(lambda x: dq.psum(x, ("node", "gpu"), method=DEFAULT, topology=topology))
+    assert_same_bits(ours, pushed(lambda x: lax.psum(x, ("node", "gpu"))))
+
+
+def test_value_and_grad_over_two_axes():
+    mesh = mesh_of((2, 4))
+    x = jax.random.normal(jax.random.key(1), (16, 600))
+    params = {"w": jax.random.normal(jax.random.key(0), (600, 6))}
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(x @ params["w"]))
+
+    f = dq.value_and_grad(
+        loss,
+        mesh=mesh,
+        axis_name=("node", "gpu"),
+        method=dq.DynamiQ(bits=32, widths=(8,), **SMALL),
+        topology=dq.Hierarchical(),
+    )
+    value, grads = jax.jit(f)(params, x)
+    expected_value, expected = jax.value_and_grad(loss)(params, x)
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-5)
+    assert float(dq.vnmse(jax.device_get(grads), expected)) < 1e-3
+    copies = [np.asarray(shard.data) for shard in grads["w"].addressable_shards]
+    assert len(copies) == 8
+    for copy in copies:
+        assert_same_bits(copy, copies[0])
+
+
+def reduced(collective, sizes, topology, axis=None):
+    """Traces a collective over the innermost of the axes, or over ``axis``."""
+
+    def one(x):
+        return collective(x, axis or NAMES[-len(sizes) :], topology=topology)
+
+    for name in reversed(NAMES[-len(sizes) :]):
+        one = jax.vmap(one, axis_name=name)
+    return jax.eval_shape(one, jnp.ones((*sizes, 512)))
+
+
+@pytest.mark.parametrize("axis", ["gpu", ("gpu",), ["node"]])
+def test_one_axis_is_no_hierarchy(axis):
+    for reduce in (dq.psum, dq.pmean):
+        with pytest.raises(ValueError, match=r"(?s)needs two axes and got 1.*\('node', 'gpu'\)"):
+            reduced(reduce, (2, 2), dq.Hierarchical(), axis)
+    with pytest.raises(ValueError, match="needs two axes and got 1"):
+        dq.explain(jnp.ones(3), 8, topology=dq.Hierarchical())
+
+
+def test_halves_take_one_level():
+    message = r"(?s)Hierarchical\(\) serves psum and pmean.*dq.Direct\(\).*one axis at a time"
+    with pytest.raises(ValueError, match=message):
+        reduced(dq.psum_scatter, (2, 2), dq.Hierarchical())
+
+
+def test_each_level_must_serve_its_workers():
+    with pytest.raises(ValueError, match=r"power of two of workers, and the axis has 3"):
+        reduced(dq.psum, (3, 2), dq.Hierarchical(outer=dq.Butterfly()))
+    with pytest.raises(ValueError, match=r"power of two of workers, and the axis has 3"):
+        reduced(dq.psum, (2, 3), dq.Hierarchical(inner=dq.Butterfly()))
+    # Left to itself, the outer level takes what serves it.
+    assert reduced(dq.psum, (3, 2), dq.Hierarchical()).shape == (3, 2, 512)

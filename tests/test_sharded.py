@@ -1,0 +1,412 @@
+"""`psum_scatter` and `all_gather` against JAX's own: shapes, sums, noise, derivatives, errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    METHODS,
+    SMALL,
+    TOPOLOGIES,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    bias,
+    gradient,
+)
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_exact_sums import anchored
+from test_ring import plan_is_exact, relative_error
+
+import dynamiq_jax as dq
+
+DEFAULT, INDEPENDENT = METHODS["default"], METHODS["independent"]
+EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, subtract_mean=False, **SMALL)
+ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@functools.cache
+def scatter(method, topology=None, **options):
+    """jit of (tree with leading worker axis, key) -> every worker's slices."""
+
+    def one(tree, key):
+        return dq.psum_scatter(tree, "data", method=method, topology=topology, key=key, **options)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+
+
+@functools.cache
+def gather(method, **options):
+    """jit of (tree with leading worker axis, key) -> every worker's copy of all shards."""
+
+    def one(tree, key):
+        return dq.all_gather(tree, "data", method=method, key=key, **options)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+
+
+def native(collective, tree, **options):
+    """What `jax.lax` makes of the tree."""
+    mapped = jax.vmap(lambda tree: collective(tree, "data", **options), axis_name="data")
+    return jax.jit(mapped)(tree)
+
+
+def normal(n, *shape, dtype="float32"):
+    rng = np.random.default_rng(len(shape) + n)
+    if dtype == "int32":
+        return jnp.asarray(rng.integers(-50, 50, (n, *shape)), dtype)
+    return jnp.asarray(rng.standard_normal((n, *shape)), dtype)
+
+
+def close(found, expected, own, terms):
+    """Of dtype, shape and value of ``expected``, which is exact: ``terms`` roundings at width 8."""
+    assert found.dtype == expected.dtype == own.dtype
+    assert found.shape == expected.shape
+    if found.dtype == jnp.int32 or found.size == 0:
+        assert_same_bits(np.asarray(found), np.asarray(expected))
+        return
+    most = np.max(np.abs(own).astype(np.float64))
+    step = 2 / 150 * 1.01 * terms * most + 2 * ROUND_OFF[found.dtype.name] * terms * most
+    error = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
+    assert np.max(error) < terms * step
+    assert np.any(error > 0)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
+    """Leaves of all kinds; no slice is a multiple of anything."""
+    n, method = 4, dq.DynamiQ(widths=(8,), bits=9, min_leaf_size=200, min_bucket_size=200)
+    length, other = (12, 7) if tiled else (4, 9)
+
+    def shape(*rest):
+        pair = [other, other]
+        pair[dimension] = length
+        return (*pair, *rest)
+
+    tree = {
+        "w": normal(n, *shape(31)),
+        "v": [normal(n, *shape(5, 3), dtype="bfloat16"), normal(n, *shape(6), dtype="float16")],
+        "b": normal(n, *shape()),  # too small to compress
+        "i": normal(n, *shape(3), dtype="int32"),
+        "empty": normal(n, *shape(0)),
+        "none": None,
+    }
+    options = {"scatter_dimension": dimension, "tiled": tiled}
+    found = scatter(method, dq.Direct(), **options)(tree, jax.random.key(0))
+    expected = native(lax.psum_scatter, tree, **options)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_same_bits(np.asarray(found["b"]), np.asarray(expected["b"]))
+    del found["b"], expected["b"], tree["b"]
+    for ours, exact, own in zip(*map(jax.tree.leaves, (found, expected, tree)), strict=True):
+        close(ours, exact, own, terms=n)
+
+
+@pytest.mark.parametrize(
+    ("axis", "tiled"), [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
+)
+def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
+    n, method = 3, dq.DynamiQ(widths=(8,), bits=9, min_leaf_size=600, min_bucket_size=600)
+    tree = {
+        "w": normal(n, 5, 61),
+        "v": [normal(n, 7, 30, dtype="bfloat16"), normal(n, 2, 101, dtype="float16")],
+        "b": normal(n, 3, 9),  # with the others' not yet 600 in all
+        "i": normal(n, 3, 70, dtype="int32"),
+        "empty": normal(n, 3, 0),
+    }
+    options = {"axis": axis, "tiled": tiled}
+    found = gather(method, **options)(tree, jax.random.key(0))
+    expected = native(lax.all_gather, tree, **options)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_replicas_equal(found)
+    assert_same_bits(np.asarray(found["b"]), np.asarray(expected["b"]))
+    del found["b"], expected["b"], tree["b"]
+    for ours, exact, own in zip(*map(jax.tree.leaves, (found, expected, tree)), strict=True):
+        close(ours, exact, own, terms=1)
+
+
+N, SIZE = 4, 4 * (2 * 8 * 256 - 77)
+OF_FOUR = ["ring, two streams", "butterfly", "direct"]
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_finished_sums_are_not_rounded_again(name):
+    x, run = anchored(8, "piecewise", N), scatter(EIGHT_BITS, TOPOLOGIES[name][0])
+    found = np.asarray(run(x, jax.random.key(0)))
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+    np.testing.assert_array_equal(found.astype(np.float64), exact.reshape(N, -1))
+    # An owner's own share is not encoded at all: alone it comes back whatever it is.
+    rough = gradient(5, N, x.shape[1])
+    owner = jnp.arange(x.shape[1]) // (x.shape[1] // N)
+    alone = jnp.where(owner == jnp.arange(N)[:, None], rough, 0)
+    found = np.asarray(run(alone, jax.random.key(0)))
+    assert_same_bits(found.reshape(-1), np.asarray(jnp.sum(alone, axis=0)))
+    found = np.asarray(run(rough, jax.random.key(0)))
+    assert 1e-7 < relative_error(found.reshape(-1), rough) < 5e-5 * (N - 1)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_slices_at_five_bits(name):
+    """Unequal slices each keep to their budget and error; keys decide; bad ones stay alone."""
+    x, run = gradient(0, N, SIZE), scatter(DEFAULT, TOPOLOGIES[name][0])
+    part = SIZE // N
+    loud = jnp.repeat(jnp.array([1.0, 1e-6, 1e6, 1e-3]), part)
+    x = x * loud
+    first, again = (np.asarray(run(x, jax.random.key(1))) for _ in range(2))
+    assert first.shape == (N, part)
+    assert_same_bits(first, again)
+    exact = np.sum(np.asarray(x, np.float64), axis=0).reshape(N, part)
+    error = np.sum((first - exact) ** 2, axis=1) / np.sum(exact**2, axis=1)
+    assert np.all(error > 1e-4)
+    assert np.all(error < 0.05)
+    assert np.mean(np.asarray(run(x, jax.random.key(2))) != first) > 0.3
+    by_data, again = (np.asarray(run(x, None)) for _ in range(2))
+    assert_same_bits(by_data, again)
+    assert np.mean(by_data != first) > 0.3
+    bad = x.at[1, 3 * 256].set(jnp.nan).at[3, part + 5].set(jnp.inf).at[2, SIZE - 1].set(-jnp.inf)
+    found = np.asarray(run(bad, jax.random.key(1)))
+    sick = np.zeros((N, part), bool)
+    sick[0, 3 * 256 : 4 * 256] = sick[1, :256] = sick[N - 1, (part - 1) // 256 * 256 :] = True
+    np.testing.assert_array_equal(np.isfinite(found), ~sick)
+
+
+def test_slices_are_unbiased():
+    """C = 2048, N = 200; the variance is that of three roundings. See test_psum."""
+    x, samples = gradient(0, N, SIZE), 200
+    run = scatter(INDEPENDENT, dq.Direct())
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+    total, squared = np.zeros((2, SIZE))
+    for key in jax.random.split(jax.random.key(3), samples):
+        error = np.asarray(run(x, key)).reshape(-1) - exact
+        total, squared = total + error, squared + error**2
+    # Every slice has its own rest: blocks are halves of slices.
+    padded = [np.pad(a.reshape(N, -1), ((0, 0), (0, 77))) for a in (total, squared, exact)]
+    found = bias(*padded[:2], samples, padded[2], blocks=2 * N)
+    assert found.worst_score() < 6
+    assert abs(np.mean(found.spread) - 1) < 0.1
+
+
+SHARD = 2 * 8 * 256 - 77
+
+
+def test_gathered_shards_are_unbiased_and_the_same_everywhere():
+    """With any rounding, since each is encoded once; also the own shard is as others see it."""
+    n, samples = 3, 200
+    x = gradient(0, n, SHARD) * jnp.array([[1.0], [1e-6], [1e6]])
+    run = gather(DEFAULT, tiled=False)
+    exact = np.asarray(x, np.float64)
+    total, squared = np.zeros((2, n, SHARD))
+    for key in jax.random.split(jax.random.key(3), samples):
+        found = np.asarray(run(x, key))
+        error = found[0] - exact
+        total, squared = total + error, squared + error**2
+    assert_replicas_equal(found)
+    relative = np.sum(error**2, axis=1) / np.sum(exact**2, axis=1)
+    assert np.all(relative > 1e-4)
+    assert np.all(relative < 0.02)
+    # The shard's first bytes decide nothing of another shard's noise.
+    assert np.mean(error[0] / np.max(np.abs(error[0])) == error[1] / np.max(np.abs(error[1]))) < 0.1
+    # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 31.
+    padded = [np.pad(a, ((0, 0), (0, 77))) for a in (total, squared, exact)]
+    found = bias(*padded[:2], samples, padded[2], blocks=2 * n)
+    assert found.worst_score() < 6
+    assert abs(np.mean(found.spread) - 1) < 0.1
+
+
+def test_gathered_shards_follow_keys_and_stay_alone_if_bad():
+    x, run = gradient(0, 3, SHARD), gather(DEFAULT, tiled=False)
+    first, again = (np.asarray(run(x, jax.random.key(1))) for _ in range(2))
+    assert_same_bits(first, again)
+    assert np.mean(np.asarray(run(x, jax.random.key(2))) != first) > 0.3
+    assert np.mean(np.asarray(run(x, None)) != first) > 0.3
+    bad = x.at[1, 300].set(jnp.nan).at[2, SHARD - 1].set(jnp.inf)
+    found = np.asarray(run(bad, jax.random.key(1)))
+    assert_replicas_equal(found)
+    sick = np.zeros((3, SHARD), bool)
+    sick[1, 256:512] = sick[2, (SHARD - 1) // 256 * 256 :] = True
+    np.testing.assert_array_equal(np.isfinite(found[0]), ~sick)
+    np.testing.assert_array_equal(np.asarray(run(0 * x, jax.random.key(1))), 0.0)
+
+
+def both_derivatives(collective, x, tangent, cotangent):
+    """(pushed, pulled) through a collective, on vmap."""
+
+    def one(x, tangent, cotangent):
+        _, pushed = jax.jvp(collective, (x,), (tangent,))
+        _, pull = jax.vjp(collective, x)
+        return pushed, pull(cotangent)[0]
+
+    return jax.jit(jax.vmap(one, axis_name="data"))(x, tangent, cotangent)
+
+
+def test_derivatives_are_those_of_lax():
+    n = 4
+    x, tangent = normal(n, 8, 40), gradient(1, n, 320).reshape(n, 8, 40)
+    slices, whole = (gradient(2, n, size) for size in (80, 1280))
+    partial = functools.partial
+    kinds = [
+        (
+            partial(dq.psum_scatter, scatter_dimension=1, method=EIGHT_BITS),
+            partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
+            slices.reshape(n, 8, 10),
+        ),
+        (
+            partial(dq.all_gather, axis=1, method=EIGHT_BITS),
+            partial(lax.all_gather, axis=1, tiled=True),
+            whole.reshape(n, 8, 160),
+        ),
+    ]
+    for *collectives, cotangent in kinds:
+        found, expected = (
+            both_derivatives(partial(collective, axis_name="data"), x, tangent, cotangent)
+            for collective in collectives
+        )
+        for left, right in zip(found, expected, strict=True):
+            assert left.shape == right.shape
+            np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+
+
+def test_derivatives_under_shard_map():
+    """Of a loss of gathered parameters, as sharded training takes it; checked by JAX."""
+    n = 4
+    shards, weight = normal(n, 64, 20), gradient(1, n, 64 * n * 20).reshape(n, 64 * n, 20)
+
+    def grad(collective):
+        def one(shard, weight):
+            def loss(shard):
+                whole = collective(shard)
+                return jnp.sum(whole * weight[0])
+
+            return jax.grad(loss)(shard[0])[None]
+
+        specs = {"in_specs": P("data"), "out_specs": P("data")}
+        return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))(shards, weight)
+
+    found = grad(lambda x: dq.all_gather(x, "data", method=EIGHT_BITS))
+    expected = grad(lambda x: lax.all_gather(x, "data", tiled=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        expected, np.sum(weight, axis=0).reshape(shards.shape), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_shard_map_gives_the_bits_of_vmap():
+    n, key = 8, jax.random.key(3)
+    x = plan_is_exact(n, n * 3 * 8 * 256)
+    shards = x[:, : 3 * 8 * 256 - 50].at[:, -206:].set(0.0)  # the last super-group is cut off
+    topology = dq.Butterfly()
+
+    def both(x, shard, key):
+        scattered = dq.psum_scatter(x[0], "data", method=DEFAULT, topology=topology, key=key)
+        gathered = dq.all_gather(shard[0], "data", method=DEFAULT, key=key)
+        return scattered[None], gathered[None]
+
+    specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(both, mesh=auto_mesh(n), **specs)
+    scattered, gathered = jax.jit(mapped)(x, shards, key)
+    assert 1e-4 < relative_error(np.asarray(scattered).reshape(-1), x) < 0.1
+    assert_same_bits(np.asarray(scattered), np.asarray(scatter(DEFAULT, topology)(x, key)))
+    assert np.any(np.asarray(gathered[0]) != np.asarray(shards).reshape(-1))
+    assert_same_bits(np.asarray(gathered), np.asarray(gather(DEFAULT)(shards, key)))
+
+
+def test_a_tuple_of_axes_counts_as_one():
+    """Slices and shards are numbered row by row, on any map."""
+    names, types = ("node", "gpu"), (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4], axis_types=types)
+    x, key = anchored(8, "piecewise", 4), jax.random.key(0)
+
+    def both(x, key):
+        options = {"method": EIGHT_BITS, "key": key}
+        part = dq.psum_scatter(x, names, topology=dq.Direct(), **options)
+        return part, dq.all_gather(part, names, **options)
+
+    def one(x, key):
+        return jax.tree.map(lambda y: y[None], both(x[0], key))
+
+    specs = {"in_specs": (P(names), P()), "out_specs": P(names)}
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+    nested = jax.vmap(jax.vmap(both, (0, None), axis_name="gpu"), (0, None), axis_name="node")
+    for found in (
+        jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x, key),
+        jax.jit(nested)(x.reshape(2, 2, -1), key),
+    ):
+        part, whole = (np.asarray(y, np.float64).reshape(4, -1) for y in found)
+        np.testing.assert_array_equal(part, exact.reshape(4, -1))
+        np.testing.assert_array_equal(whole, np.broadcast_to(exact, whole.shape))
+
+
+def test_one_worker_keeps_its_bits():
+    tree = {
+        "w": normal(1, 70, 3),
+        "low": normal(1, 6, 900, dtype="bfloat16"),
+        "i": jnp.ones((1, 2)),
+    }
+    key = jax.random.key(0)
+    assert_same_bits(scatter(DEFAULT)(tree, key), tree)
+    assert_same_bits(gather(DEFAULT)(tree, key), tree)
+    one = jax.tree.map(lambda x: x[:, None], tree)
+    assert_same_bits(scatter(DEFAULT, tiled=False)(one, key), tree)
+    assert_same_bits(gather(DEFAULT, tiled=False)(tree, key), one)
+
+
+def traced(collective, *shapes, n=4, **options):
+    trees = [jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]
+    mapped = jax.vmap(lambda tree: collective(tree, "data", **options), axis_name="data")
+    return jax.eval_shape(mapped, {f"leaf {i}": tree for i, tree in enumerate(trees)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "texts"),
+    [
+        ((8, 10), {"scatter_dimension": 1}, ["leaf ['leaf 1'] has 10 entries", "=1", "4 workers"]),
+        ((9,), {}, ["has 9 entries", "no multiple of the 4 workers", "pad it", "dq.psum"]),
+        ((8,), {"scatter_dimension": 1}, ["scatter_dimension=1", "shape (8,)", "pass a dimension"]),
+        ((8,), {"scatter_dimension": -1}, ["scatter_dimension=-1", "shape (8, 8)"]),
+        ((), {}, ["scatter_dimension=0", "shape ()", "scatter such leaves apart"]),
+        ((8,), {"tiled": False}, ["has 8 entries", "tiled=False", "4 workers", "pass tiled=True"]),
+    ],
+)
+def test_slices_that_do_not_divide(shape, options, texts):
+    good = (4, 4, 4) if not options.get("tiled", True) else (8, 8)
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, texts))):
+        traced(dq.psum_scatter, good, shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((), {}), ((3,), {"axis": 1}), ((3,), {"axis": -2}), ((3,), {"axis": 2, "tiled": False})],
+)
+def test_axes_that_are_not_there(shape, options):
+    axis = options.get("axis", 0)
+    texts = [f"axis={axis}: leaf ['leaf 1'] has shape {shape}", "every leaf has", "gather such"]
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, texts))):
+        traced(dq.all_gather, (3, 3, 3), shape, **options)
+    # A new axis of a scalar is no problem.
+    assert traced(dq.all_gather, (), tiled=False)["leaf 0"].shape == (4, 4)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="power of two of workers, and the axis has 3"):
+        traced(dq.psum_scatter, (6,), n=3, topology=dq.Butterfly())
+    for collective in (dq.psum_scatter, dq.all_gather):
+        with pytest.raises(ValueError, match="method=5 is not a method"):
+            traced(collective, (8,), method=5)
+        with pytest.raises(ValueError, match="key=7 is not a PRNG key"):
+            traced(collective, (8,), key=7)
+        with pytest.raises(NotImplementedError, match="axis_index_groups"):
+            traced(collective, (8,), axis_index_groups=[[0, 1], [2, 3]])
+
+
+def test_a_leaf_that_does_not_vary_is_not_summed():
+    def one(x):
+        return dq.psum_scatter({"w": jnp.ones(16), "x": x}, "data")
+
+    mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"leaf \['w'\].*0 more do not vary over axis 'data'"):
+        jax.eval_shape(mapped, jnp.ones(64))

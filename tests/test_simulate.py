@@ -1,0 +1,333 @@
+"""The simulator of large all-reduces: that it does what the library does, in bounded memory."""
+
+import functools
+import json
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import assert_same_bits
+from jax import lax
+from typer.testing import CliRunner
+
+import dynamiq_jax as dq
+from dynamiq_jax import cli
+from dynamiq_jax.bench import report
+from dynamiq_jax.codecs.dynamiq import plan_for
+from dynamiq_jax.simulate import PUBLISHED, Case, MXComparator, simulate
+from dynamiq_jax.simulate.codecs import DynamiQCodec, SharedPlan, dynamiq_codec
+from dynamiq_jax.simulate.gradients import Source, contribution, mixture_source, worker_gradient
+from dynamiq_jax.simulate.mxfp8 import MXCodec
+from dynamiq_jax.simulate.passes import (
+    REDUCE,
+    Given,
+    Setting,
+    add_exactly,
+    centered,
+    direct_arrivals,
+    finished,
+    join,
+    ring_hops,
+    subtree,
+    survey,
+)
+from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.topologies.base import n_slots
+from pallas_kernels import slot_noise
+
+METHOD = dq.DynamiQ(bits=5.5, widths=(4, 8))
+SUPER_GROUPS = 64
+TOPOLOGIES = {4: dq.Direct(), 8: dq.Butterfly(), 16: dq.Ring(unroll_up_to=1)}
+"""By the number of workers that they are tested with."""
+SEED = jnp.array([3, 5], jnp.uint32)
+
+
+def silent(loop, done, of):
+    pass
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rows_of(source, n):
+    return jax.vmap(functools.partial(worker_gradient, source))(jnp.arange(n))
+
+
+class TestGradients:
+    def test_gaussians_independent_between_workers(self):
+        n, source = 256, Source(SEED, jnp.array([1.0, 3.0]))
+        x = np.asarray(rows_of(source, n), np.float64).reshape(n, 2, 256) / [[[1], [3]]]
+        count = x.size
+        assert abs(x.mean()) < 4 / count**0.5
+        assert (x**2).mean() == pytest.approx(1, abs=4 * (2 / count) ** 0.5)
+        assert (x**4).mean() == pytest.approx(3, abs=4 * (96 / count) ** 0.5)
+        # Sums over all workers have the energy of independent terms, coordinate by coordinate.
+        total = x.sum(axis=0)
+        assert (total**2).mean() / n == pytest.approx(1, abs=4 * (2 / total.size) ** 0.5)
+        for shift in (1, 2, 64):
+            products = x * np.roll(x, shift, axis=0)
+            assert abs(products.mean()) < 4 / count**0.5
+            products = x.reshape(n, -1) * np.roll(x.reshape(n, -1), shift, axis=1)
+            assert abs(products.mean()) < 4 / count**0.5
+
+    def test_a_worker_is_the_same_in_any_loop(self):
+        source = mixture_source(jax.random.key(0), 3)
+        rows = rows_of(source, 5)
+        assert_same_bits(rows[4], jax.jit(worker_gradient)(source, 4))
+        assert len(np.unique(np.asarray(rows))) > 0.99 * rows.size
+
+    def test_magnitudes_are_the_mixtures(self):
+        key = jax.random.key(4)
+        source = mixture_source(key, 64)
+        x = lognormal_mixture(jax.random.split(key)[0], 512, 64).reshape(512, 64, 256)
+        np.testing.assert_allclose(jnp.std(x, axis=(0, 2)), source.deviation, rtol=0.02)
+
+    def test_inner_workers_are_summed_in_bf16(self):
+        source = mixture_source(jax.random.key(1), 2)
+        total = np.zeros((512,), jnp.bfloat16)
+        for row in rows_of(source, 12)[8:]:
+            total = total + np.asarray(row.astype(jnp.bfloat16))
+        summed = jax.jit(contribution, static_argnums=2)(source, 2, 4)
+        assert_same_bits(summed, total.astype(np.float32))
+
+
+@functools.cache
+def library(n):
+    """jit of (f32[n, n * 64 * 256], seed) -> the workers' all-reduced sums and their plans."""
+    topology, size = TOPOLOGIES[n], n * SUPER_GROUPS * 256
+    layout = METHOD.layout(size, n, topology)
+
+    def one(x, seed):
+        total, _ = METHOD.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed)
+        return total, plan_for(x, "w", seed, layout, METHOD.wire_format, None)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w")), layout
+
+
+@functools.cache
+def repeated_source(n, seed):
+    """As many super-groups of every magnitude as there are chunks."""
+    source = mixture_source(jax.random.split(jax.random.key(seed))[0], SUPER_GROUPS)
+    return Source(source.seed + 1, jnp.tile(source.deviation, n))
+
+
+@pytest.mark.parametrize("n", TOPOLOGIES, ids=str)
+def test_a_chunk_of_the_library_bit_for_bit(n):
+    """With the library's own layout and plan, the loops give what its chunk 0 becomes.
+
+    Chunk 0 belongs to worker 0: in a ring it starts at worker 1.
+    """
+    topology, source = TOPOLOGIES[n], repeated_source(n, 0)
+    all_reduce, layout = library(n)
+    x = rows_of(source, n)
+    totals, plans = all_reduce(jnp.roll(x, 1, axis=0) if n == 16 else x, SEED)
+    plan = jax.tree.map(lambda leaf: leaf[0], plans)
+    stages = topology.stages(n)
+    slots = n_slots(stages)
+    setting = Setting(DynamiQCodec(METHOD, layout, slots), stages, n, 1)
+    noise = slot_noise(SEED, slots, METHOD.rounding)
+    given = Given(source, SharedPlan(plan, noise))
+    payload = REDUCE[type(topology)](setting, given, silent)
+    own = np.asarray(plan.order[0])
+    found = finished(setting, given.shared, payload).reshape(-1, 256)[own]
+    assert_same_bits(found, totals[0].reshape(-1, 256)[own])
+
+
+@pytest.mark.parametrize("n", TOPOLOGIES, ids=str)
+def test_error_is_that_of_the_library(n):
+    """Each of its chunks holds what is simulated; the data are others."""
+    case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=METHOD, topology=TOPOLOGIES[n])
+    ratios = []
+    for seed in range(12):
+        x = rows_of(repeated_source(n, seed), n)
+        exact = np.sum(np.asarray(x, np.float64), axis=0)
+        total = library(n)[0](x, jnp.array([seed, 1], jnp.uint32))[0][0]
+        expected = np.sum((np.asarray(total, np.float64) - exact) ** 2) / np.sum(exact**2)
+        ratios.append(simulate(case, jax.random.key(seed)) / expected)
+    assert np.mean(np.log(ratios)) == pytest.approx(0, abs=0.05)
+
+
+def test_exact_sum_and_statistics():
+    n, source = 300, mixture_source(jax.random.key(3), 16)
+    setting = Case(n_workers=n, super_groups=16, method=METHOD, topology=dq.Ring()).setting()
+    calls = []
+    totals = survey(setting, source, lambda *call: calls.append(call))
+    x = np.asarray(rows_of(source, n), np.float64)
+    total = np.asarray(totals.high, np.float64) + np.asarray(totals.low, np.float64)
+    # A compiler may contract a gradient's products otherwise in another loop.
+    np.testing.assert_allclose(total, x.sum(axis=0), rtol=0, atol=2e-6 * np.abs(x).max())
+    sqnorm = (x.reshape(n, 16, 256) ** 2).sum(axis=(0, 2))
+    np.testing.assert_allclose(totals.message[0], sqnorm, rtol=2e-3)
+    assert calls[-1] == ("statistics", n, n)
+
+
+def test_sums_keep_what_f32_rounds_off():
+    start = jnp.ones((2,)), jnp.zeros((2,))
+    small = jnp.array([2.0**-30, -(2.0**-35)])
+    high, low = jax.jit(lambda s: lax.fori_loop(0, 100, lambda i, s: add_exactly(s, small), s))(
+        start
+    )
+    total = np.asarray(high, np.float64) + np.asarray(low, np.float64)
+    np.testing.assert_array_equal(total, 1 + 100 * np.asarray(small, np.float64))
+
+
+def test_blocks_of_a_butterfly_are_rounds_too():
+    n, source = 8, mixture_source(jax.random.key(5), 4)
+    case = Case(n_workers=n, super_groups=4, method=MXComparator(), topology=dq.Butterfly())
+    setting = case.setting()
+    totals = survey(setting, source, silent)
+    given = Given(source, setting.codec.share(totals.message, SEED))
+    sums = [centered(setting, given, w) for w in range(n)]
+    for level in range(3):
+        roots = range(0, n, 2 << level)
+        pairs = zip(sums[0::2], sums[1::2], roots, strict=True)
+        sums = [join(setting, given, left, right, level, root) for left, right, root in pairs]
+    assert_same_bits(subtree(setting, given, 3, 0), sums[0])
+
+
+class TestMXFP8:
+    def test_shared_scales_never_overflow(self):
+        """All workers at their largest: the sum is the target, 335, and everything is exact."""
+        n, size = 6, 64
+        codec = MXCodec(MXComparator(), n, size)
+        x = jnp.where(jnp.arange(size) % 2 == 0, 1.0, -1.0)
+        scale = codec.share(codec.measure(x), SEED)
+        decoded = codec.finish(scale, codec.encode(scale, n * x, 0, 0))
+        np.testing.assert_allclose(decoded, n * x, rtol=1 / 16)
+
+    @pytest.mark.parametrize("scales", ["shared", "own"])
+    def test_error_of_one_round(self, scales):
+        """Relative rounding errors of E4M3 are 8.6e-4 of Gaussians; four workers hold more."""
+        case = Case(
+            n_workers=2, super_groups=64, method=MXComparator(scales=scales), topology=dq.Direct()
+        )
+        # One of two gradients is encoded and then the sum: 1.5 encodings of its energy.
+        assert simulate(case, jax.random.key(0)) == pytest.approx(1.5 * 8.6e-4, rel=0.2)
+
+
+def temporary_bytes(function, n, topology, carry, *arguments, method=METHOD):
+    """What XLA sets aside for a compiled loop beside its arguments and results."""
+    case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=method, topology=topology)
+    setting, zeros = case.setting(), jnp.zeros((SUPER_GROUPS * 256,))
+
+    def start(source, seed):
+        message = setting.codec.measure(zeros)
+        shared = setting.codec.share(message, seed)
+        payload = setting.codec.encode(shared, zeros, 0, 0)
+        values = {"payload": (payload,), "sum": (zeros,), None: ()}[carry]
+        return Given(source, shared), *values
+
+    source = mixture_source(jax.random.key(0), SUPER_GROUPS)
+    compiled = function.lower(setting, *jax.eval_shape(start, source, SEED), *arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("function", "topology", "carry"),
+    [(ring_hops, dq.Ring(), "payload"), (direct_arrivals, dq.Direct(), "sum")],
+    ids=["ring", "direct"],
+)
+def test_memory_of_loops_is_the_same_for_any_number_of_workers(function, topology, carry):
+    small, large = (temporary_bytes(function, n, topology, carry, 1, n - 1) for n in (64, 512))
+    assert large <= 1.02 * small
+
+
+def test_memory_of_a_tree_grows_with_its_depth_alone():
+    """Two levels more have four times the workers; each holds four sums."""
+    own = MXComparator(scales="own")
+    two, four = (
+        temporary_bytes(subtree, 512, dq.Butterfly(), None, level, 0, method=own)
+        for level in (2, 4)
+    )
+    assert four <= two + 2 * 4.1 * (4 * 256 * SUPER_GROUPS)
+
+
+@pytest.mark.parametrize("topology", [dq.Ring(), dq.Butterfly(), dq.Direct()], ids=str)
+@pytest.mark.parametrize("bits", [5.0, 8.5])
+def test_wire_bits_are_the_budget(topology, bits):
+    method = dq.DynamiQ(bits=bits, widths=(2, 4, 8, 16))
+    case = Case(n_workers=8192, super_groups=32768, method=method, topology=topology)
+    layout = dynamiq_codec(method, 8192, 32768, case.outer).layout
+    assert (layout.chunks, layout.super_groups, layout.rows) == (1, 32768, 32768)
+    coords = 2 * 8191 / 8192 * 8192 * layout.size  # that pass through every worker
+    used = (layout.payload_bits + 8192 * layout.stats_bits) / coords
+    assert bits - 0.01 < used <= bits
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"n_workers": 12, "topology": dq.Butterfly()}, "needs a power of two of workers"),
+        ({"n_workers": 1}, "1 workers are not two or more sets of 1"),
+        ({"topology": dq.Hierarchical(), "n_inner": 3}, "8 workers are not two or more sets of 3"),
+        ({"super_groups": 0}, "super_groups=0"),
+        ({"method": dq.DynamiQ(super_group_size=512)}, "pass super_group_size=256"),
+        ({"topology": dq.Hierarchical(inner=dq.Ring()), "n_inner": 2}, "only a native inner axis"),
+        ({"topology": object()}, "is not simulated; pass dq.Ring()"),
+    ],
+)
+def test_impossible_cases_are_refused(options, complaint):
+    usual = {"n_workers": 8, "super_groups": 8, "method": METHOD, "topology": dq.Ring()}
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(complaint)):
+        Case(**usual | options)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def keep_xla_flags(self, monkeypatch):
+        monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+    def invoke(self, *arguments):
+        return CliRunner().invoke(cli.app, ["simulate", *map(str, arguments)])
+
+    def test_table_and_json(self, tmp_path):
+        file = tmp_path / "rows.json"
+        size = ["--workers", 8, "--super-groups", 16, "--seeds", 2, "--inner", 2]
+        chosen = ["--topology", "hierarchical", "--method", "mxfp8,mxfp8-own,dynamiq"]
+        result = self.invoke(*size, *chosen, "--widths", 4, "--json", file)
+        assert result.exit_code == 0, result.output
+        for column in report.SIMULATION_COLUMNS:
+            assert column.title in result.output
+        rows = json.loads(file.read_text())["rows"]
+        assert [(row["topology"], row["method"], row["bits"]) for row in rows] == [
+            ("hierarchical, 2 inner", "mxfp8", 8.5),
+            ("hierarchical, 2 inner", "mxfp8-own", 8.25),
+            ("hierarchical, 2 inner", "dynamiq", 5),
+        ]
+        for row in rows:
+            assert 0 < row["lowest"] < row["vnmse"] < row["highest"] < 0.05
+            assert f"{row['vnmse']:.3g}" in result.output
+            assert row["published"] is None
+
+    def test_the_papers_table(self, monkeypatch):
+        cases = []
+        monkeypatch.setattr(cli, "study", lambda case, seeds, progress: cases.append(case))
+        monkeypatch.setattr(report, "print_table", lambda rows, columns, title: None)
+        assert self.invoke("--table").exit_code == 0
+        names = {dq.DynamiQ: "dynamiq", MXComparator: "mxfp8"}
+        found = {
+            (type(c.topology).__name__.lower(), names[type(c.method)], c.method.bits) for c in cases
+        }
+        assert found == set(PUBLISHED)
+        assert {c.n_workers for c in cases} == {8192}
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--topology", "torus"], "topology 'torus' is not known"),
+            (["--method", "fp8"], "method 'fp8' is not known"),
+            (["--bits", "five"], "five"),
+            (["--bits", "2"], "raise bits, or add a narrower"),
+            (["--widths", "4,4"], "different widths"),
+            (["--rounding", "up"], "rounding='up'"),
+            (["--balance", "99"], "balance=99"),
+            (["--workers", "12", "--topology", "butterfly"], "needs a power of two"),
+            (["--workers", "12", "--topology", "hierarchical"], "not two or more sets of 8"),
+        ],
+    )
+    def test_wrong_options_are_refused_with_the_reason(self, arguments, complaint):
+        result = self.invoke(*arguments)
+        assert result.exit_code == 2
+        output = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", result.output)
+        assert complaint in " ".join(output.split())
