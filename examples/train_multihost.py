@@ -60,9 +60,15 @@ PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
 
 
 def join(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout: int,
+    cluster: str | None = None,
 ) -> None:
     """Makes this process one of several. Must precede everything else that JAX is asked.
+
+    What is `None` JAX finds out by itself, from ``cluster`` or from the first it detects.
 
     Whoever stops sending heartbeats for ``timeout`` seconds counts as dead, and JAX ends all the
     others with an error that names it. A process that ends by itself waits as long for the others.
@@ -72,6 +78,7 @@ def join(
             coordinator,
             num_processes,
             process_id,
+            cluster_detection_method=cluster,
             heartbeat_timeout_seconds=timeout,
             shutdown_timeout_seconds=timeout,
         )
@@ -298,6 +305,9 @@ def main(
     coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1)] = None,
     process_id: Annotated[int | None, typer.Option(min=0)] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="slurm, ompi, mpi4py or k8s; default: what JAX detects")
+    ] = None,
     heartbeat_timeout: Annotated[
         int, typer.Option(min=1, help="seconds until a silent process counts as dead")
     ] = 100,
@@ -315,7 +325,7 @@ def main(
     recipe = recipe._replace(
         steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
     )
-    join(coordinator, num_processes, process_id, heartbeat_timeout)
+    join(coordinator, num_processes, process_id, heartbeat_timeout, cluster)
     run = Run(
         model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method, topology=None,
         seed=seed,

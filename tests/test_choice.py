@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import SMALL
+from cases import METHODS, SMALL, assert_same_bits, gradient
 
 import dynamiq_jax as dq
+from dynamiq_jax.arguments import resolve
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -60,7 +62,10 @@ def test_domains_of_several_processes(hosts, found, one_domain):
         ((2, 4), dq.Hierarchical(outer=dq.Butterfly()), "fast links"),
         ((3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
         ((2, 3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
+        ((2, 4, 3), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
+        ((4, 1, 2), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((4, 1), dq.Butterfly(), "power of two"),
+        ((1, 1, 3), dq.Ring(), "no power"),
     ],
 )
 def test_several_hosts(hosts, sizes, topology, reason):
@@ -68,6 +73,55 @@ def test_several_hosts(hosts, sizes, topology, reason):
     choice = rule.automatic(sizes)
     assert choice.topology == topology
     assert reason in choice.reason
+
+
+def test_across_hosts_powers_of_two_are_butterflies():
+    powers = {n for n in range(1, 70) if rule.across_hosts(n) == dq.Butterfly()}
+    assert powers == {1, 2, 4, 8, 16, 32, 64}
+    assert all(rule.across_hosts(n) == dq.Ring() for n in set(range(1, 70)) - powers)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Links between workers are slow, whatever these are."""
+    monkeypatch.setattr(rule, "in_one_domain", lambda: False)
+
+
+def test_what_is_passed_is_taken(slow):
+    for topology in (dq.Direct(), dq.Ring(streams=1)):
+        resolved = resolve(None, topology, (2, 4))
+        assert resolved.topology == topology
+        assert resolved.reason == "as passed"
+        assert resolved.n_workers == 8
+
+
+def test_halves_take_several_axes_as_one(slow):
+    assert resolve(None, None, (2, 4), levels=1).topology == dq.Butterfly()
+    assert resolve(None, None, (2, 3), levels=1).topology == dq.Ring()
+    assert resolve(None, None, (2, 3)).topology == dq.Hierarchical(outer=dq.Butterfly())
+
+
+def test_a_hierarchy_fills_in_its_outer_topology(slow):
+    whole = dq.Hierarchical()
+    assert resolve(None, whole, (6, 2)).topology == dq.Hierarchical(outer=dq.Ring())
+    assert resolve(None, whole, (2, 2, 2)).topology == dq.Hierarchical(outer=dq.Butterfly())
+    inner = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
+    assert resolve(None, inner, (4, 2)).topology == inner
+    # Of nodes of one worker nothing else is left.
+    assert resolve(None, whole, (6, 1)).topology == dq.Ring()
+
+
+def test_psum_follows_the_rule(slow):
+    x, key = gradient(0, 2, 3000), jax.random.key(0)
+
+    def reduced(topology):
+        def one(x):
+            return dq.psum(x, "data", method=METHODS["default"], topology=topology, key=key)
+
+        return np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
+
+    assert_same_bits(reduced(None), reduced(dq.Butterfly()))
+    assert np.any(reduced(None) != reduced(dq.Direct()))
 
 
 def test_explain_says_which_and_why(hosts, capsys):

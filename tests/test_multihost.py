@@ -1,4 +1,4 @@
-"""Several processes over loopback: their results are those of one, and a death is noticed.
+"""Several processes over loopback: their results are those of one, and a death ends them all.
 
 Groups of 2 and 4 processes, of 2 devices each, run `multihost_worker`, which says what they do.
 """
@@ -133,63 +133,70 @@ def results(folder, n):
 
 
 @pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory):
-    folders = {n: tmp_path_factory.mktemp(f"alone{n}") for n in worker.COLLECTIVES}
-    assert_went_well(*ends([functools.partial(start, folders[n], "alone", 2 * n) for n in folders]))
-    return {n: results(folder, 1) for n, folder in folders.items()}
+def alone(tmp_path_factory):
+    """n -> results of one process with as many devices as n processes have."""
+
+    @functools.cache
+    def run(n):
+        folder = tmp_path_factory.mktemp(f"alone{n}")
+        assert_went_well(*ends([functools.partial(start, folder, "alone", 2 * n)]))
+        return results(folder, 1)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def of_several(tmp_path_factory):
-    """{n: results of n processes}, and how the processes ended."""
-    folders = {n: tmp_path_factory.mktemp(f"together{n}") for n in worker.COLLECTIVES}
-    ended = {n: group_ends(folder, "together", n) for n, folder in folders.items()}
-    assert_went_well(*ended[2])
-    return {n: results(folder, n) for n, folder in folders.items()}, ended
+def together(tmp_path_factory):
+    """n -> results of n processes, and how they ended."""
+
+    @functools.cache
+    def run(n):
+        folder = tmp_path_factory.mktemp(f"together{n}")
+        processes = group_ends(folder, "together", n)
+        if n == 4:
+            assert_others_noticed_the_death(processes)
+        else:
+            assert_went_well(*processes)
+        return results(folder, n)
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("n", "name"), [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
 )
-def test_several_processes_give_the_bits_of_one(of_one_process, of_several, n, name):
+def test_several_processes_give_the_bits_of_one(alone, together, n, name):
     for i in range(2 * n):
-        expected = of_one_process[n].rows[f"{name}/{i}"]
+        expected = alone(n).rows[f"{name}/{i}"]
         assert np.ptp(expected) > 0
-        assert_same_bits(of_several[0][n].rows[f"{name}/{i}"], expected)
+        assert_same_bits(together(n).rows[f"{name}/{i}"], expected)
 
 
 @pytest.mark.parametrize("n", worker.COLLECTIVES)
-def test_all_devices_of_all_processes_end_training_with_the_bits_of_one_process(
-    of_one_process, of_several, n
-):
-    records = of_several[0][n].records
+def test_all_devices_end_training_with_the_bits_of_one_process(alone, together, n):
+    records, (expected,) = together(n).records, alone(n).records
     assert all(record["mesh"] == {"node": n, "gpu": 2} for record in records)
-    (alone,) = of_one_process[n].records
-    copies = sum((record["hashes"] for record in records), [])
+    copies = [copy for record in records for copy in record["hashes"]]
     assert len(copies) == 2 * n
-    assert set(copies) == set(alone["hashes"])
+    assert set(copies) == set(expected["hashes"])
     for record in records:
         assert record["losses"] == records[0]["losses"]
         # Losses are averaged in f32, in another order than in one process.
-        np.testing.assert_allclose(record["losses"], alone["losses"], rtol=1e-6)
-    assert alone["losses"][-1] < alone["losses"][0] - 0.3
+        np.testing.assert_allclose(record["losses"], expected["losses"], rtol=1e-6)
+    assert expected["losses"][-1] < expected["losses"][0] - 0.3
 
 
 @pytest.mark.parametrize("n", worker.COLLECTIVES)
-def test_processes_that_were_told_different_keys_say_so(of_several, n):
-    for record in of_several[0][n].records:
+def test_processes_that_were_told_different_keys_say_so(together, n):
+    for record in together(n).records:
         assert "key: process 0 has" in record["complaint"]
         assert f"(differs from process 0 on {[*range(1, n)]})" in record["complaint"]
-
-
-def test_a_death_ends_the_others_with_its_name(of_several):
-    assert_others_noticed_the_death(of_several[1][4])
 
 
 # --- The example ----------------------------------------------------------------------------------
 
 
-def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path, of_several):
+def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path, together):
     processes = group_ends(tmp_path, "command_line_dies", 2)
     assert_others_noticed_the_death(processes)
     assert "step 6" in processes[0].output
@@ -202,4 +209,4 @@ def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path,
     assert 0 < int(resumed) < worker.DIES_BEFORE_STEP
     assert "starting" not in processes[1].output  # one process speaks for all
     record = json.loads((tmp_path / "out" / "tiny-multihost.json").read_text())
-    assert record["losses"] == of_several[0][2].records[0]["losses"]
+    assert record["losses"] == together(2).records[0]["losses"]
