@@ -24,10 +24,9 @@ soak: $(VENV)/.installed-dev
 
 errors: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
-	  tests/test_errors.py tests/test_agreement.py tests/test_topologies.py \
-	  tests/test_hierarchical.py tests/test_sharded.py tests/test_mx_methods.py \
-	  tests/test_thc_method.py tests/test_omnireduce.py tests/test_native_methods.py \
-	  tests/test_lanes.py tests/test_mx.py tests/test_cli.py
+	  tests/test_errors.py tests/test_agreement.py tests/test_hierarchical.py \
+	  tests/test_sharded.py tests/test_topologies.py tests/test_uncompressed.py \
+	  tests/test_native_methods.py tests/test_lanes.py tests/test_mx.py tests/test_bench_error.py
 
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu
