@@ -92,8 +92,8 @@ def join(
         )
     except ValueError as error:
         raise typer.BadParameter(
-            f"{error} JAX detected no cluster to take it from; pass --coordinator HOST:PORT, "
-            "--num-processes N and --process-id 0..N-1"
+            f"{error} Pass --coordinator HOST:PORT, --num-processes N and --process-id 0..N-1; "
+            "under SLURM, Open MPI and Kubernetes JAX finds them out by itself"
         ) from error
 
 
@@ -227,8 +227,9 @@ def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, losses: list[float]) -> None:
     """Writes state and curve, while training goes on; every process calls it."""
+    curve = {"losses": losses.copy()}  # the list grows while this one is written
     items = ocp.args.Composite(
-        state=ocp.args.StandardSave(state._asdict()), curve=ocp.args.JsonSave({"losses": losses})
+        state=ocp.args.StandardSave(state._asdict()), curve=ocp.args.JsonSave(curve)
     )
     checkpoints.save(len(losses), args=items, force=True)
 
