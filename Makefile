@@ -24,9 +24,7 @@ soak: $(VENV)/.installed-dev
 
 errors: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
-	  tests/test_errors.py tests/test_agreement.py tests/test_hierarchical.py \
-	  tests/test_sharded.py tests/test_topologies.py tests/test_uncompressed.py \
-	  tests/test_native_methods.py tests/test_lanes.py tests/test_mx.py tests/test_bench_error.py
+	  -k "errors or refus or bad_fields or agreement or axis_size" tests
 
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu

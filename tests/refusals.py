@@ -56,7 +56,8 @@ def _package(filename):
 
 
 def _row(error):
-    text = str(error).replace("|", "\\|").replace("\n", " ")
+    text = re.sub(r"(?<![\w.])/(tmp|[\w.-]+/[\w.-]+)/\S*/", "", str(error))  # folders of this run
+    text = text.replace("|", "\\|").replace("\n", " ")
     return f"| `{type(error).__name__}` | {text} |"
 
 
