@@ -55,7 +55,7 @@ from rich.table import Column, Table
 import dynamiq_jax as dq
 
 AXIS = "data"
-TOPOLOGIES = {"ring": dq.Ring()}
+TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 METHODS = ("dynamiq", "bf16", "f32")
 MAX_NORM = 1.0  # of the gradient
 
