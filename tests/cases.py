@@ -1,11 +1,12 @@
 """What several test files share: the rows of methods, inputs, maps and the test for bias.
 
-A new method or option is a row in `METHODS`; the row buys it the tests of every file that is
-parametrised over them.
+A new method is a row in `EVERY_METHOD`, a new option of DynamiQ one in `METHODS`; the row buys it
+the tests of every file that is parametrised over them.
 """
 
+import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,57 @@ UNBIASED = [
     if 0 not in method.widths and method.rounding == "independent"
 ]
 
+LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}
+NATIVE: dict[str, Any] = {"native": None}
+OVER: dict[str, Any] = {
+    "ring": LOOP,
+    "butterfly": dq.Butterfly(balance=0.0),
+    "direct": dq.Direct(),
+}
+
+
+class Row(NamedTuple):
+    """A method, and what its docstring promises."""
+
+    method: Any
+    routes: dict[str, Any]
+    """The topologies it serves, by name; `None` is native."""
+    reach: int
+    """Coordinates of a bucket that one value takes along if it is not finite: those of a block."""
+    error: float
+    """vNMSE of a sum of four `gradient`s, rounded up."""
+
+
+EVERY_METHOD = {
+    "dynamiq": Row(dq.DynamiQ(**LOW_LIMITS), OVER, 256, 0.03),
+    "bf16": Row(dq.BF16(**LOW_LIMITS), NATIVE | OVER, 1, 2e-05),
+    "f32": Row(dq.F32(**LOW_LIMITS), NATIVE | OVER, 1, 1e-14),
+    "mxfp8": Row(dq.MXFP8(**LOW_LIMITS), OVER, 32, 0.005),
+    "mxfp8, shared": Row(dq.MXFP8(sum="shared-scale", **LOW_LIMITS), OVER, 32, 0.003),
+    "mxfp6": Row(dq.MXFP6(rounding="stochastic", **LOW_LIMITS), OVER, 32, 0.03),
+    "mxfp6, shared": Row(dq.MXFP6(sum="shared-scale", **LOW_LIMITS), OVER, 32, 0.015),
+    "mxfp4": Row(dq.MXFP4(**LOW_LIMITS), OVER, 32, 0.06),
+    "thc": Row(dq.THC(piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
+    "thc, uniform": Row(dq.THC(table=False, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
+    "thc, two-shot": Row(dq.THC(form="two-shot", piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
+    "thc, memory": Row(
+        dq.THC(bits=2, error_feedback=True, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.6
+    ),
+    "thc, two-shot, memory": Row(
+        dq.THC(form="two-shot", bits=3, error_feedback=True, piece_size=512, **LOW_LIMITS),
+        NATIVE, 512, 0.15,
+    ),
+    "omnireduce": Row(dq.OmniReduce(block_size=64, **LOW_LIMITS), NATIVE, 64, 0.03),
+    "omnireduce, memory": Row(
+        dq.OmniReduce(block_size=64, error_feedback=True, **LOW_LIMITS), NATIVE, 64, 0.15
+    ),
+    "omnireduce, union, memory": Row(
+        dq.OmniReduce(block_size=64, select="union", error_feedback=True, **LOW_LIMITS),
+        NATIVE, 64, 0.15,
+    ),
+}  # fmt: skip
+"""All methods, small leaves exact; every file that is parametrised over them tests each."""
+
 
 def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:
     """f32[n, size]: super-groups of very different magnitude and mean, distinct on each worker."""
@@ -77,6 +129,24 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False):
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
 
+@functools.cache
+def stepper(method, topology=None, *, mean: bool = False):
+    """As `vmapped`, with memory: (tree, key, every worker's state) -> results, next states."""
+    reduce = dq.pmean if mean else dq.psum
+
+    def one(tree, key, state):
+        return reduce(tree, "data", method=method, topology=topology, key=key, state=state)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
+
+
+def first_state(method, tree, n: int, topology=None):
+    """What `init_state` gives one worker, for all n; the tree has a leading axis of workers."""
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    state = dq.init_state(own, n, method=method, topology=topology)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+
+
 def auto_mesh(n: int = 8):
     """A mesh of the first n devices with one Auto axis "data"."""
     return jax.make_mesh((n,), ("data",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
@@ -93,6 +163,22 @@ def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
     return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
+
+
+@contextlib.contextmanager
+def compilations():
+    """The programs that XLA compiles within the block, as a list that grows."""
+    found = []
+
+    def note(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def bits_of(x) -> np.ndarray:

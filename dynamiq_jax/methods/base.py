@@ -6,6 +6,7 @@ file here, an export, a row in the common test table and a row in the benchmark 
 
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt
 
@@ -15,6 +16,9 @@ from dynamiq_jax.topologies import Topology
 State = Any
 """What a method carries from step to step for one bucket, a pytree of arrays of one worker; ``()``
 if nothing."""
+
+LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+"""Where sums of memories end: finite in bf16, too."""
 
 
 class Limits(NamedTuple):
@@ -41,6 +45,17 @@ def check_not_negative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{name}={value} must not be negative; pass 0")
+
+
+def saturated(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """f32 values up to `LARGEST`, which infinities become; NaN stays."""
+    return jnp.clip(x, -LARGEST, LARGEST)
+
+
+def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Array, " d"]:
+    """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), saturated(x + residual), x)
 
 
 class Method(Protocol):

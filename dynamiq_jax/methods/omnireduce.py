@@ -24,7 +24,15 @@ from jaxtyping import Bool, Float, UInt
 
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs.thc import scale_of
-from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
+from dynamiq_jax.methods.base import (
+    LARGEST,
+    Limits,
+    State,
+    check_choice,
+    check_not_negative,
+    saturated,
+    with_memory,
+)
 from dynamiq_jax.topologies import Topology
 
 Select = Literal["energy", "union"]
@@ -50,14 +58,15 @@ class OmniReduce:
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
-    its whole block NaN on all. Serves ``topology=None`` only.
+    its whole block NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only.
 
     Attributes:
       density: the part of blocks that is sent, above 0 up to 1; 16 bits per coordinate times this.
       block_size: coordinates of a block.
       select: which blocks are sent, see the module.
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
-        Blocks that come out NaN leave this memory as it was.
+        Blocks that come out NaN leave this memory as it was, so that it is always finite.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
@@ -135,7 +144,7 @@ class OmniReduce:
         size, fraction = x.shape[0], None
         count = self._shape(size)[1]
         with jax.named_scope("omnireduce_all_reduce"):
-            y = x.astype(jnp.float32) + state.residual if self.error_feedback else x
+            y = with_memory(x, state.residual) if self.error_feedback else x
             blocks = self._cut(y)
             scale = scale_of(blocks)
             energy = lax.psum(_energy(scale, n_workers), axis_name)
@@ -148,9 +157,13 @@ class OmniReduce:
                 fraction = self._adapt(state.fraction, union)
             else:
                 chosen = lax.top_k(priority, count)[1]
+            # What a sum has no room for waits in memory, if there is one.
+            room = LARGEST / n_workers if self.error_feedback else LARGEST
+            sent = jnp.clip(blocks[chosen], -room, room)
             # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
-            sent = lax.reduce_precision(blocks[chosen], exponent_bits=8, mantissa_bits=7)
-            total = lax.psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32) / divisor
+            sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)
+            total = lax.psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
+            total = saturated(total) / divisor
             result = jnp.zeros(blocks.shape, x.dtype)
             result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]

@@ -28,7 +28,14 @@ from dynamiq_jax.codecs.lanes import (
     unpack_bits,
     unpack_lanes,
 )
-from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
+from dynamiq_jax.methods.base import (
+    Limits,
+    State,
+    check_choice,
+    check_not_negative,
+    saturated,
+    with_memory,
+)
 from dynamiq_jax.plan import statistics_seed
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
@@ -56,7 +63,8 @@ class THC:
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
     Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
-    whole piece NaN on all. Serves ``topology=None`` only.
+    whole piece NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only.
 
     Attributes:
       bits: of an index, 1 to 8: ``2**bits`` levels.
@@ -67,7 +75,7 @@ class THC:
       form: which native collectives run, see the module.
       sum_bits: bits of a sum on the wire, the fewest that will do if `None`.
       error_feedback: whether each worker adds to its gradient what was lost of earlier ones. Pieces
-        that come out NaN leave this memory as it was.
+        that come out NaN leave this memory as it was, so that it is always finite.
       rounding: how workers' noise is related, see `pallas_kernels.hashing`.
       piece_size: the most coordinates that are rotated together, a power of two.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
@@ -188,7 +196,7 @@ class THC:
         """See `methods.base.Method`."""
         threshold = thc.clip_threshold(self.p)
         with jax.named_scope("thc_all_reduce"):
-            y = x.astype(jnp.float32) + state.residual if self.error_feedback else x
+            y = with_memory(x, state.residual) if self.error_feedback else x
             pieces = hadamard.cut(y, piece_size=self.piece_size)
             scale, seed = self._agree(pieces, axis_name, seed, state)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
@@ -198,12 +206,12 @@ class THC:
 
             def decode(total, n: int):
                 z = thc.dequantize_sum(total, n, self.g, threshold)
-                return thc.unstandardize(hadamard.unrotate(z, seed), scale)
+                return saturated(thc.unstandardize(hadamard.unrotate(z, seed), scale))
 
             mean = decode(self._total(index, axis_name, n_workers), n_workers)
-            result = hadamard.join(mean, x.shape[0]) * (n_workers / divisor)
+            result = saturated(hadamard.join(mean, x.shape[0]) * (n_workers / divisor))
             if self.error_feedback:
-                lost = pieces - decode(thc.lookup(index, self.levels), 1)
+                lost = saturated(pieces - decode(thc.lookup(index, self.levels), 1))
                 before = hadamard.cut(state.residual, piece_size=self.piece_size)
                 lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
                 state = Memory(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)

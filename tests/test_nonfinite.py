@@ -1,0 +1,139 @@
+"""NaN, infinities and extreme magnitudes under every method and topology, and in its memory.
+
+What is not finite on one worker is not finite on any, in as many coordinates as the method's
+docstring says and no others; what is finite stays so; and memory forgets a bad step.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import EVERY_METHOD, assert_replicas_equal, first_state, gradient, stepper
+
+import dynamiq_jax as dq
+
+N, SIZE = 4, 4 * 8 * 256 - 77
+"""The last block is not full, whatever its size."""
+CASES = [(name, route) for name, row in EVERY_METHOD.items() for route in row.routes]
+KEY = jax.random.key(1)
+MAX = np.finfo(np.float32).max
+
+cases = pytest.mark.parametrize(("name", "route"), CASES)
+
+
+class Steps:
+    """A method over one topology, step by step."""
+
+    def __init__(self, name, route):
+        self.row = EVERY_METHOD[name]
+        self.topology = self.row.routes[route]
+        self.state = first_state(self.row.method, jnp.zeros((N, SIZE)), N, self.topology)
+
+    def __call__(self, x):
+        """The sum of all workers' x, after the checks that hold whatever these are."""
+        run = stepper(self.row.method, self.topology)
+        found, self.state = run(jnp.asarray(x, jnp.float32), KEY, self.state)
+        assert run._cache_size() == 1
+        assert_replicas_equal(found)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(self.state))
+        return np.asarray(found[0])
+
+
+def error(found, exact):
+    return float(dq.vnmse(jnp.asarray(found), jnp.asarray(exact)))
+
+
+def remembered(state):
+    """What all workers' memories of gradients add up to."""
+    residual = getattr(state[0], "residual", None)
+    return 0.0 if residual is None else np.sum(np.asarray(residual, np.float64), axis=0)
+
+
+@functools.cache
+def inputs(seed=0):
+    return np.array(gradient(seed, N, SIZE))
+
+
+def total(x):
+    return np.sum(x, axis=0, dtype=np.float64)
+
+
+BAD = {
+    "nan": (np.nan, np.nan),
+    "+inf": (np.inf, np.inf),
+    "-inf": (-np.inf, -np.inf),
+    "both": (np.inf, -np.inf),
+}
+
+
+@cases
+def test_what_is_not_finite_is_so_on_all_workers_and_nowhere_else(name, route):
+    """On one worker, on all of them, in the last coordinate, next to padding; then never again."""
+    steps, clean = Steps(name, route), inputs()
+    blocks = np.arange(SIZE) // steps.row.reach
+    one, everyone = 3 * steps.row.reach, 5 * steps.row.reach + steps.row.reach // 2
+    expected = np.isin(blocks, blocks[[one, everyone, -1]])
+    first = error(steps(clean), total(clean))
+    assert first < steps.row.error
+    for value, other in BAD.values():
+        before = steps.state
+        x = clean.copy()
+        x[1, one] = x[:, everyone] = x[3, -1] = value
+        x[2, everyone] = other
+        found = steps(x)
+        np.testing.assert_array_equal(np.isfinite(found), ~expected)
+        exact = (total(clean) + remembered(before))[~expected]
+        assert error(found[~expected], exact) < steps.row.error
+    exact = total(clean) + remembered(steps.state)
+    assert error(steps(clean), exact) < steps.row.error
+
+
+@cases
+def test_a_step_in_which_nothing_is_finite_is_forgotten(name, route):
+    """One worker has diverged; all see it, and later steps do not."""
+    steps = Steps(name, route)
+    for value in (np.nan, np.inf):
+        x = inputs().copy()
+        x[2] = value
+        assert not np.any(np.isfinite(steps(x)))
+        for seed in (1, 2):
+            exact = total(inputs(seed)) + remembered(steps.state)
+            assert error(steps(inputs(seed)), exact) < steps.row.error
+
+
+def extremes():
+    normal = np.random.default_rng(0).standard_normal((N, SIZE)).astype(np.float32)
+    sign, worker = np.sign(normal), np.arange(1, N + 1, dtype=np.float32)[:, None]
+    outlier = normal.copy()
+    outlier[1, 1234] = MAX / 8
+    return {
+        "largest": np.full((N, SIZE), MAX / 8, np.float32),
+        "largest, of both signs": MAX / 8 * sign,
+        "largest, by turns": MAX / 8 * np.where(np.arange(N) % 2, 1, -1)[:, None] * np.abs(sign),
+        "smallest normal": np.finfo(np.float32).tiny * sign,
+        "subnormal": np.float32(1e-42) * sign * worker,
+        "one large value": outlier,
+        "wide": normal * np.exp2(np.random.default_rng(1).integers(-120, 120, SIZE)),
+    }
+
+
+@cases
+def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
+    steps = Steps(name, route)
+    fresh = steps.state
+    for kind, x in extremes().items():
+        steps.state = fresh
+        found, again = steps(x), steps(x)
+        assert np.all(np.isfinite(found)), kind
+        assert np.all(np.isfinite(again)), kind
+        if kind == "one large value":
+            assert 0.3 < found[1234] / (MAX / 8) < 3
+        # What came before does not matter, but for what memory is there to deliver.
+        steps(0 * x)
+        exact = total(inputs()) + remembered(steps.state)
+        assert np.all(np.isfinite(exact))
+        assert np.all(np.isfinite(steps(inputs())))
+    steps.state = fresh
+    np.testing.assert_array_equal(steps(np.zeros((N, SIZE))), 0)
