@@ -2,6 +2,7 @@
 
 `make soak` runs 2000 steps (`SOAK_STEPS`); the suite a short form. One episode trains one small
 network on 8 devices, each of which keeps a copy of its own of parameters and optimizer state.
+Half of the episodes are DynamiQ's, the others those of the methods it is compared with.
 """
 
 import os
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import assert_replicas_equal, auto_mesh
-from hypothesis import HealthCheck, Phase, given, settings
+from cases import assert_replicas_equal, auto_mesh, compilations
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,17 +23,40 @@ import dynamiq_jax as dq
 STEPS = int(os.environ.get("SOAK_STEPS", "24"))
 EPISODE = 12
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 512}
-METHODS = [
+DYNAMIQ = [
     dq.DynamiQ(**SMALL),
     dq.DynamiQ(bits=4, rounding="correlated", **SMALL),
     dq.DynamiQ(bits=6, widths=(0, 2, 4, 6, 8, 10), bucket_bytes=4096, **SMALL),
     dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False, **SMALL),
 ]
+SHARED = dq.MXFP8(sum="shared-scale", **SMALL)
+MEMORY = dq.THC(error_feedback=True, piece_size=256, **SMALL)
+HOP_BY_HOP = [
+    SHARED,
+    dq.MXFP8(element="e5m2", bucket_bytes=4096, **SMALL),
+    dq.MXFP6(rounding="stochastic", **SMALL),
+    dq.MXFP4(sum="shared-scale", rounding="stochastic", **SMALL),
+    dq.BF16(**SMALL),
+    dq.F32(**SMALL),
+]
+NATIVE = [
+    MEMORY,
+    dq.THC(table=False, bits=6, piece_size=256, **SMALL),
+    dq.THC(form="two-shot", error_feedback=True, bucket_bytes=4096, **SMALL),
+    dq.OmniReduce(block_size=32, **SMALL),
+    dq.OmniReduce(block_size=32, error_feedback=True, **SMALL),
+    dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
+]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 
 shapes = st.lists(st.integers(1, 70), min_size=1, max_size=3)
-episodes = st.tuples(
-    shapes, st.sampled_from(METHODS), st.sampled_from(TOPOLOGIES), st.integers(0, 2**31 - 1)
+topologies, seeds = st.sampled_from(TOPOLOGIES), st.integers(0, 2**31 - 1)
+episodes = st.one_of(
+    st.tuples(shapes, st.sampled_from(DYNAMIQ), topologies, seeds),
+    st.one_of(
+        st.tuples(shapes, st.sampled_from(HOP_BY_HOP), topologies, seeds),
+        st.tuples(shapes, st.sampled_from(NATIVE), st.none(), seeds),
+    ),
 )
 
 
@@ -52,35 +76,39 @@ def loss_of(params, x, y):
 
 
 def train(sizes, method, topology, seed):
-    """The losses of `EPISODE` steps, and every worker's parameters after them."""
+    """Losses of `EPISODE` steps; every worker's parameters, and what its memory has of scalars."""
     mesh, optimizer = auto_mesh(), optax.adam(3e-3)
 
-    def one(params, opt_state, x, y):
-        params, opt_state = jax.tree.map(lambda p: p[0], (params, opt_state))
+    def one(own, x, y):
+        params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
         loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-        grads = dq.pmean(grads, "data", method=method, topology=topology)
+        grads, memory = dq.pmean(grads, "data", method=method, topology=topology, state=memory)
         updates, opt_state = optimizer.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
-        own = jax.tree.map(lambda p: p[None], (params, opt_state))
-        return *own, jax.lax.pmean(loss, "data")
+        own = jax.tree.map(lambda p: p[None], (params, opt_state, memory))
+        return own, jax.lax.pmean(loss, "data")
 
-    specs = {"in_specs": P("data"), "out_specs": (P("data"), P("data"), P())}
-    step = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs), donate_argnums=(0, 1))
+    specs = {"in_specs": P("data"), "out_specs": (P("data"), P())}
+    step = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs), donate_argnums=0)
     params = init(sizes, seed)
     everywhere = NamedSharding(mesh, P("data"))
 
     def copies(tree):
         return jax.device_put(jax.tree.map(lambda p: jnp.stack([p] * 8), tree), everywhere)
 
-    params, opt_state = copies(params), copies(optimizer.init(params))
+    memory = dq.init_state(params, 8, method=method, topology=topology)
+    own = copies((params, optimizer.init(params), memory))
     rng, losses = np.random.default_rng(seed), []
     target = rng.normal(size=(33, 5)).astype(np.float32)
-    for _ in range(EPISODE):
+    for number in range(EPISODE):
         x = rng.normal(size=(32, 33)).astype(np.float32)
-        params, opt_state, loss = step(params, opt_state, x, x @ target)
-        losses.append(float(loss))
+        with compilations() as compiled:
+            own, loss = step(own, x, x @ target)
+            losses.append(float(loss))
+        assert len(compiled) == (number == 0)
     assert step._cache_size() == 1
-    return losses, jax.device_get(params)
+    params, _, memory = jax.device_get(own)
+    return losses, params, [leaf for leaf in jax.tree.leaves(memory) if leaf.ndim == 1]
 
 
 def resident_bytes():
@@ -96,13 +124,15 @@ SEEN = []
     deadline=None,
     database=None,
     derandomize=True,
-    phases=[Phase.generate],
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 @given(episodes)
+@example(([40], MEMORY, None, 0))
+@example(([9, 30], SHARED, dq.Butterfly(), 1))
 def episode(drawn):
-    losses, params = train(*drawn)
-    assert_replicas_equal(params)
+    losses, *replicas = train(*drawn)
+    assert_replicas_equal(replicas)
     assert np.isfinite(losses).all()
     assert losses[-1] < 1.2 * losses[0]  # twelve steps of the smallest net learn little
     jax.clear_caches()  # every episode is a new program: what it compiled is not a leak
