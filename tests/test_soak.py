@@ -100,8 +100,9 @@ def train(sizes, method, topology, seed):
     own = copies((params, optimizer.init(params), memory))
     rng, losses = np.random.default_rng(seed), []
     target = rng.normal(size=(33, 5)).astype(np.float32)
+    data = rng.normal(size=(EPISODE - 1, 32, 33)).astype(np.float32)
     for number in range(EPISODE):
-        x = rng.normal(size=(32, 33)).astype(np.float32)
+        x = data[number % len(data)]  # the last batch is the first, so that losses compare
         with compilations() as compiled:
             own, loss = step(own, x, x @ target)
             losses.append(float(loss))
@@ -134,7 +135,7 @@ def episode(drawn):
     losses, *replicas = train(*drawn)
     assert_replicas_equal(replicas)
     assert np.isfinite(losses).all()
-    assert losses[-1] < 1.2 * losses[0]  # twelve steps of the smallest net learn little
+    assert losses[-1] < 1.1 * losses[0]  # twelve steps of the smallest net learn little
     jax.clear_caches()  # every episode is a new program: what it compiled is not a leak
     SEEN.append((len(jax.live_arrays()), resident_bytes()))
 
