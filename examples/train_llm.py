@@ -17,7 +17,7 @@ curves (PNG) and all numbers (JSON) land in ``runs/``. Losses depend a little on
 whose standard library is the training text.
 
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
-worker's own gradient of one step for offline study.
+worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
 
 import os
@@ -141,14 +141,18 @@ def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callab
     return step
 
 
-def make_worker_grads(loss_fn: Loss, mesh: jax.sharding.Mesh) -> Callable:
-    """Returns ``f(params, tokens)``: every worker's own gradient, leaves ``[n_workers, ...]``."""
+def make_worker_grads(loss_fn: Loss, mesh: jax.sharding.Mesh, per_device: int = 1) -> Callable:
+    """Returns ``f(params, tokens)``: every worker's own gradient, leaves ``[n_workers, ...]``.
+
+    A device plays ``per_device`` workers, one after the other; its rows are dealt out to them.
+    """
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS))
     def worker_grads(params: Any, tokens: jax.Array) -> Any:
         params = jax.lax.pcast(params, AXIS, to="varying")
-        return jax.tree.map(lambda g: g[None], jax.grad(loss_fn)(params, tokens))
+        rows = tokens.reshape(per_device, -1, tokens.shape[1])
+        return jax.lax.map(lambda own: jax.grad(loss_fn)(params, own), rows)
 
     return worker_grads
 
@@ -228,7 +232,15 @@ def make_optimizer(
     )
 
 
-def train(run: Run, method: Method, dump: tuple[Path, int] | None = None) -> Result:
+class Dump(NamedTuple):
+    """Where one step's gradients go, of how many workers each device plays for that."""
+
+    file: Path
+    step: int
+    per_device: int
+
+
+def train(run: Run, method: Method, dump: Dump | None = None) -> Result:
     """Trains from ``run.init()`` with ``method``; saves one step's worker gradients if asked."""
     params, optimizer = run.init(), make_optimizer(run.recipe)
     opt_state = jax.jit(optimizer.init)(params)
@@ -241,8 +253,9 @@ def train(run: Run, method: Method, dump: tuple[Path, int] | None = None) -> Res
         if i % run.measure_every == 0:
             result.vnmse[i] = float(measure(run.worker_grads(params, tokens)))
             result.mean_vnmse = float(np.mean(list(result.vnmse.values())))
-        if dump is not None and dump[1] == i:
-            save_gradients(dump[0], i, run.worker_grads(params, tokens))
+        if dump is not None and dump.step == i:
+            each = make_worker_grads(run.loss_fn, run.mesh, dump.per_device)
+            save_gradients(dump.file, i, each(params, tokens))
 
     fit(run, result, make_step(method, optimizer), params, opt_state, before)
     return result
@@ -363,6 +376,7 @@ def main(
     measure_every: Annotated[int, typer.Option(min=1, help="steps between vNMSE values")] = 20,
     dump_gradients: Annotated[Path | None, typer.Option(help="write FILE.npz")] = None,
     dump_step: Annotated[int, typer.Option(min=0, help="step to dump, from 0")] = 0,
+    dump_workers: Annotated[int | None, typer.Option(help="default: one per device")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
 ) -> None:
     """Trains a LLaMA-style model with compressed gradients."""
@@ -377,7 +391,9 @@ def main(
     recipe = recipe._replace(
         steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
     )
-    dump = dump_gradients and (dump_gradients, dump_step)
+    n_devices = jax.device_count()
+    dump_workers = dump_workers or n_devices
+    dump = dump_gradients and Dump(dump_gradients, dump_step, dump_workers // n_devices)
     if dump_gradients:
         if dump_gradients.suffix != ".npz":
             raise typer.BadParameter(f"--dump-gradients {dump_gradients}: must end in .npz")
@@ -385,11 +401,17 @@ def main(
             raise typer.BadParameter(f"--dump-gradients: no folder {dump_gradients.parent}")
         if dump_step >= recipe.steps:
             raise typer.BadParameter(f"--dump-step {dump_step}: steps are 0..{recipe.steps - 1}")
+        rows = recipe.batch_size * n_devices
+        if dump_workers < n_devices or dump_workers % n_devices or rows % dump_workers:
+            raise typer.BadParameter(
+                f"--dump-workers {dump_workers}: pass a multiple of the {n_devices} devices that "
+                f"divides the step's {rows} sequences (--batch-size times devices)"
+            )
     out.mkdir(parents=True, exist_ok=True)
 
     config, console = CONFIGS[model], Console()
     config = replace(config, vocab_size=vocab_size or config.vocab_size)
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
