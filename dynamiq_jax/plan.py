@@ -8,6 +8,7 @@ the expected squared error within that size: starting from the narrowest, the ne
 always the one that removes most error per word.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from pallas_kernels import TILE_ROWS, WireFormat, distortion, mix, pack_tiles
 from pallas_kernels.format import MAX_WIDTH
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
-_GAIN_LEVELS = 1024  # of 1/16 octave: what lies 2^64 below the best is not told apart
+_LEVELS = 1024  # of energy, 1/16 octave each
 
 
 class Plan(NamedTuple):
@@ -82,10 +83,44 @@ def width_upgrades(fmt: WireFormat) -> tuple[int, tuple[Upgrade, ...]]:
     return widths[0], tuple(upgrades)
 
 
+class Schedule(NamedTuple):
+    """All (energy level, upgrade) pairs, the one that removes most error per word first."""
+
+    level: np.ndarray
+    """int32[E]"""
+    words: np.ndarray
+    """int32[E]: what the upgrade of one tile takes."""
+    place: np.ndarray
+    """int32[levels, U]: where in the schedule a level's upgrades are."""
+
+
+@functools.lru_cache(maxsize=64)
+def upgrade_schedule(fmt: WireFormat) -> Schedule:
+    """The order in which tiles are widened.
+
+    It depends on no data: a tile's energy is one of `_LEVELS` levels below the largest, and the
+    gain of an upgrade at a level is that level's energy times the upgrade's gain.
+    """
+    _, upgrades = width_upgrades(fmt)
+    step = np.arange(_LEVELS)
+    middle = 1 + (15 - step % 16 + 0.5) / 16  # of 16 equal parts of an octave, from its end
+    energy = middle * 2.0 ** -(step // 16)
+    gain = energy[:, None] * np.array([u.gain for u in upgrades])
+    order = np.argsort(-gain, axis=None, kind="stable")
+    place = np.empty(gain.size, np.int32)
+    place[order] = np.arange(gain.size)
+    words = np.array([u.words for u in upgrades], np.int32)
+    level, upgrade = np.divmod(order.astype(np.int32), len(upgrades))
+    return Schedule(level, words[upgrade], place.reshape(gain.shape))
+
+
 def assign_widths(
     energy: Float[Array, " T"], payload_words: int, fmt: WireFormat
 ) -> Int[Array, " T"]:
     """The width of each tile with the least expected squared error within the payload.
+
+    Energies are told apart in steps of 1/16 octave, down to 2^64 below the largest. Of the upgrade
+    that no longer fits for all tiles of a level, the first tiles get it.
 
     Args:
       energy: the energy of each tile, summed over chunks and workers; not negative.
@@ -96,33 +131,33 @@ def assign_widths(
     tiles = energy.shape[0]
     if not upgrades:
         return jnp.full((tiles,), narrowest, jnp.int32)
+    schedule = upgrade_schedule(fmt)
     budget = payload_words - tiles * fmt.tile_words(narrowest)
-    gain = energy[:, None] * jnp.asarray([u.gain for u in upgrades], jnp.float32)
-    words = jnp.broadcast_to(jnp.asarray([u.words for u in upgrades], jnp.int32), gain.shape)
-    # No sort: gains fall into levels of 1/16 octave; whole levels are taken while they fit, and
-    # of the next one as many upgrades, in order, as still fit. A tile's own gains fall, so that
-    # its upgrades are taken in their order.
-    level = _steps_below_largest(gain, mantissa_bits=4, steps=_GAIN_LEVELS).reshape(-1)
-    words = words.reshape(-1)
-    until = jnp.arange(_GAIN_LEVELS, dtype=jnp.int32)[:, None]
-    total = jnp.sum(jnp.where(level <= until, words, 0), axis=1)
-    cut = jnp.sum(total <= budget)
-    left = budget - jnp.sum(jnp.where(level < cut, words, 0))
-    marginal = level == cut
-    fits = jnp.cumsum(jnp.where(marginal, words, 0)) <= left
-    taken = ((level < cut) | (marginal & fits)).reshape(gain.shape)
-    chosen = jnp.sum(taken, axis=1)
+    level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
+    is_level = level == jnp.arange(_LEVELS, dtype=jnp.int32)[:, None]
+    tiles_at = jnp.sum(is_level, axis=1, dtype=jnp.int32)
+    spent = jnp.cumsum(tiles_at[schedule.level] * schedule.words)
+    fits = spent <= budget
+    taken = jnp.sum(fits[schedule.place], axis=1, dtype=jnp.int32)[level]
+    # What is left pays for the next entry in part.
+    cut = jnp.sum(fits, dtype=jnp.int32)
+    last = jnp.minimum(cut, len(schedule.level) - 1)
+    left = budget - jnp.where(cut > 0, spent[jnp.maximum(cut - 1, 0)], 0)
+    affordable = jnp.where(cut == last, left // jnp.asarray(schedule.words)[last], 0)
+    marginal = level == jnp.asarray(schedule.level)[last]
+    chosen = taken + (marginal & (jnp.cumsum(marginal) <= affordable))
     return jnp.asarray([narrowest] + [u.width for u in upgrades], jnp.int32)[chosen]
 
 
 def _steps_below_largest(x: Array, *, mantissa_bits: int, steps: int) -> Array:
-    """How many steps of 2^-mantissa_bits octave each x >= 0 lies below the largest, as int32.
+    """How many steps of 2^-mantissa_bits octave x >= 0 lies below the octave of the largest's end.
 
-    At most steps - 1: what lies further below is not told apart.
+    int32, at most steps - 1: what lies further below is not told apart.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32) >> (23 - mantissa_bits)
     bits = bits.astype(jnp.int32)
-    return jnp.minimum(jnp.max(bits) - bits, steps - 1)
+    end = jnp.max(bits) | ((1 << mantissa_bits) - 1)
+    return jnp.minimum(end - bits, steps - 1)
 
 
 def make_plan(
