@@ -150,18 +150,15 @@ def test_bad_fields(fields, message):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_zeros_and_values_that_are_not_finite(form):
-    """Pieces of 1024: zeros on all, on all but one worker, a NaN, and both infinities."""
+def test_pieces_of_zeros(form):
+    """Pieces of 1024: zeros on no worker, on all, and on all but one."""
     method = dq.THC(form=form, **SHORT)
-    x = jnp.asarray(lognormal_scaled(3, 5 * 1024)).at[:, 1024:2048].set(0).at[:2, 2048:3072].set(0)
-    bad = x.at[1, 3100].set(jnp.nan).at[0, 4100].set(jnp.inf).at[2, 4200].set(-jnp.inf)
-    found = reduce(method, bad)
+    x = jnp.asarray(lognormal_scaled(3, 3 * 1024)).at[:, 1024:2048].set(0).at[:2, 2048:3072].set(0)
+    found = reduce(method, x)
     assert_replicas_equal(found)
-    pieces, exact = found[0].reshape(5, 1024), total_of(x).reshape(5, 1024)
+    pieces, exact = found[0].reshape(3, 1024), total_of(x).reshape(3, 1024)
     assert not np.any(pieces[1])
-    assert np.all(np.isnan(pieces[3:]))
     assert max(relative_error(pieces[i], exact[i]) for i in (0, 2)) < 0.12
-    assert not np.any(reduce(method, jnp.zeros_like(x)))
 
 
 @pytest.mark.parametrize("magnitude", [1e-37, 1e-12, 1e25, 1e38])
