@@ -21,6 +21,12 @@ from dynamiq_jax.methods import Method
 FACT_BYTES = 4096
 """What one process says of one fact, as text cut to this length and its hash."""
 
+FACTS = (
+    "arguments", "version of dynamiq_jax", "version of jax", "platform", "mesh", "axis_name",
+    "method", "topology", "limits", "key", "tree",
+)  # fmt: skip
+"""What processes compare; "arguments" are accepted or refused, and with these nothing else is."""
+
 
 def check_agreement(
     tree,
@@ -43,12 +49,21 @@ def check_agreement(
 
     Raises:
       RuntimeError: names what differs, on which processes, and both values.
+      ValueError, NotImplementedError: what `psum` would refuse, on the processes where it would;
+        the others say so as well, and wait for nobody.
     """
-    facts = facts_of(tree, mesh, axis_name, method=method, topology=topology, key=key)
-    if jax.process_count() == 1:
-        return
-    gathered = multihost_utils.process_allgather(_encode(facts))
-    compare([_decode(row, list(facts)) for row in gathered])
+    refusal = None
+    try:
+        facts = facts_of(tree, mesh, axis_name, method=method, topology=topology, key=key)
+    except (ValueError, NotImplementedError) as error:
+        refusal = error
+        facts = dict.fromkeys(FACTS, "") | {"arguments": f"{type(error).__name__}: {error}"}
+    if jax.process_count() > 1:  # also where arguments were refused: the others are waiting
+        gathered = multihost_utils.process_allgather(_encode(facts))
+        if refusal is None:
+            compare([_decode(row, list(FACTS)) for row in gathered])
+    if refusal is not None:
+        raise refusal
 
 
 def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -> dict[str, str]:
@@ -60,7 +75,8 @@ def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -
     resolved = resolve(method, topology, tuple(mesh.shape[name] for name in names))
     words = key_words(key)
     leaves = describe_leaves(tree)
-    return {
+    facts = {
+        "arguments": "accepted",
         "version of dynamiq_jax": _version(),
         "version of jax": jax.__version__,
         "platform": jax.default_backend(),
@@ -72,12 +88,16 @@ def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -
         "key": "none" if words is None else str(np.asarray(words).tolist()),
         "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
     }
+    assert tuple(facts) == FACTS
+    return facts
 
 
 def compare(rows: Sequence[dict[str, str]]) -> None:
     """Raises unless all processes say the same; ``rows[i]`` are the facts of process i."""
     complaints = []
-    for fact, first in rows[0].items():
+    refused = any(row["arguments"] != rows[0]["arguments"] for row in rows)
+    for fact in ("arguments",) if refused else FACTS:
+        first = rows[0][fact]
         others = [i for i, row in enumerate(rows) if row[fact] != first]
         if others:
             theirs = rows[others[0]][fact]

@@ -144,13 +144,38 @@ def hashes(tree):
     return [digest.hexdigest() for digest in digests.values()]
 
 
-def complaint_about_keys(params, mesh):
-    """What `dq.check_agreement` says when every process has a key of its own."""
-    try:
-        dq.check_agreement(params, mesh, AXES, key=jax.random.key(jax.process_index()))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def disagreements(mesh):
+    """{what: arguments of `dq.check_agreement`}, on which the last process differs from others."""
+    odd = jax.process_index() == jax.process_count() - 1
+    tree = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
+
+    def told(tree=tree, axis_name=AXES, **options):
+        return (tree, mesh, axis_name), options
+
+    return {
+        "nothing": told(key=jax.random.key(1), method=METHOD, topology=dq.Hierarchical()),
+        "method": told(method=dq.DynamiQ(bits=4.5) if odd else dq.DynamiQ()),
+        "kind of method": told(method=dq.MXFP8() if odd else dq.DynamiQ()),
+        "topology": told(topology=dq.Ring() if odd else dq.Direct()),
+        "key": told(key=jax.random.key(2 if odd else 1)),
+        "presence of a key": told(key=jax.random.key(1) if odd else None),
+        "shape": told(tree | {"w": jnp.ones((400, 300))} if odd else tree),
+        "dtype": told(tree | {"b": jnp.ones(7)} if odd else tree),
+        "structure": told(tree | {"c": jnp.ones(3)} if odd else tree),
+        "a refusal": told(axis_name="chip" if odd else AXES),
+    }
+
+
+def complaints(mesh):
+    """{what: what `dq.check_agreement` says to this process, "" if nothing}."""
+    found = {}
+    for what, (args, options) in disagreements(mesh).items():
+        found[what] = ""
+        try:
+            dq.check_agreement(*args, **options)
+        except (RuntimeError, ValueError) as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    return found
 
 
 # --- Modes ----------------------------------------------------------------------------------------
@@ -173,7 +198,7 @@ def library(mesh, folder, n_nodes):
         "mesh": dict(mesh.shape),
         "losses": outcome.losses,
         "hashes": hashes(outcome.state.params),
-        "complaint": complaint_about_keys(outcome.state.params, mesh),
+        "complaints": complaints(mesh),
     }
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(record))
 

@@ -186,11 +186,41 @@ def test_all_devices_end_training_with_the_bits_of_one_process(alone, together, 
     assert expected["losses"][-1] < expected["losses"][0] - 0.3
 
 
+DISAGREEMENTS = {
+    "method": ("method", "bits=5.0", "bits=4.5"),
+    "kind of method": ("method", "DynamiQ(", "MXFP8("),
+    "topology": ("topology", "Direct(", "Ring("),
+    "key": ("key", "[0, 1]", "[0, 2]"),
+    "presence of a key": ("key", "none", "[0, 1]"),
+    "shape": ("tree", "['w']: float32[300, 400]", "['w']: float32[400, 300]"),
+    "dtype": ("tree", "['b']: bfloat16[7]", "['b']: float32[7]"),
+    "structure": ("tree", "['w']: float32[300, 400]", "['c']: float32[3]"),
+}
+"""What differs, and how process 0 and the last one put it."""
+
+
 @pytest.mark.parametrize("n", worker.COLLECTIVES)
-def test_processes_that_were_told_different_keys_say_so(together, n):
-    for record in together(n).records:
-        assert "key: process 0 has" in record["complaint"]
-        assert f"(differs from process 0 on {[*range(1, n)]})" in record["complaint"]
+def test_processes_that_were_told_different_things_say_what_and_where(together, n):
+    complaints = [record["complaints"] for record in together(n).records]
+    for what, (fact, first, last) in DISAGREEMENTS.items():
+        for complaint in (said[what] for said in complaints):
+            assert complaint.startswith("RuntimeError: workers would not reduce gradients alike")
+            found = re.search(rf"{fact}: process 0 has (.*?), process {n - 1} has (.*)", complaint)
+            assert first in found[1], complaint
+            assert last in found[2], complaint
+            assert f"(differs from process 0 on [{n - 1}])" in found[2]
+    assert not any(said["nothing"] for said in complaints)
+
+
+@pytest.mark.parametrize("n", worker.COLLECTIVES)
+def test_no_process_waits_for_one_whose_arguments_are_refused(together, n):
+    """That one says why; the others, which one it was and the same."""
+    *others, refused = [record["complaints"]["a refusal"] for record in together(n).records]
+    assert refused.startswith("ValueError: axis_name='chip' is not in the mesh")
+    for complaint in others:
+        assert "arguments: process 0 has 'accepted'" in complaint
+        assert f"process {n - 1} has \"ValueError: axis_name='chip' is not in the mesh" in complaint
+        assert "tree" not in complaint
 
 
 # --- The example ----------------------------------------------------------------------------------
