@@ -111,7 +111,9 @@ def extremes():
     sign, worker = np.sign(normal), np.arange(1, N + 1, dtype=np.float32)[:, None]
     outlier = normal.copy()
     outlier[1, 1234] = MAX / 8
+    one = np.where(np.arange(N)[:, None] == 1, MAX, np.zeros(SIZE, np.float32))
     return {
+        "largest of all": one,
         "largest": np.full((N, SIZE), MAX / 8, np.float32),
         "largest, of both signs": MAX / 8 * sign,
         "largest, by turns": MAX / 8 * np.where(np.arange(N) % 2, 1, -1)[:, None] * np.abs(sign),
@@ -127,16 +129,15 @@ def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
     steps = Steps(name, route)
     fresh = steps.state
     for kind, x in extremes().items():
+        if kind == "largest of all" and name in ("bf16", "mxfp8, shared", "mxfp6, shared"):
+            continue  # the nearest that they have is 2^128
         steps.state = fresh
-        found, again = steps(x), steps(x)
+        found = steps(x)
         assert np.all(np.isfinite(found)), kind
-        assert np.all(np.isfinite(again)), kind
+        assert np.all(np.isfinite(steps(x))), kind  # with what memory adds to it
         if kind == "one large value":
             assert 0.3 < found[1234] / (MAX / 8) < 3
-        # What came before does not matter, but for what memory is there to deliver.
-        steps(0 * x)
-        exact = total(inputs()) + remembered(steps.state)
-        assert np.all(np.isfinite(exact))
+        assert np.all(np.isfinite(steps(0 * x)))
         assert np.all(np.isfinite(steps(inputs())))
     steps.state = fresh
     np.testing.assert_array_equal(steps(np.zeros((N, SIZE))), 0)

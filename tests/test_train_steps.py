@@ -124,15 +124,15 @@ def test_dynamic_loss_scaling_finds_its_scale_on_all_workers_alike(name):
 
         grads, loss = jax.grad(scaled, has_aux=True)(w.astype(jnp.float16))
         here = jnp.all(jnp.isfinite(grads))
+        grads = grads.astype(jnp.float32) / scale
         grads, memory = dq.pmean(grads, "data", method=method, state=memory)
         finite = jnp.all(jnp.isfinite(grads))
-        update = 8 * grads.astype(jnp.float32) / scale
-        w = jnp.where(finite, w - update, w)
+        w = jnp.where(finite, w - 8 * grads, w)
         return (w, memory, *next_scale(scale, good, finite)), (loss, here, finite)
 
     step = on_devices(one)
     w = jnp.zeros(SHAPE)
-    memory = dq.init_state(w.astype(jnp.float16), N, method=method)
+    memory = dq.init_state(w, N, method=method)
     own = copies((w, memory, jnp.float32(2.0**22), jnp.int32(0)))
     losses, scales, alone = [], [], 0
     for number in range(40):

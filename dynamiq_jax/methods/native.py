@@ -112,7 +112,7 @@ class BF16(_Uncompressed):
     """All-reduce with bf16 on the wire, in half the bytes of f32; results in the leaf's dtype.
 
     ``topology=None`` is `lax.psum` of bf16, which adds as XLA's collectives do. With a topology
-    every hop adds in f32 and rounds partial sums to the nearest bf16.
+    every hop adds in f32 and rounds partial sums to the nearest bf16: beyond 3.39e38, to infinity.
 
     Attributes:
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` in their own dtype.

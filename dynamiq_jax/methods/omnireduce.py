@@ -66,7 +66,8 @@ class OmniReduce:
       block_size: coordinates of a block.
       select: which blocks are sent, see the module.
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
-        Blocks that come out NaN leave this memory as it was, so that it is always finite.
+        Blocks that come out NaN leave this memory as it was, so that it is always finite. It has
+        the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size.

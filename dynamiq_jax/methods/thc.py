@@ -75,7 +75,8 @@ class THC:
       form: which native collectives run, see the module.
       sum_bits: bits of a sum on the wire, the fewest that will do if `None`.
       error_feedback: whether each worker adds to its gradient what was lost of earlier ones. Pieces
-        that come out NaN leave this memory as it was, so that it is always finite.
+        that come out NaN leave this memory as it was, so that it is always finite. It has the
+        gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
       rounding: how workers' noise is related, see `pallas_kernels.hashing`.
       piece_size: the most coordinates that are rotated together, a power of two.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
