@@ -85,7 +85,7 @@ def test_apply_if_finite_skips_a_step_that_is_bad_on_one_worker(name):
         loss, grads = jax.value_and_grad(loss_of)(w, x, y)
         grads, memory = dq.pmean(grads, "data", method=SKIPPING[name], state=memory)
         updates, opt_state = optimizer.update(grads, opt_state, w)
-        return (optax.apply_updates(w, updates), opt_state, memory), loss
+        return (optax.apply_updates(w, updates), opt_state, memory), (loss, grads)
 
     w = jnp.zeros(SHAPE)
     memory = dq.init_state(w, N, method=SKIPPING[name])
@@ -97,9 +97,9 @@ def test_apply_if_finite_skips_a_step_that_is_bad_on_one_worker(name):
         if bad:
             x[number % N, 0, 7] = (np.nan, np.inf, -np.inf)[number % 3]
         before = own
-        own, loss = step(own, x, y)
+        own, (loss, grads) = step(own, x, y)
         (w, opt_state, memory), skipped = own, skipped + bad
-        assert_replicas_equal((w, opt_state))
+        assert_replicas_equal((w, opt_state, grads))
         np.testing.assert_array_equal(opt_state.last_finite, not bad)
         np.testing.assert_array_equal(opt_state.total_notfinite, skipped)
         unchanged = hash_of((w, opt_state.inner_state)) == hash_of((before[0], before[1][3]))
