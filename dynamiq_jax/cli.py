@@ -69,7 +69,7 @@ def bench_all_reduce(
         str, typer.Option(help="Methods with their wire bits per coordinate.")
     ] = "dynamiq:5,dynamiq:4",
     topology: Annotated[
-        str, typer.Option(help="How payloads travel: direct, ring, butterfly, or several.")
+        str, typer.Option(help="direct, ring, butterfly, hierarchical (needs --nodes), or several.")
     ] = "direct",
     baseline: Annotated[str, typer.Option(help="Native psum by wire dtype: bf16, f32.")] = "bf16",
     collective: Annotated[
@@ -78,6 +78,16 @@ def bench_all_reduce(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Use the first so many devices (default: all).")
     ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
+    ] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="This command runs in so many processes at once.")
+    ] = None,
+    process_id: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
+    coordinator: Annotated[
+        str, typer.Option(help="HOST:PORT where process 0 listens to the others.")
+    ] = "localhost:29400",
     repeats: Repeats = None,
     iterations: Annotated[
         int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
@@ -85,12 +95,21 @@ def bench_all_reduce(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
-    """Time compressed all-reduces against native psum on one mesh axis."""
+    """Time compressed all-reduces against native psum.
+
+    With --processes, run it in every process; the first one reports.
+    """
+    if processes:
+        jax.distributed.initialize(coordinator, processes, process_id)
     routes = [
         _checked("--topology", contenders.parse_topology, name) for name in topology.split(",")
     ]
     if collective not in ("psum", "psum_scatter"):
         raise typer.BadParameter(f"--collective {collective!r}: pass psum or psum_scatter")
+    if nodes > 1 and collective != "psum":
+        raise typer.BadParameter(f"--nodes {nodes}: {collective} is timed on one axis; pass 1")
+    if nodes == 1 and "hierarchical" in topology:
+        raise typer.BadParameter("--topology hierarchical: it reduces over two axes; pass --nodes")
     chosen = [
         _checked("--methods", contenders.parse_method, text, route, collective)
         for text in methods.split(",")
@@ -108,15 +127,21 @@ def bench_all_reduce(
     sizes = sizes or ("1MiB,4MiB" if on_cpu else "16MiB,64MiB,1GiB")
     sizes_bytes = [_checked("--sizes", contenders.parse_size, text) for text in sizes.split(",")]
 
+    _checked("--nodes", all_reduce.make_mesh, workers, nodes)
     title = f"{collective} of one bf16 leaf, {_workers(workers)}, {repeats} repeats"
+    if nodes > 1 or processes:
+        title += f", {nodes} node(s), {jax.process_count()} process(es)"
     rows = all_reduce.bench_all_reduce(
         sizes_bytes,
         chosen,
         reference,
         devices=workers,
         repeats=repeats,
+        nodes=nodes,
         iterations=iterations,
     )
+    if jax.process_index() > 0:
+        return
     report.print_table(rows, report.ALL_REDUCE_COLUMNS, title)
     if json_file:
         report.write_json(json_file, rows, report.surroundings(workers))
@@ -130,7 +155,7 @@ def bench_kernels(
         str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
     ] = None,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate of the mix.")] = 5.0,
-    widths: Annotated[str, typer.Option(help="Bit widths of the mix.")] = "2,4,8",
+    widths: Annotated[str, typer.Option(help="Bit widths of the mix.")] = "2,4,6,8,10",
     single_widths: Annotated[
         bool, typer.Option("--single-widths", help="Time every width by itself, too.")
     ] = False,
@@ -226,7 +251,7 @@ def simulate(
         str, typer.Option(help="dynamiq, mxfp8 (shared scales), mxfp8-own, or several.")
     ] = "dynamiq",
     bits: Annotated[str, typer.Option(help="DynamiQ's wire bits per coordinate.")] = "5",
-    widths: Annotated[str, typer.Option(help="DynamiQ's widths.")] = "2,4,8,16",
+    widths: Annotated[str, typer.Option(help="DynamiQ's widths.")] = "2,4,6,8,10",
     rounding: Annotated[
         str, typer.Option(help="antithetic, correlated or independent.")
     ] = "antithetic",

@@ -74,8 +74,8 @@ class WireFormat:
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
     """
 
-    widths: tuple[int, ...] = (2, 4, 8)
-    group_size: int = 16
+    widths: tuple[int, ...] = (2, 4, 6, 8, 10)
+    group_size: int = 32
     super_group_size: int = 256
     levels: Levels = "piecewise"
     rounding: Rounding = "antithetic"

@@ -13,7 +13,7 @@ from dynamiq_jax.synthetic import lognormal_mixture
 SEEDS = range(3)
 PAPERS_MIXTURE = {3: 0.30, 4: 0.018, 5: 0.0024, 6: 0.0005}
 """What we promise of the mean vNMSE at each number of bits."""
-PINNED = {3: 0.168, 4: 0.00794, 5: 0.00110, 6: 0.000253}
+PINNED = {3: 0.0561, 4: 0.00353, 5: 0.000370, 6: 0.0000564}
 """What we measure; one seed (data and rounding) spreads by 4%, so that the mean of 3 is good to
 2.5%. The paper's scheme has 0.30, 0.021, 0.0028 and 0.00053 here."""
 
@@ -43,25 +43,28 @@ def test_error_at_every_budget(bits):
 
 
 def test_parts_gain_in_the_papers_order():
-    """Each part of the scheme lowers the error, at 5 bits in all.
+    """Each part of the scheme, and each of ours, lowers the error, at 5 bits in all.
 
     The paper measured .1207, .0664, .0130, .0092, .0059 on the gradients of a language model. The
     mixture has Gaussian groups, where other levels gain 10% only; the same seeds give all
     variants the same data, so that ratios of neighbours spread by 2%, less than any step here.
     (Fixed widths use 4.625 of the 5 bits: the next width up, 5, would take 5.625.)
     """
-    plain = {"group_size": 32, "group_scale": "bf16", "rounding": "independent", **SMALL}
+    paper = {"widths": (2, 4, 8), "group_size": 16, "subtract_mean": True, **SMALL}
+    plain = paper | {"group_size": 32, "group_scale": "bf16", "rounding": "independent"}
     steps = {
-        "uniform": dq.DynamiQ(widths=(4,), levels="uniform", **plain),
-        "non-uniform": dq.DynamiQ(widths=(4,), **plain),
+        "uniform": dq.DynamiQ(**plain | {"widths": (4,), "levels": "uniform"}),
+        "non-uniform": dq.DynamiQ(**plain | {"widths": (4,)}),
         "variable width": dq.DynamiQ(**plain),
-        "hierarchical scales": dq.DynamiQ(rounding="independent", **SMALL),
-        "correlated rounding": dq.DynamiQ(rounding="correlated", **SMALL),
+        "hierarchical scales": dq.DynamiQ(**paper, rounding="independent"),
+        "correlated rounding": dq.DynamiQ(**paper, rounding="correlated"),
+        "means not sent": dq.DynamiQ(**paper | {"subtract_mean": False}, rounding="correlated"),
+        "all widths, groups of 32": dq.DynamiQ(rounding="correlated", **SMALL),
     }
     found = np.stack([errors(method) for method in steps.values()])
     ratios = (found[1:] / found[:-1]).mean(axis=1)
     np.testing.assert_array_less(found[1:], found[:-1])  # for every seed
-    expected = dict(zip(list(steps)[1:], [0.91, 0.028, 0.88, 0.60], strict=True))
+    expected = dict(zip(list(steps)[1:], [0.91, 0.028, 0.88, 0.60, 0.90, 0.37], strict=True))
     assert dict(zip(expected, ratios, strict=True)) == pytest.approx(expected, rel=0.08)
 
 
@@ -82,11 +85,11 @@ def test_error_grows_no_faster_than_the_ring_is_long():
     """
     method, relative = dq.DynamiQ(bits=6, **SMALL), []
     for n in (2, 5, 12):
-        x = lognormal_mixture(jax.random.key(7), n, 64 * n)
+        x = jax.random.normal(jax.random.key(7), (n, 64 * n * 256))
         exact = np.sum(np.asarray(x, np.float64), axis=0)
         estimate = np.asarray(vmapped(method)(x, jax.random.key(n))[0], np.float64)
         relative.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2) / n)
-    # Measured: 8e-5 to 10e-5.
+    # Measured: 2.0e-3, 1.7e-3, 1.4e-3; pairs of hops share noise.
     assert max(relative) < 1.6 * min(relative)
 
 

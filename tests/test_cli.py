@@ -19,6 +19,7 @@ from pallas_kernels import TILE_ROWS
 
 PNG = b"\x89PNG"
 REPEATS = ["--repeats", "3"]
+MIX = ["2,4,6,8,10", "2", "4", "6", "8", "10"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,7 +187,7 @@ class TestKernels:
         output, document = kernels_run
         coding = ("compress", "decompress", "decompress-accumulate-recompress")
         expected = [("copy", ""), ("statistics", "")]
-        expected += [(kernel, widths) for widths in ("2,4,8", "2", "4", "8") for kernel in coding]
+        expected += [(kernel, widths) for widths in MIX for kernel in coding]
         assert [(row["kernel"], row["widths"]) for row in document["rows"]] == expected
         for column in report.KERNEL_COLUMNS:
             assert column.title in output
@@ -204,7 +205,7 @@ class TestKernels:
         rows = kernels_run[1]["rows"]
         moved = {(row["kernel"], row["widths"]): row["moved_bytes"] for row in rows}
         gradient, super_groups = 2 * 2**14, 2**14 // 256
-        codes = 2**14 // 256 * (256 * 4 // 8 + 16 + 2)  # width 4, uint8 scales and one bf16
+        codes = 2**14 // 256 * (256 * 4 // 8 + 8 + 2)  # width 4, uint8 scales and one bf16
         plan = super_groups * (4 + 4) + super_groups // TILE_ROWS * 4
         assert moved["compress", "4"] == gradient + codes + plan
         assert moved["decompress", "4"] == gradient + codes + plan
@@ -213,7 +214,7 @@ class TestKernels:
 
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):
-        mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
         data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3, seed=0)
         rows = np.asarray(data.astype(jnp.float32))
         assert rows.shape == (len(jax.devices()), 256 * 64 + 3)
@@ -223,7 +224,7 @@ class TestData:
         assert norms[0].max() > 10 * np.median(norms[0])
 
     def test_quality_counts_differing_bits_and_takes_the_worst_replica(self):
-        mesh = Mesh(np.array(jax.devices()), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
         data = np.ones((len(jax.devices()), 10), jnp.bfloat16)
         replicas = len(data) * data
         quality = all_reduce.quality_program(mesh, "psum")
@@ -237,12 +238,13 @@ class TestData:
 
     def test_replicas_are_each_device_own_buffer(self):
         devices = jax.devices()[:2]
-        mesh = Mesh(np.array(devices), (all_reduce.AXIS,), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(devices), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
         copies = [jax.device_put(jnp.full(3, i), device) for i, device in enumerate(devices)]
         everywhere = NamedSharding(mesh, PartitionSpec())
         result = jax.make_array_from_single_device_arrays((3,), everywhere, copies)
         rows = jax.device_put(
-            np.zeros((len(devices), 3), int), NamedSharding(mesh, PartitionSpec(all_reduce.AXIS))
+            np.zeros((len(devices), 3), int),
+            NamedSharding(mesh, PartitionSpec(all_reduce.AXES[-1])),
         )
         replicas = np.asarray(all_reduce.replicas_of(result, rows))
         np.testing.assert_array_equal(replicas, [[i] * 3 for i in range(len(devices))])

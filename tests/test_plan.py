@@ -234,7 +234,8 @@ def test_stages_of_equal_budgets_share_their_tiles():
 
 def test_energy_is_what_the_mean_leaves():
     """Two super-groups of equal norm: the one that is nearly constant needs fewer bits."""
-    method = dq.DynamiQ(widths=(2, 4), bits=3.7)  # enough for half of them to get 4
+    fields = {"group_size": 16, "subtract_mean": True}
+    method = dq.DynamiQ(widths=(2, 4), bits=3.7, **fields)  # enough for half of them to get 4
     n, rows = 2, 64
     mean = jnp.zeros(rows).at[::2].set(1.0)
     sqnorm = jnp.where(mean > 0, n * 256 * 1.02, n * 256.0)
@@ -259,7 +260,8 @@ def test_poisoned_super_groups(bad):
 
 
 def test_messages_are_finite_exactly_where_the_gradient_is():
-    layout = layout_of(dq.DynamiQ(), 3 * 256, 4)
+    method = dq.DynamiQ(subtract_mean=True)
+    layout = layout_of(method, 3 * 256, 4)
     mean = jnp.array([1.0, jnp.nan, 1e38])
     sqnorm = jnp.array([300.0, jnp.nan, jnp.inf])  # 1e38 squared overflows
     message = np.asarray(pack_statistics(mean, sqnorm, layout), np.float32)
@@ -268,7 +270,7 @@ def test_messages_are_finite_exactly_where_the_gradient_is():
     assert np.isfinite(message[0, 2] * 4)  # four workers may add it up
     np.testing.assert_allclose(message[1, [0, 2]], [0.25, 0.25e38], rtol=2**-8)
     # Of slices that are gathered, not added, a worker's own statistics are all there is.
-    gathered = layout_of(dq.DynamiQ(), 3 * 256, 4, collective="all_gather")
+    gathered = layout_of(method, 3 * 256, 4, collective="all_gather")
     alone = np.asarray(pack_statistics(mean, sqnorm, gathered), np.float32)
     np.testing.assert_array_equal(np.isnan(alone), np.isnan(message))
     np.testing.assert_allclose(alone[1, [0, 2]], [1.0, 1e38], rtol=2**-8)

@@ -155,7 +155,7 @@ def test_the_result_does_not_depend_on_other_buckets():
     alone = vmapped(method)({"b": x}, key)
     assert_same_bits(np.asarray(alone["b"]), np.asarray(both["b"]))
     # Equal gradients in two buckets are rounded differently.
-    assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.3
+    assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.2
 
 
 def test_python_numbers_and_unmapped_values():

@@ -1,4 +1,4 @@
-"""All-reduce benchmark: compressed methods against warmed native `lax.psum`, on one mesh axis.
+"""All-reduce benchmark: compressed methods against warmed native `lax.psum`.
 
 One bf16 leaf per device, in the manner of nccl-tests. What is timed is one compiled program of
 `jax.jit(jax.shard_map(...))` that all-reduces the same leaf several times in a row (see
@@ -28,9 +28,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.contenders import AXIS, Collective, Contender
+from dynamiq_jax.bench.contenders import Collective, Contender
 from dynamiq_jax.bench.timing import Timing, repeat_on_device, time_calls
 from dynamiq_jax.synthetic import lognormal_mixture
+
+AXES = ("node", "gpu")
+"""Of the mesh; with one node, the last of them alone."""
 
 BLOCK = 256
 """Consecutive coordinates of the test data that share a magnitude."""
@@ -90,6 +93,7 @@ def bench_all_reduce(
     *,
     devices: Sequence[Any],
     repeats: int,
+    nodes: int = 1,
     iterations: int | None = None,
     seed: int = 0,
 ) -> list[AllReduceRow]:
@@ -99,15 +103,17 @@ def bench_all_reduce(
       sizes_bytes: sizes of the bf16 leaf per device.
       methods: the contenders, in the order of the report.
       baseline: what speedups are relative to.
-      devices: the workers, one axis.
+      devices: the workers; those of a node follow each other. Where they belong to several
+        processes, all of these call this function alike.
       repeats: samples per method and size.
+      nodes: more than one make a mesh of two axes, the outer one of this size.
       iterations: all-reduces per sample; `None` takes `default_iterations`.
       seed: of the test data.
 
     Returns:
       The baseline's row and one row per method, for each size in turn.
     """
-    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(devices, nodes)
     contenders = [baseline, *methods]
     collective = baseline.collective
     quality = quality_program(mesh, collective)
@@ -129,7 +135,7 @@ def bench_all_reduce(
                     contender,
                     timing,
                     size_bytes=size_bytes,
-                    wire_bytes=contender.wire_bytes(coords, len(devices)),
+                    wire_bytes=contender.wire_bytes(coords, mesh.devices.shape),
                     baseline_us=timings[0].median_us,
                     vnmse=float(vnmse),
                     wrong=int(wrong),
@@ -141,13 +147,26 @@ def bench_all_reduce(
     return rows
 
 
+def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
+    """One axis, or two if there are several nodes.
+
+    Raises:
+      ValueError: the devices are not so many equal nodes.
+    """
+    if len(devices) % nodes:
+        raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
+    shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
+    names = AXES[-len(shape) :]
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+
+
 def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
     """Test data ``bf16[n, coords]``, row i on worker i, different on every worker.
 
     The paper's mixture: magnitudes of `BLOCK` neighbours are heavy-tailed and the same for all.
     """
 
-    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
     def draw() -> jax.Array:
         data = lognormal_mixture(jax.random.key(seed), mesh.size, -(-coords // BLOCK), BLOCK)
         return data[:, :coords].astype(jnp.bfloat16)
@@ -158,19 +177,22 @@ def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
 def _timed_program(
     mesh: Mesh, contender: Contender, iterations: int
 ) -> Callable[[jax.Array], jax.Array]:
-    specs = {"in_specs": PartitionSpec(AXIS), "out_specs": out_specs(contender.collective)}
+    axes = mesh.axis_names
+    rows = PartitionSpec(axes)
+    specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
+    reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: jax.Array) -> jax.Array:
-        return repeat_on_device(contender.reduce, iterations)(data.reshape(-1))
+        return repeat_on_device(reduce, iterations)(data.reshape(-1))
 
     return program
 
 
-def out_specs(collective: Collective) -> PartitionSpec:
+def is_sliced(contender: Contender) -> bool:
     """Results of a psum are replicated, those of a psum_scatter are slices."""
-    return PartitionSpec() if collective == "psum" else PartitionSpec(AXIS)
+    return contender.collective == "psum_scatter"
 
 
 def quality_program(
@@ -182,24 +204,25 @@ def quality_program(
     `replicas_of`, of a psum_scatter its slice. A program of its own, since one that also computed
     the result could take replicas for equal.
     """
+    axes = mesh.axis_names
 
     @jax.jit
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=PartitionSpec(AXIS),
+        in_specs=PartitionSpec(axes),
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
     def quality(data: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
         if collective == "psum_scatter":
             flat = data.reshape(-1).astype(jnp.float32)
-            exact = lax.psum_scatter(flat, AXIS, tiled=True)
-            error = lax.psum(jnp.sum((own.astype(jnp.float32) - exact) ** 2), AXIS)
-            return error / lax.psum(jnp.sum(exact**2), AXIS), jnp.int32(0)
-        exact = lax.psum(data.astype(jnp.float32), AXIS)
+            exact = lax.psum_scatter(flat, axes, tiled=True)
+            error = lax.psum(jnp.sum((own.astype(jnp.float32) - exact) ** 2), axes)
+            return error / lax.psum(jnp.sum(exact**2), axes), jnp.int32(0)
+        exact = lax.psum(data.astype(jnp.float32), axes)
         bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
-        differ = lax.pmax(bits, AXIS) != lax.pmin(bits, AXIS)
-        return lax.pmax(dq.vnmse(own, exact), AXIS), jnp.sum(differ)
+        differ = lax.pmax(bits, axes) != lax.pmin(bits, axes)
+        return lax.pmax(dq.vnmse(own, exact), axes), jnp.sum(differ)
 
     return quality
 

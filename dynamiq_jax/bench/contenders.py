@@ -1,6 +1,7 @@
 """What the all-reduce benchmark compares, and how the command line names it."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -11,8 +12,6 @@ from jax import lax
 
 import dynamiq_jax as dq
 from pallas_kernels import resolve_backend
-
-AXIS = "data"
 
 _ANY_SIZE = {"min_leaf_size": 0, "min_bucket_size": 0}
 
@@ -49,6 +48,7 @@ TOPOLOGIES: Mapping[str, Callable[[], Any]] = {
     "direct": dq.Direct,
     "ring": dq.Ring,
     "butterfly": dq.Butterfly,
+    "hierarchical": dq.Hierarchical,
 }
 
 BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
@@ -64,9 +64,9 @@ class Contender(NamedTuple):
     label: str
     collective: Collective
     reduce: Callable[..., jax.Array]
-    """(leaf, key=None) -> what one worker ends with."""
-    wire_bytes: Callable[[int, int], int]
-    """Bytes one worker sends for a leaf of (coordinates, workers)."""
+    """(leaf, axis name or names, key=None) -> what one worker ends with."""
+    wire_bytes: Callable[[int, tuple[int, ...]], int]
+    """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
     backend: str
 
 
@@ -132,18 +132,19 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
     if collective == "psum_scatter" and not hasattr(method, "reduce_scatter"):
         raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 
-    def wire_bytes(coords: int, n_workers: int) -> int:
+    def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
         if collective == "psum_scatter":
+            (n_workers,) = sizes
             part = coords // n_workers
             return method.sharded_wire_bits(part, n_workers, topology) // 8
         leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
-        return dq.wire_bits(leaf, n_workers, method=method, topology=topology) // 8
+        return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
     reduce = dq.psum if collective == "psum" else dq.psum_scatter
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,
-        reduce=lambda x, key=None: reduce(x, AXIS, method=method, topology=topology, key=key),
+        reduce=partial(reduce, method=method, topology=topology),
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
     )
@@ -160,10 +161,15 @@ def native(name: str, collective: Collective = "psum") -> Contender:
     dtype = jnp.dtype(BASELINES[name])
     exact = {"psum": lax.psum, "psum_scatter": partial(lax.psum_scatter, tiled=True)}[collective]
     passes = 2 if collective == "psum" else 1
+
+    def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
+        n_workers = math.prod(sizes)
+        return passes * (n_workers - 1) * coords * dtype.itemsize // n_workers
+
     return Contender(
         label=f"{name} {collective}",
         collective=collective,
-        reduce=lambda x, key=None: exact(x.astype(dtype), AXIS).astype(x.dtype),
-        wire_bytes=lambda coords, n: passes * (n - 1) * coords * dtype.itemsize // n,
+        reduce=lambda x, axis_name, key=None: exact(x.astype(dtype), axis_name).astype(x.dtype),
+        wire_bytes=wire_bytes,
         backend="xla",
     )

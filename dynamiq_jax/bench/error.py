@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.contenders import AXIS, Contender
+from dynamiq_jax.bench.contenders import Contender
 from dynamiq_jax.synthetic import lognormal_mixture
 
+AXIS = "data"
 SUPER_GROUP = 256
 
 
@@ -88,7 +89,7 @@ def bench_error(
 
         @jax.jit
         def error(x: jax.Array, key: jax.Array, contender: Contender = contender) -> jax.Array:
-            out = jax.vmap(lambda x: contender.reduce(x, key), axis_name=AXIS)(x)
+            out = jax.vmap(lambda x: contender.reduce(x, AXIS, key=key), axis_name=AXIS)(x)
             return dq.vnmse(out[0], jnp.sum(x, axis=0))
 
         keys = [jax.random.key(seed) for seed in range(seeds)]
@@ -99,7 +100,7 @@ def bench_error(
             method=contender.label.split()[0],
             topology=topology,
             n_workers=n_workers,
-            bits_per_coord=8 * contender.wire_bytes(size, n_workers) / passed,
+            bits_per_coord=8 * contender.wire_bytes(size, (n_workers,)) / passed,
             vnmse=float(np.mean(values)),
             lowest=min(values),
             highest=max(values),
