@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import EVERY_METHOD, assert_replicas_equal, first_state, gradient
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +65,36 @@ def test_replicas_are_equal_and_accurate(topology, dtype):
     out = reduce(x)
     _assert_equal_replicas(out, mesh.size)
     assert 1e-6 < _error(out, x) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "route"), [(name, route) for name, row in EVERY_METHOD.items() for route in row.routes]
+)
+def test_every_method_through_nccl(name, route):
+    """Memory and dtypes on the wire included: bytes, 32-bit lanes, bf16 bits in words."""
+    mesh, row = _mesh(), EVERY_METHOD[name]
+    topology = row.routes[route]
+    if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
+        pytest.skip(f"{mesh.size} GPUs are no power of two")
+    x = jax.device_put(gradient(0, mesh.size, 65536 - 100), NamedSharding(mesh, P("data")))
+    state = jax.device_put(
+        first_state(row.method, x, mesh.size, topology), NamedSharding(mesh, P("data"))
+    )
+
+    @jax.jit
+    @jax.shard_map(
+        mesh=mesh, in_specs=(P("data"), P("data")), out_specs=(P("data"), P("data")),
+        check_vma=False,
+    )  # fmt: skip
+    def reduce(x, state):
+        state = jax.tree.map(lambda s: s[0], state)
+        total, state = dq.psum(x[0], "data", method=row.method, topology=topology, state=state)
+        return jax.tree.map(lambda leaf: leaf[None], (total, state))
+
+    total, state = reduce(x, state)
+    total, state = reduce(x, state)
+    assert_replicas_equal(total)
+    assert _error(total[0], x) < 3 * row.error * mesh.size / 4
 
 
 @pytest.mark.parametrize("inner", [None, dq.Direct()], ids=["native", "direct"])
