@@ -346,9 +346,8 @@ def main(
     bf16_gather = partial(lax_gather, dtype=jnp.bfloat16)
     quantised = compression(gather_bits, "--gather-bits", widths=widths_near(gather_bits))
     quantised_gather = partial(dynamiq_gather, method=quantised)
-    scatter = partial(
-        dynamiq_scatter, method=compression(bits, "--bits"), topology=TOPOLOGIES[topology]
-    )
+    reduction = {"method": compression(bits, "--bits"), "topology": TOPOLOGIES[topology]}
+    scatter = partial(dynamiq_scatter, **reduction)
     wire = Wire("dynamiq", bf16_gather if gather == "bf16" else quantised_gather, scatter)
     baseline = Wire("bf16", bf16_gather, partial(lax_scatter, dtype=jnp.bfloat16))
     recipe = RECIPES[model]
@@ -368,7 +367,9 @@ def main(
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
         measure_every=recipe.steps, console=console,
     )  # fmt: skip
-    n_params = sum(p.size for p in jax.tree.leaves(jax.eval_shape(run.init)))
+    params = jax.eval_shape(run.init)
+    dq.check_agreement(params, mesh, AXIS, **reduction)
+    n_params = sum(p.size for p in jax.tree.leaves(params))
     console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
     console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
 

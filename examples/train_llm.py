@@ -101,6 +101,7 @@ def dynamiq(
     value_and_grad = dq.value_and_grad(
         loss_fn, mesh=mesh, axis_name=AXIS, method=method, topology=topology
     )
+    dq.check_agreement(params, mesh, AXIS, method=method, topology=topology)
     mean = partial(dq.pmean, axis_name=AXIS, method=method, topology=topology)
     cost = dq.explain(params, mesh.size, method=method, topology=topology, verbose=False)
     return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
