@@ -7,9 +7,9 @@ by DynamiQ at 5 bits per coordinate, by ``lax.psum`` in bf16, and by ``lax.psum`
 GPU it runs on 8 virtual CPU devices. Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
 
     method    validation loss   wire MB/step   bits/coord   mean vNMSE   s/step
-    dynamiq            1.9441           1.16         5.02     7.97e-03    0.307
-    bf16               1.9447           3.70        16.00     1.94e-06    0.111
-    f32                1.9447           7.40        32.00     0.00e+00    0.111
+    dynamiq            1.9424           1.16         5.02     5.02e-03    0.176
+    bf16               1.9447           3.70        16.00     1.94e-06    0.067
+    f32                1.9447           7.40        32.00     0.00e+00    0.068
 
 The losses agree, the bytes do not. (Virtual devices exchange gradients through memory, so the
 time per step says nothing about a network: here DynamiQ's arithmetic is all cost and no gain.) The
