@@ -6,6 +6,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import SMALL
 from jax.sharding import AxisType
@@ -17,6 +18,7 @@ ITEM_BITS = dict(pred=8, u8=8, u16=16, bf16=16, f16=16, s32=32, u32=32, f32=32, 
 COLLECTIVES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter|send|recv"
 OPERATION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<name>{COLLECTIVES})(?P<start>-start)?\(")
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)={{(.*?)}}")
+GROUPS_BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\] {(.*?)}")
 ASKED = re.compile(
     r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?\) -> tensor<([\dx]*)(\w+)>', re.DOTALL
 )
@@ -25,6 +27,20 @@ ASKED = re.compile(
 def arrays_of(hlo_type):
     """(dtype, shape as text) of every array of an HLO type."""
     return re.findall(r"(\w+)\[([\d,]*)\]", hlo_type)
+
+
+def groups_of(line):
+    """The workers that exchange something, group by group; or (source, target) pairs."""
+    if explicit := GROUPS.search(line):
+        return [[int(i) for i in group.split(",")] for group in explicit[1].split("},{")]
+    # From JAX 0.12 on: mesh['node'=2,'gpu'=4] {'gpu'}
+    mesh, axes = GROUPS_BY_AXES.search(line).groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    within = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
+    workers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    last = range(-len(within), 0)
+    size = math.prod(workers.shape[i] for i in within)
+    return np.moveaxis(workers, within, last).reshape(-1, size).tolist()
 
 
 def bits_of(dtype, shape):
@@ -72,7 +88,7 @@ def moved_bits(hlo, asked_in_bf16, n, n_inner=None):
             arrays = arrays[1:2]  # (operand, result, contexts)
         elif match["start"] and name == "all-gather":
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
-        groups = [[int(i) for i in g.split(",")] for g in GROUPS.search(line)[1].split("},{")]
+        groups = groups_of(line)
         total = 0
         for dtype, shape in arrays:
             bits = bits_of(dtype, shape)
@@ -214,6 +230,13 @@ def test_nothing_moves_for_one_worker():
     hlo, asked = lower(dq.psum, TREE, (1,), dq.DynamiQ(**LOW_LIMITS))
     assert sum(moved_bits(hlo, asked, 1).values()) == 0
     assert dq.wire_bits(TREE, 1, method=dq.DynamiQ(**LOW_LIMITS)) == 0
+
+
+def test_parser_reads_groups_by_axes():
+    line = "%a = f32[9] all-reduce(%b), replica_groups=mesh['node'=2,'gpu'=4] {'AXES'}"
+    assert groups_of(line.replace("AXES", "gpu")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_of(line.replace("AXES", "node")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups_of(line.replace("AXES", "node','gpu")) == [[*range(8)]]
 
 
 def test_parser_reads_asynchronous_forms():
