@@ -5,6 +5,8 @@ network on 8 devices, each of which keeps a copy of its own of parameters and op
 Half of the episodes are DynamiQ's, the others those of the methods it is compared with.
 """
 
+import ctypes
+import gc
 import os
 import resource
 
@@ -113,6 +115,10 @@ def train(sizes, method, topology, seed):
 
 
 def resident_bytes():
+    """Memory that is in use, without what the allocator keeps of earlier compilations (glibc's)."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -148,4 +154,4 @@ def test_replicas_do_not_drift_and_nothing_grows():
     assert max(live) <= live[0] + 8  # constants of the library, made once
     if len(SEEN) > 20:
         half = len(SEEN) // 2
-        assert np.mean(resident[half:]) < 1.25 * np.mean(resident[5:half])
+        assert np.mean(resident[half:]) < 1.1 * np.mean(resident[5:half])
