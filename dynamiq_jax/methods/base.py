@@ -106,6 +106,37 @@ class Method(Protocol):
         ...
 
 
+class BucketedMethod:
+    """What methods with these three fields share, and the members of one that has no state."""
+
+    __slots__ = ()
+
+    min_leaf_size: int
+    min_bucket_size: int
+    bucket_bytes: int
+
+    def check_limits(self) -> None:
+        """Raises ValueError for a negative one of the three."""
+        names = ("min_leaf_size", "min_bucket_size", "bucket_bytes")
+        check_not_negative(**{name: getattr(self, name) for name in names})
+
+    @property
+    def needs_state(self) -> bool:
+        """Nothing is carried from step to step that it could not do without."""
+        return False
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """The fields."""
+        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Serves any number of workers on any topology."""
+
+    def init(self, size: int, n_workers: int) -> State:
+        """No state."""
+        return ()
+
+
 class ShardedMethod(Method, Protocol):
     """A method that can also do the halves of an all-reduce."""
 

@@ -12,7 +12,7 @@ from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying
 from dynamiq_jax.codecs.dynamiq import chunk_ops, encode_slice, plan_for
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.layout import Collective, Layout, make_layout
-from dynamiq_jax.methods.base import Limits, State
+from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
 from dynamiq_jax.topologies import ChunkOps, Stage, Topology
 from dynamiq_jax.topologies.base import all_reduce, n_slots, reduce_scatter
 from pallas_kernels import Backend, WireFormat
@@ -82,17 +82,17 @@ class DynamiQ:
             raise ValueError(
                 f"widths={self.widths} must be integers from 0 to 16, as (2, 4, 6, 8, 10)"
             )
-        _one_of("group_size", self.group_size, (8, 16, 32, 64))
-        _one_of("super_group_size", self.super_group_size, (128, 256, 512, 1024))
+        check_choice("group_size", self.group_size, (8, 16, 32, 64))
+        check_choice("super_group_size", self.super_group_size, (128, 256, 512, 1024))
         if self.super_group_size // self.group_size < 4:
             raise ValueError(
                 f"super_group_size={self.super_group_size} holds fewer than 4 groups of "
                 f"group_size={self.group_size}; pass group_size <= {self.super_group_size // 4}"
             )
-        _one_of("levels", self.levels, get_args(Levels))
-        _one_of("rounding", self.rounding, get_args(Rounding))
-        _one_of("group_scale", self.group_scale, get_args(GroupScale))
-        _one_of("backend", self.backend, (None, *get_args(Backend)))
+        check_choice("levels", self.levels, get_args(Levels))
+        check_choice("rounding", self.rounding, get_args(Rounding))
+        check_choice("group_scale", self.group_scale, get_args(GroupScale))
+        check_choice("backend", self.backend, (None, *get_args(Backend)))
         if self.levels == "geometric" and any(10 < w < 16 for w in self.widths):
             raise ValueError(
                 f"widths={self.widths} exceed 10, where levels='geometric' has no distinct "
@@ -110,9 +110,9 @@ class DynamiQ:
                 f"bits={self.bits} exceeds 32, what an uncompressed f32 takes "
                 f"(widths={self.widths} can use at most {most:.4g}); lower bits"
             )
-        for name in ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name}={value} must not be negative; pass 0")
+        names = ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes")
+        given = {name: getattr(self, name) for name in names}
+        check_not_negative(**{name: v for name, v in given.items() if v is not None})
 
     @property
     def wire_format(self) -> WireFormat:
@@ -282,8 +282,3 @@ class DynamiQ:
             assert_same_on_workers(plan, axis_name, "the plan")
         slots = n_slots(topology.stages(layout.n_workers))
         return chunk_ops(x, plan, layout, fmt, n_slots=slots, backend=self.backend, **rest)
-
-
-def _one_of(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}; expected one of {allowed}")

@@ -26,7 +26,7 @@ from dynamiq_jax.codecs.plain import (
     chunk_ops,
     wire_bits,
 )
-from dynamiq_jax.methods.base import Limits, check_choice, check_not_negative
+from dynamiq_jax.methods.base import BucketedMethod, check_choice
 from dynamiq_jax.plan import statistics_seed
 from dynamiq_jax.topologies import ChunkOps, Topology
 from dynamiq_jax.topologies.base import all_reduce, n_slots
@@ -46,7 +46,7 @@ class ScaleState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _MX:
+class _MX(BucketedMethod):
     element: str
     sum: Sum = "recompress"
     rounding: Rounding = "nearest"
@@ -67,11 +67,7 @@ class _MX:
             raise ValueError(f"max_saturated={self.max_saturated} is no fraction; pass 1e-5")
         if not 1 <= self.growth <= 2:
             raise ValueError(f"growth={self.growth} must lie between 1 and 2; pass 2 ** (1 / 1000)")
-        check_not_negative(
-            min_leaf_size=self.min_leaf_size,
-            min_bucket_size=self.min_bucket_size,
-            bucket_bytes=self.bucket_bytes,
-        )
+        self.check_limits()
 
     @property
     def native(self) -> bool:
@@ -82,13 +78,6 @@ class _MX:
     def needs_state(self) -> bool:
         """Without state shared scales use the safe multiplier: right, but coarser."""
         return False
-
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """The fields."""
-        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Serves any number of workers on any topology."""
 
     def init(self, size: int, n_workers: int) -> ScaleState | tuple[()]:
         """The safe multiplier for shared scales; nothing else has a state."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_layout, chunk_ops, wire_bits
-from dynamiq_jax.methods.base import Limits, State, check_not_negative
+from dynamiq_jax.methods.base import BucketedMethod, State
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import all_reduce
 
@@ -23,7 +23,7 @@ UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Uncompressed:
+class _Uncompressed(BucketedMethod):
     min_leaf_size: int = 4096
     min_bucket_size: int = 65536
     bucket_bytes: int = 32 * 2**20
@@ -32,32 +32,12 @@ class _Uncompressed:
 
     def __post_init__(self):
         """Checks the fields."""
-        check_not_negative(
-            min_leaf_size=self.min_leaf_size,
-            min_bucket_size=self.min_bucket_size,
-            bucket_bytes=self.bucket_bytes,
-        )
+        self.check_limits()
 
     @property
     def native(self) -> bool:
         """`None` is `lax.psum`."""
         return True
-
-    @property
-    def needs_state(self) -> bool:
-        """Nothing is carried from step to step."""
-        return False
-
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """The fields."""
-        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Serves any number of workers on any topology."""
-
-    def init(self, size: int, n_workers: int) -> tuple[()]:
-        """No state."""
-        return ()
 
     def all_reduce(
         self,

@@ -26,10 +26,9 @@ from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs.thc import scale_of
 from dynamiq_jax.methods.base import (
     LARGEST,
-    Limits,
+    BucketedMethod,
     State,
     check_choice,
-    check_not_negative,
     saturated,
     with_memory,
 )
@@ -54,7 +53,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniReduce:
+class OmniReduce(BucketedMethod):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
@@ -88,11 +87,7 @@ class OmniReduce:
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
         check_choice("select", self.select, get_args(Select))
-        check_not_negative(
-            min_leaf_size=self.min_leaf_size,
-            min_bucket_size=self.min_bucket_size,
-            bucket_bytes=self.bucket_bytes,
-        )
+        self.check_limits()
 
     @property
     def native(self) -> bool:
@@ -103,10 +98,6 @@ class OmniReduce:
     def needs_state(self) -> bool:
         """Error feedback needs its memory and the union its fraction."""
         return self.error_feedback or self.select == "union"
-
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """See the fields."""
-        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies."""

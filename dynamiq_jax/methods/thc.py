@@ -29,10 +29,9 @@ from dynamiq_jax.codecs.lanes import (
     unpack_lanes,
 )
 from dynamiq_jax.methods.base import (
-    Limits,
+    BucketedMethod,
     State,
     check_choice,
-    check_not_negative,
     saturated,
     with_memory,
 )
@@ -59,7 +58,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class THC:
+class THC(BucketedMethod):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
     Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
@@ -114,11 +113,7 @@ class THC:
         check_choice("rounding", self.rounding, get_args(Rounding))
         if self.sum_bits is not None and not 1 <= self.sum_bits <= MAX_SUM_BITS:
             raise ValueError(f"sum_bits={self.sum_bits} must be 1 to {MAX_SUM_BITS}, or None")
-        check_not_negative(
-            min_leaf_size=self.min_leaf_size,
-            min_bucket_size=self.min_bucket_size,
-            bucket_bytes=self.bucket_bytes,
-        )
+        self.check_limits()
 
     @property
     def g(self) -> int:
@@ -143,10 +138,6 @@ class THC:
     def needs_state(self) -> bool:
         """Error feedback is nothing without its memory."""
         return self.error_feedback
-
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """See the fields."""
-        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies, and sums that overflow their bits."""
