@@ -9,15 +9,17 @@ Prints one row per configuration: mean vNMSE over seeds, and its spread.
 
 import argparse
 import dataclasses
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.bench.error import error_of, load_gradients
 from dynamiq_jax.synthetic import lognormal_mixture
 
 PAPER = {
@@ -64,15 +66,7 @@ TOPOLOGIES = {
 def measure(method: Any, topology: Any, gradients: list, seeds: int) -> list[float]:
     """vNMSE of each gradient (f32[n, d]) under each seed, however small its leaves are."""
     method = dataclasses.replace(method, min_leaf_size=1, min_bucket_size=1)
-
-    @jax.jit
-    def error(x, key):
-        def one(x):
-            return dq.psum(x, "w", method=method, topology=topology, key=key)
-
-        out = jax.vmap(one, axis_name="w")(x)
-        return dq.vnmse(out[0], jnp.sum(x, axis=0))
-
+    error = error_of(partial(dq.psum, method=method, topology=topology))
     return [float(error(x, jax.random.key(s))) for x in gradients for s in range(seeds)]
 
 
@@ -82,12 +76,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--super-groups", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--gradients", default=None)
+    parser.add_argument("--gradients", type=Path)
     parser.add_argument("--topology", default="ring", help=", ".join(TOPOLOGIES))
     parser.add_argument("--rows", default="", help="only those whose name contains this")
     args = parser.parse_args()
     if args.gradients:
-        gradients, seeds = [jnp.asarray(np.load(args.gradients)["gradients"])], args.seeds
+        gradients, seeds = [load_gradients(args.gradients, None)], args.seeds
     else:
         keys = [jax.random.key(s) for s in range(args.seeds)]
         gradients = [lognormal_mixture(k, args.workers, args.super_groups) for k in keys]

@@ -29,7 +29,7 @@ from accuracy import BITS, OUR_ABLATION, PAPER, PAPERS_ABLATION, measure
 from rich.console import Console
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.error import rate_distortion
+from dynamiq_jax.bench.error import load_gradients, rate_distortion
 from dynamiq_jax.simulate import PUBLISHED, Case, MXComparator, study
 from dynamiq_jax.synthetic import lognormal_mixture
 
@@ -131,8 +131,7 @@ def sources(models: Sequence[str], work: Path, seeds: int) -> Iterator[Source]:
             file = work / f"{name}.npz"
             if not file.exists():
                 dump_gradients(name, file)
-            with np.load(file) as arrays:
-                return [jnp.asarray(arrays["gradients"])]
+            return [load_gradients(file, None)]
 
         yield Source(name, load)
 

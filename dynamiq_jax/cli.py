@@ -102,14 +102,13 @@ def bench_all_reduce(
     if processes:
         jax.distributed.initialize(coordinator, processes, process_id)
     routes = [
-        _checked("--topology", contenders.parse_topology, name) for name in topology.split(",")
+        _checked("--topology", contenders.parse_topology, name, nodes)
+        for name in topology.split(",")
     ]
     if collective not in ("psum", "psum_scatter"):
         raise typer.BadParameter(f"--collective {collective!r}: pass psum or psum_scatter")
     if nodes > 1 and collective != "psum":
         raise typer.BadParameter(f"--nodes {nodes}: {collective} is timed on one axis; pass 1")
-    if nodes == 1 and "hierarchical" in topology:
-        raise typer.BadParameter("--topology hierarchical: it reduces over two axes; pass --nodes")
     chosen = [
         _checked("--methods", contenders.parse_method, text, route, collective)
         for text in methods.split(",")

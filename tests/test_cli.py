@@ -148,6 +148,7 @@ class TestAllReduce:
         (["all-reduce", "--repeats", "0"], "Invalid value for '--repeats'"),
         (["all-reduce", "--iterations", "0"], "Invalid value for '--iterations'"),
         (["all-reduce", "--devices", "4096"], "4096 devices asked for"),
+        (["all-reduce", "--topology", "hierarchical"], "reduces over two axes"),
         (["all-reduce", "--json", "nowhere/rows.json"], "there is no folder nowhere"),
         (["kernels", "--coords", "many"], "coords 'many' is not a number"),
         (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),

@@ -94,14 +94,19 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
-def parse_topology(text: str) -> Any:
-    """The topology called ``text``.
+def parse_topology(text: str, nodes: int = 1) -> Any:
+    """The topology called ``text``, for one axis, or for two if there are several nodes.
 
     Raises:
-      ValueError: there is no such topology.
+      ValueError: there is no such topology, or it needs two axes.
     """
     if text not in TOPOLOGIES:
         raise ValueError(f"topology {text!r} is not known: pass one of {', '.join(TOPOLOGIES)}")
+    if text == "hierarchical" and nodes == 1:
+        raise ValueError(
+            "topology 'hierarchical' reduces over two axes, and here is one: pass another, or in "
+            "`bench all-reduce` --nodes"
+        )
     return TOPOLOGIES[text]()
 
 

@@ -7,7 +7,7 @@ the variances are known for nothing.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,17 @@ def synthetic_gradients(n_workers: int, super_groups: int, seeds: int) -> Iterat
         yield lognormal_mixture(jax.random.key(seed), n_workers, super_groups, SUPER_GROUP)
 
 
+def error_of(reduce: Callable[..., jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The compiled function (f32[n, d], key) -> vNMSE of ``reduce(row, axis name, key=key)``."""
+
+    @jax.jit
+    def error(x: jax.Array, key: jax.Array) -> jax.Array:
+        out = jax.vmap(lambda row: reduce(row, AXIS, key=key), axis_name=AXIS)(x)
+        return dq.vnmse(out[0], jnp.sum(x, axis=0))
+
+    return error
+
+
 def bench_error(
     contenders: Sequence[tuple[Contender, str]], gradients: Sequence[jax.Array], seeds: int
 ) -> Iterator[ErrorRow]:
@@ -86,12 +97,7 @@ def bench_error(
       seeds: how often each is measured.
     """
     for contender, topology in contenders:
-
-        @jax.jit
-        def error(x: jax.Array, key: jax.Array, contender: Contender = contender) -> jax.Array:
-            out = jax.vmap(lambda x: contender.reduce(x, AXIS, key=key), axis_name=AXIS)(x)
-            return dq.vnmse(out[0], jnp.sum(x, axis=0))
-
+        error = error_of(contender.reduce)
         keys = [jax.random.key(seed) for seed in range(seeds)]
         values = [float(error(gradients[i % len(gradients)], key)) for i, key in enumerate(keys)]
         n_workers, size = gradients[0].shape
