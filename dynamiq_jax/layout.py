@@ -33,7 +33,7 @@ class Layout:
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
       payload_words: `uint32` words of one chunk's payload (P) in every stage.
       payloads_sent: payloads that one worker sends in every stage.
-      super_group_size: coordinates in a super-group (S).
+      fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
     """
 
@@ -44,8 +44,13 @@ class Layout:
     chunk_super_groups: int
     payload_words: tuple[int, ...]
     payloads_sent: tuple[int, ...]
-    super_group_size: int
+    fmt: WireFormat
     stats_per_super_group: int
+
+    @property
+    def super_group_size(self) -> int:
+        """Coordinates in a super-group (S)."""
+        return self.fmt.super_group_size
 
     @property
     def shards(self) -> int:
@@ -153,7 +158,7 @@ def make_layout(
         chunk_super_groups=tiles * TILE_ROWS,
         payload_words=words,
         payloads_sent=tuple(sent),
-        super_group_size=fmt.super_group_size,
+        fmt=fmt,
         stats_per_super_group=stats_per_super_group,
     )
 

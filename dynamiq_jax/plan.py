@@ -161,15 +161,14 @@ def _steps_below_largest(x: Array, *, mantissa_bits: int, steps: int) -> Array:
 
 
 def make_plan(
-    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout, fmt: WireFormat
+    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout
 ) -> Plan:
     """The plan that follows from the all-reduced statistics.
 
     Args:
       stats: the sum over workers of `pack_statistics`.
       seed: the rounding's seed; `None` derives it from ``stats``.
-      layout: static sizes.
-      fmt: the wire format.
+      layout: static sizes and the wire format.
     """
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
@@ -177,20 +176,20 @@ def make_plan(
         mean = stats[1].astype(jnp.float32)
         mean = jnp.where(poisoned | ~jnp.isfinite(mean), 0.0, mean)
         # Σ|x - mean|² = Σ|x|² - n S mean²; the bf16 sums are good for 1/256 of the former.
-        common = layout.summed * fmt.super_group_size * mean * mean
+        common = layout.summed * layout.super_group_size * mean * mean
         energy = jnp.maximum(sqnorm - common, sqnorm * (1.0 / 256))
     else:
         mean, energy = jnp.zeros_like(sqnorm), sqnorm
     energy = jnp.where(poisoned, 0.0, energy)
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
-    order, tiles = order_and_tiles(energy, layout, fmt)
+    order, tiles = order_and_tiles(energy, layout)
     pad = (0, layout.super_groups - layout.rows)
     seed = statistics_seed(stats) if seed is None else seed
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed)
 
 
 def order_and_tiles(
-    energy: Float[Array, " rows"], layout: Layout, fmt: WireFormat
+    energy: Float[Array, " rows"], layout: Layout
 ) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...]]:
     """``(order, tiles)`` of a plan for super-groups of the given energies.
 
@@ -213,13 +212,14 @@ def order_and_tiles(
         order = jnp.where(local < rows, shard * rows + local, spare)
     order = order.reshape(shards, layout.chunk_super_groups, layout.shard_chunks)
     order = order.transpose(0, 2, 1).reshape(layout.chunks, layout.chunk_super_groups)
-    return order, _tiles_of_stages(tile_energy, layout, fmt)
+    return order, _tiles_of_stages(tile_energy, layout)
 
 
 def _tiles_of_stages(
-    energy: Float[Array, "shards T"], layout: Layout, fmt: WireFormat
+    energy: Float[Array, "shards T"], layout: Layout
 ) -> tuple[Int[Array, "C T"], ...]:
     """Offsets and widths for every stage; stages with equal budgets share them."""
+    fmt = layout.fmt
     table = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)
     found: dict[int, Array] = {}
     for payload_words in layout.payload_words:

@@ -60,13 +60,12 @@ def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams, collecti
     else:
         layout = method.layout(size, n, ring(streams), collective)
         streams = min(streams, max(size * (1 if whole else n), 1))
-    fmt = method.wire_format
     assert layout.shards == (1 if whole else n)
     assert layout.chunks == n * streams == layout.shards * layout.shard_chunks
     assert layout.super_groups == layout.chunks * layout.chunk_super_groups
     assert layout.chunk_super_groups == layout.chunk_tiles * TILE_ROWS
     assert layout.chunk_tiles >= 1
-    assert layout.shard_rows == -(-size // fmt.super_group_size)
+    assert layout.shard_rows == -(-size // layout.super_group_size)
     assert layout.rows == layout.shards * layout.shard_rows
     # Padding is less than one tile per chunk, but no chunk is without a tile.
     spare = layout.super_groups // layout.shards - layout.shard_rows
@@ -75,8 +74,8 @@ def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams, collecti
     assert len(layout.payload_words) == len(layout.payloads_sent) == stages
     for words in layout.payload_words:
         assert words % 4 == 0
-        assert words >= layout.chunk_tiles * fmt.tile_words(2)
-        assert words <= max(layout.chunk_tiles * fmt.tile_words(8), 4)
+        assert words >= layout.chunk_tiles * layout.fmt.tile_words(2)
+        assert words <= max(layout.chunk_tiles * layout.fmt.tile_words(8), 4)
 
 
 def test_bits_of_a_ring_by_hand():

@@ -138,15 +138,16 @@ def layout_of(method, size, n, streams=1, collective="all_reduce"):
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
 def planned_for(stats, seed, method, layout):
-    return make_plan(stats, seed, layout, method.wire_format)
+    return make_plan(stats, seed, layout)
 
 
 def planned(stats, seed, method, size, n):
     return planned_for(stats, seed, method, layout_of(method, size, n))
 
 
-def check_plan(plan, stats, layout, fmt):
+def check_plan(plan, stats, layout):
     """The order is a permutation within shards; records fit; wider where there is more energy."""
+    fmt = layout.fmt
     assert plan.order.shape == (layout.chunks, layout.chunk_super_groups)
     np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(layout.super_groups))
     assert plan.mean.shape == plan.mean_sum.shape == (layout.super_groups,)
@@ -192,7 +193,7 @@ def test_order_is_a_permutation_and_records_fit(widths, n, streams):
     layout = layout_of(method, size, n, streams)
     stats = statistics(n, layout.rows)
     plan = planned_for(stats, None, method, layout)
-    check_plan(plan, stats, layout, method.wire_format)
+    check_plan(plan, stats, layout)
     # The stage with fewer bits has nowhere more of them.
     assert layout.payload_words[0] >= layout.payload_words[1]
     assert np.all(plan_widths(plan, 0) >= plan_widths(plan, 1))
@@ -211,8 +212,8 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
     loud = jnp.repeat(jnp.where(jnp.arange(n) == 1, 2.0**30, 1.0), layout.shard_rows)
     stats = (stats * jnp.stack([loud, jnp.sqrt(loud)])).astype(jnp.bfloat16)
     plan = planned_for(stats, None, method, layout)
-    check_plan(plan, stats, layout, method.wire_format)
-    words = np.asarray([method.wire_format.tile_words(w) for w in range(17)])
+    check_plan(plan, stats, layout)
+    words = np.asarray([layout.fmt.tile_words(w) for w in range(17)])
     for stage, payload_words in enumerate(layout.payload_words):
         used = words[np.asarray(unpack_tiles(plan.tiles[stage])[1])].sum(axis=1)
         assert np.all(payload_words - used < words[8] - words[4])

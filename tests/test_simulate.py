@@ -100,7 +100,7 @@ def library(n):
 
     def one(x, seed):
         total, _ = METHOD.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed)
-        return total, plan_for(x, "w", seed, layout, METHOD.wire_format, None)
+        return total, plan_for(x, "w", seed, layout, None)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w")), layout
 

@@ -187,7 +187,7 @@ def _coding_cases(
     """The coding kernels at one format, planned for ``bits`` per coordinate."""
     layout = single_chunk(x.size, bits, fmt)
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    order, (tiles,) = jax.jit(lambda energy: order_and_tiles(energy, layout, fmt))(sqnorm)
+    order, (tiles,) = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
     mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 

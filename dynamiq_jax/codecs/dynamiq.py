@@ -19,7 +19,6 @@ def plan_for(
     axis_name: AxisNames,
     seed: UInt[Array, " 2"] | None,
     layout: Layout,
-    fmt: pk.WireFormat,
     backend: pk.Backend | None,
     gather: Callable[[Array, AxisNames], Array] = all_gather,
 ) -> Plan:
@@ -27,20 +26,19 @@ def plan_for(
 
     For an all-gather of slices ``x`` the statistics are gathered as well, by ``gather``.
     """
-    mean, sqnorm = pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
+    mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
     stats = pack_statistics(mean, sqnorm, layout)
     if layout.collective == "all_gather":
         stats = jnp.moveaxis(gather(stats, axis_name), 0, 1).reshape(stats.shape[0], -1)
     else:
         stats = lax.psum(stats, axis_name)
-    return make_plan(stats, seed, layout, fmt)
+    return make_plan(stats, seed, layout)
 
 
 def chunk_ops(
     x: Float[Array, " d"],
     plan: Plan,
     layout: Layout,
-    fmt: pk.WireFormat,
     *,
     n_slots: int,
     divisor: int = 1,
@@ -52,15 +50,14 @@ def chunk_ops(
     Args:
       x: this worker's flat gradient; in shards of whole super-groups if there are several.
       plan: the plan all workers share.
-      layout: its static sizes.
-      fmt: the wire format.
+      layout: its static sizes and the wire format.
       n_slots: encodings that one chunk passes through, see `topologies.base.n_slots`.
       divisor: the decoded sum is divided by this (n for a mean).
       slice_start: number of this worker's first super-group, for `ChunkOps.finish`.
       backend: which kernels run.
     """
-    noise = pk.slot_noise(plan.seed, n_slots, fmt.rounding)
-    common = {"fmt": fmt, "backend": backend}
+    noise = pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding)
+    common = {"fmt": layout.fmt, "backend": backend}
     result = {"dtype": x.dtype, "divisor": divisor, **common}
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
@@ -107,7 +104,6 @@ def encode_slice(
     x: Float[Array, " d"],
     plan: Plan,
     layout: Layout,
-    fmt: pk.WireFormat,
     me: Array,
     backend: pk.Backend | None,
 ) -> UInt[Array, " P"]:
@@ -116,7 +112,7 @@ def encode_slice(
     own = plan.order[me]
     own = jnp.where(own < layout.rows, own - me * rows, own - layout.rows - me * spare + rows)
     mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
-    fmt = dataclasses.replace(fmt, rounding="independent")
+    fmt = dataclasses.replace(layout.fmt, rounding="independent")
     noise = pk.slot_noise(plan.seed, layout.n_workers, fmt.rounding)[me]
     return pk.compress(
         x,

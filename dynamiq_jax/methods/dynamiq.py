@@ -263,22 +263,21 @@ class DynamiQ:
 
         With ``invarying`` JAX counts the result as replicated.
         """
-        size, fmt = x.shape[0], self.wire_format
+        size = x.shape[0]
         layout = self.gather_layout(size, n_workers)
         gather = all_gather_invarying if invarying else all_gather
         with jax.named_scope("dynamiq_all_gather"):
-            plan = plan_for(x, axis_name, seed, layout, fmt, self.backend, gather=gather)
+            plan = plan_for(x, axis_name, seed, layout, self.backend, gather=gather)
             me = lax.axis_index(axis_name)
-            payload = encode_slice(x, plan, layout, fmt, me, self.backend)
-            ops = chunk_ops(x, plan, layout, fmt, n_slots=1, backend=self.backend)
+            payload = encode_slice(x, plan, layout, me, self.backend)
+            ops = chunk_ops(x, plan, layout, n_slots=1, backend=self.backend)
             owners = jnp.arange(n_workers, dtype=jnp.int32)
             result = ops.decode(gather(payload, axis_name), owners, None)
             return result.reshape(n_workers, -1)[:, :size]
 
     def _ops(self, x, axis_name, seed, layout: Layout, topology: Topology, **rest) -> ChunkOps:
-        fmt = self.wire_format
-        plan = plan_for(x, axis_name, seed, layout, fmt, self.backend)
+        plan = plan_for(x, axis_name, seed, layout, self.backend)
         if self.debug_checks:
             assert_same_on_workers(plan, axis_name, "the plan")
         slots = n_slots(topology.stages(layout.n_workers))
-        return chunk_ops(x, plan, layout, fmt, n_slots=slots, backend=self.backend, **rest)
+        return chunk_ops(x, plan, layout, n_slots=slots, backend=self.backend, **rest)

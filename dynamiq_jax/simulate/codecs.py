@@ -97,9 +97,8 @@ class DynamiQCodec:
 
     def measure(self, x: Values) -> Array:
         """Squared norms and means as they are sent, rounded to bf16."""
-        fmt = self.method.wire_format
         mean, sqnorm = pk.statistics(
-            x, super_group_size=fmt.super_group_size, backend=self.method.backend
+            x, super_group_size=self.layout.super_group_size, backend=self.method.backend
         )
         return to_bf16(pack_statistics(mean, sqnorm, self.layout).astype(jnp.float32))
 
@@ -109,9 +108,8 @@ class DynamiQCodec:
 
     def share(self, message: Array, seed: UInt[Array, " 2"]) -> SharedPlan:
         """The plan that the library makes, from sums that were rounded to bf16."""
-        fmt = self.method.wire_format
-        plan = make_plan(message.astype(jnp.bfloat16), seed, self.layout, fmt)
-        return SharedPlan(plan, pk.slot_noise(seed, self.slots, fmt.rounding))
+        plan = make_plan(message.astype(jnp.bfloat16), seed, self.layout)
+        return SharedPlan(plan, pk.slot_noise(seed, self.slots, self.layout.fmt.rounding))
 
     def center(self, shared: SharedPlan, x: Values) -> Values:
         """``x`` less the common means."""
@@ -174,7 +172,7 @@ class DynamiQCodec:
         return jnp.zeros((self.layout.super_groups,), jnp.float32)
 
     def _common(self) -> dict[str, Any]:
-        return {"fmt": self.method.wire_format, "backend": self.method.backend}
+        return {"fmt": self.layout.fmt, "backend": self.method.backend}
 
 
 def dynamiq_codec(
