@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from dynamiq_jax.allocation import Allocation
 from dynamiq_jax.bench.kernels import single_chunk
 from dynamiq_jax.plan import order_and_tiles
 from dynamiq_jax.synthetic import lognormal_mixture
@@ -23,7 +24,9 @@ from pallas_kernels import tuning
 
 def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
     """A gradient pair and its plan: (layout, x, y, mean, order, tiles, noise)."""
-    layout = single_chunk(coords, bits, fmt)
+    narrowest = min(fmt.widths)
+    even = Allocation(fmt, (narrowest, narrowest), (0.0, 0.0), pk.distortion(fmt, narrowest))
+    layout = single_chunk(coords, bits, even)
     super_groups = -(-coords // fmt.super_group_size)
     keys = jax.random.split(jax.random.key(seed))
     make = jax.jit(
@@ -33,7 +36,7 @@ def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
     )
     x, y = make(keys[0]), make(keys[1])
     mean, sqnorm = pk.statistics(x, super_group_size=fmt.super_group_size, backend="jnp")
-    order, (tiles,) = jax.jit(lambda e: order_and_tiles(e, layout))(sqnorm)
+    order, (tiles, _) = jax.jit(lambda e: order_and_tiles(e, layout))(sqnorm)
     pad = layout.super_groups - mean.shape[0]
     mean = jnp.pad(mean, (0, pad)).astype(jnp.bfloat16).astype(jnp.float32)
     noise = pk.slot_noise(jnp.array([1, 2], jnp.uint32), 8, fmt.rounding)

@@ -9,7 +9,7 @@ from rich.table import Table
 from dynamiq_jax import hierarchy
 from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES, describe_leaves, group_leaves
-from dynamiq_jax.methods import Method
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Hierarchical
 
 
@@ -51,6 +51,9 @@ class Explanation:
         topology all.
       bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
       bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
+      relative_error: the largest |error|² / |sum|² that a super-group may expect, see
+        `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
+      advice: what to do where that is too much; `None` if it is not.
     """
 
     rows: tuple[Row, ...]
@@ -62,10 +65,18 @@ class Explanation:
     outer_wire_bytes: float
     bf16_wire_bytes: float
     bits_per_coord: float
+    relative_error: float | None
+    advice: str | None
 
     def __str__(self) -> str:
         title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
-        table = Table(title=title, caption=self.method)
+        caption = self.method
+        if self.relative_error is not None:
+            error = f"at most {self.relative_error:.2g}"
+            caption += f"\nexpected |error|² / |sum|² of a super-group: {error}"
+        if self.advice is not None:
+            caption += f"\n{self.advice}"
+        table = Table(title=title, caption=caption)
         for column in ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate"):
             table.add_column(column, justify="right" if column[0] in "wb" else "left")
         for row in self.rows:
@@ -119,6 +130,7 @@ def explain(
     total = sum(row.wire_bytes for row in rows.values())
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
+    error, advice = _expected_error(resolved) if grouping.buckets and n > 1 else (None, None)
     explanation = Explanation(
         rows=tuple(rows[i] for i in sorted(rows)),
         n_workers=n,
@@ -129,6 +141,8 @@ def explain(
         outer_wire_bytes=outer,
         bf16_wire_bytes=share * 2 * floats,
         bits_per_coord=8 * total / (share * size) if share * size else 0.0,
+        relative_error=error,
+        advice=advice,
     )
     if verbose:
         print(explanation)
@@ -153,6 +167,17 @@ def _wire_bits(size: int, resolved: Resolved) -> tuple[int, int]:
     if isinstance(topology, Hierarchical):
         return hierarchy.wire_bits(size, sizes, method, topology)
     return 0, method.wire_bits(size, resolved.n_workers, topology)
+
+
+def _expected_error(resolved: Resolved) -> tuple[float | None, str | None]:
+    """The relative error of a super-group, and what to do where it is too large."""
+    method, topology, _, sizes = resolved
+    if not isinstance(method, DynamiQ):
+        return None, None
+    assert topology is not None
+    parts = hierarchy.collectives(sizes, topology)
+    advices = [advice for part in parts if (advice := method.advice(*part))]
+    return sum(method.relative_error(*part) for part in parts), " ".join(advices) or None
 
 
 def _row(leaf, bucket, route, wire_bytes, share) -> Row:

@@ -10,8 +10,9 @@ from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import all_gather_invarying, psum_scatter
 from dynamiq_jax.arguments import fold_seed
+from dynamiq_jax.layout import Collective
 from dynamiq_jax.methods import Method, ShardedMethod, State
-from dynamiq_jax.topologies import Hierarchical
+from dynamiq_jax.topologies import Hierarchical, Topology
 
 UNIT = 1024
 """Coordinates that stay together: whole super-groups and blocks of every method."""
@@ -41,6 +42,23 @@ def wire_bits(
         inner += halves.sharded_wire_bits(part, n_inner, None)
     assert topology.outer is not None
     return inner, method.wire_bits(part, n_outer, topology.outer)
+
+
+def collectives(
+    sizes: tuple[int, ...], topology: Topology | Hierarchical
+) -> list[tuple[int, Topology, Collective]]:
+    """The compressed collectives of an all-reduce, with their workers and topologies."""
+    if not isinstance(topology, Hierarchical):
+        return [(math.prod(sizes), topology, "all_reduce")]
+    n_inner, n_outer = sizes[-1], math.prod(sizes[:-1])
+    found: list[tuple[int, Topology, Collective]] = []
+    if topology.inner is not None:
+        found.append((n_inner, topology.inner, "reduce_scatter"))
+        found.append((n_inner, topology.inner, "all_gather"))
+    if n_outer > 1:
+        assert topology.outer is not None
+        found.append((n_outer, topology.outer, "all_reduce"))
+    return found
 
 
 def all_reduce(

@@ -11,8 +11,8 @@ not leave its worker's chunks.
 from dataclasses import dataclass
 from typing import Literal
 
+from dynamiq_jax.allocation import Allocation
 from dynamiq_jax.topologies import Stage
-from dynamiq_jax.topologies.base import stage_bits
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
@@ -33,6 +33,7 @@ class Layout:
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
       payload_words: `uint32` words of one chunk's payload (P) in every stage.
       payloads_sent: payloads that one worker sends in every stage.
+      floors: the least width in every stage, see `dynamiq_jax.allocation`.
       fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
     """
@@ -44,6 +45,7 @@ class Layout:
     chunk_super_groups: int
     payload_words: tuple[int, ...]
     payloads_sent: tuple[int, ...]
+    floors: tuple[int, ...]
     fmt: WireFormat
     stats_per_super_group: int
 
@@ -121,20 +123,19 @@ def make_layout(
     stages: tuple[Stage, ...],
     *,
     bits: float,
-    fmt: WireFormat,
+    allocation: Allocation,
     stats_per_super_group: int,
     collective: Collective = "all_reduce",
     chunks_per_worker: int = 1,
-    balance: float | None = 0.0,
 ) -> Layout:
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
     A bandwidth-optimal all-reduce passes 2 (n-1)/n of all coordinates through every worker, a
     reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these,
     whatever the padding; only where even the narrowest width for every tile does not fit is it
-    exceeded. ``balance`` is `Topology.balance`.
+    exceeded.
     """
-    n = n_workers
+    n, fmt = n_workers, allocation.fmt
     whole = collective == "all_reduce"
     shard_chunks = n * chunks_per_worker if whole else chunks_per_worker
     per_chunk = -(-size // (fmt.super_group_size * shard_chunks))
@@ -146,7 +147,7 @@ def make_layout(
     words = _payload_words(
         left / WORD_BITS,
         sent,
-        [offset * size / shard_chunks / WORD_BITS for offset in stage_bits(stages, balance)],
+        [offset * size / shard_chunks / WORD_BITS for offset in allocation.bits],
         narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
@@ -158,6 +159,7 @@ def make_layout(
         chunk_super_groups=tiles * TILE_ROWS,
         payload_words=words,
         payloads_sent=tuple(sent),
+        floors=allocation.floors,
         fmt=fmt,
         stats_per_super_group=stats_per_super_group,
     )

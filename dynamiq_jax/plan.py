@@ -3,9 +3,9 @@
 The plan is a pure function of the light all-reduce's result, so that all workers hold the same
 plan without further talk. The super-groups of a shard (see `dynamiq_jax.layout`) are ordered by
 energy and dealt to its C chunks in turn (rank q goes to chunk q mod C, position q div C): they get
-the same tile widths, and every payload of a stage has the same static size. The widths minimise
-the expected squared error within that size: starting from the narrowest, the next upgrade is
-always the one that removes most error per word.
+the same tile widths, and every payload of a stage has the same static size. Within that size the
+widths minimise the expected squared error above the stage's floor: all tiles are widened to the
+floor, and then the next upgrade is always the one that removes most error per word.
 """
 
 import functools
@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
+from dynamiq_jax.allocation import width_upgrades
 from dynamiq_jax.layout import Layout
-from pallas_kernels import TILE_ROWS, WireFormat, distortion, mix, pack_tiles
+from pallas_kernels import TILE_ROWS, WireFormat, mix, pack_tiles
 from pallas_kernels.format import MAX_WIDTH
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -40,15 +41,6 @@ class Plan(NamedTuple):
     """Seed of the rounding."""
 
 
-class Upgrade(NamedTuple):
-    """A step between neighbouring widths on the lower convex hull of (words, distortion)."""
-
-    width: int
-    words: int
-    gain: float
-    """Distortion removed per word, for unit energy; falls from upgrade to upgrade."""
-
-
 def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     """One worker's message in the light all-reduce: bf16[stats_per_super_group, rows].
 
@@ -62,29 +54,8 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     return jnp.stack(rows).astype(jnp.bfloat16)
 
 
-def width_upgrades(fmt: WireFormat) -> tuple[int, tuple[Upgrade, ...]]:
-    """The narrowest width and the upgrades worth taking, best first.
-
-    Widths above the convex hull (a wider one removes more error per word) are never used.
-    """
-    widths = sorted(fmt.widths)
-    words = [fmt.tile_words(w) for w in widths]
-    errors = [distortion(fmt, w) for w in widths]
-    upgrades, at = [], 0
-    while at < len(widths) - 1:
-        gains = [
-            (errors[at] - errors[to]) / (words[to] - words[at]) for to in range(at + 1, len(widths))
-        ]
-        to = at + 1 + int(np.argmax(gains))
-        if gains[to - at - 1] <= 0:
-            break
-        upgrades.append(Upgrade(widths[to], words[to] - words[at], max(gains)))
-        at = to
-    return widths[0], tuple(upgrades)
-
-
 class Schedule(NamedTuple):
-    """All (energy level, upgrade) pairs, the one that removes most error per word first."""
+    """All (energy level, upgrade) pairs in the order in which they are taken."""
 
     level: np.ndarray
     """int32[E]"""
@@ -95,18 +66,19 @@ class Schedule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def upgrade_schedule(fmt: WireFormat) -> Schedule:
-    """The order in which tiles are widened.
+def upgrade_schedule(fmt: WireFormat, floor: int | None = None) -> Schedule:
+    """The order in which tiles are widened: all to the floor, then where most error is removed.
 
     It depends on no data: a tile's energy is one of `_LEVELS` levels below the largest, and the
     gain of an upgrade at a level is that level's energy times the upgrade's gain.
     """
-    _, upgrades = width_upgrades(fmt)
+    _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(_LEVELS)
     middle = 1 + (15 - step % 16 + 0.5) / 16  # of 16 equal parts of an octave, from its end
     energy = middle * 2.0 ** -(step // 16)
     gain = energy[:, None] * np.array([u.gain for u in upgrades])
-    order = np.argsort(-gain, axis=None, kind="stable")
+    above_floor = np.array([floor is None or u.width > floor for u in upgrades])
+    order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
     place = np.empty(gain.size, np.int32)
     place[order] = np.arange(gain.size)
     words = np.array([u.words for u in upgrades], np.int32)
@@ -115,9 +87,9 @@ def upgrade_schedule(fmt: WireFormat) -> Schedule:
 
 
 def assign_widths(
-    energy: Float[Array, " T"], payload_words: int, fmt: WireFormat
+    energy: Float[Array, " T"], payload_words: int, fmt: WireFormat, floor: int | None = None
 ) -> Int[Array, " T"]:
-    """The width of each tile with the least expected squared error within the payload.
+    """The width of each tile: the floor, and above it the least expected squared error.
 
     Energies are told apart in steps of 1/16 octave, down to 2^64 below the largest. Of the upgrade
     that no longer fits for all tiles of a level, the first tiles get it.
@@ -126,12 +98,14 @@ def assign_widths(
       energy: the energy of each tile, summed over chunks and workers; not negative.
       payload_words: the budget, in 32-bit words.
       fmt: its widths are the choice.
+      floor: what all tiles get before any gets more; where the payload is too small for that,
+        those of least energy do without. `None` is the narrowest.
     """
-    narrowest, upgrades = width_upgrades(fmt)
+    narrowest, upgrades = width_upgrades(fmt, floor)
     tiles = energy.shape[0]
     if not upgrades:
         return jnp.full((tiles,), narrowest, jnp.int32)
-    schedule = upgrade_schedule(fmt)
+    schedule = upgrade_schedule(fmt, floor)
     budget = payload_words - tiles * fmt.tile_words(narrowest)
     level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
     is_level = level == jnp.arange(_LEVELS, dtype=jnp.int32)[:, None]
@@ -218,17 +192,18 @@ def order_and_tiles(
 def _tiles_of_stages(
     energy: Float[Array, "shards T"], layout: Layout
 ) -> tuple[Int[Array, "C T"], ...]:
-    """Offsets and widths for every stage; stages with equal budgets share them."""
+    """Offsets and widths for every stage; stages of equal budgets and floors share them."""
     fmt = layout.fmt
     table = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)
-    found: dict[int, Array] = {}
-    for payload_words in layout.payload_words:
-        if payload_words not in found:
-            width = jax.vmap(lambda e, p=payload_words: assign_widths(e, p, fmt))(energy)
-            words = table[width]
-            tiles = pack_tiles(jnp.cumsum(words, axis=1) - words, width)
-            found[payload_words] = jnp.repeat(tiles, layout.shard_chunks, axis=0)
-    return tuple(found[payload_words] for payload_words in layout.payload_words)
+    stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
+    found: dict[tuple[int, int], Array] = {}
+    for payload_words, floor in dict.fromkeys(stages):
+        assign = functools.partial(assign_widths, payload_words=payload_words, fmt=fmt, floor=floor)
+        width = jax.vmap(assign)(energy)
+        words = table[width]
+        tiles = pack_tiles(jnp.cumsum(words, axis=1) - words, width)
+        found[payload_words, floor] = jnp.repeat(tiles, layout.shard_chunks, axis=0)
+    return tuple(found[stage] for stage in stages)
 
 
 def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:

@@ -123,7 +123,7 @@ def all_gather(
     `jax.lax.all_gather` does: the cotangents are summed exactly, in their dtype.
 
     Parameters, unlike gradients, are of even energy: widths close to ``bits`` serve them best, as
-    ``DynamiQ(bits=8, widths=(6, 7, 8, 9))``.
+    ``DynamiQ(bits=8)``.
 
     Args:
       tree: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as

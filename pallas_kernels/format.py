@@ -44,7 +44,7 @@ representable stays exact; a value saturates by one millionth of itself at most.
 GEOMETRIC_TOP = 1 << 15
 _GEOMETRIC_EPSILON = {2: 0.23, 3: 0.20, 4: 0.18, 5: 0.16, 6: 0.14, 7: 0.12, 8: 0.10, 9: 0.07}
 
-Levels = Literal["piecewise", "geometric", "uniform"]
+Levels = Literal["companded", "piecewise", "geometric", "uniform"]
 Rounding = Literal["antithetic", "correlated", "independent"]
 GroupScale = Literal["uint8", "bf16"]
 
@@ -67,8 +67,9 @@ class WireFormat:
       widths: the widths (bits per code) a tile may have, ascending, a subset of 0..16.
       group_size: coordinates that share a scale.
       super_group_size: coordinates that share a width and statistics.
-      levels: "piecewise": levels with step 1 near zero and step 2 further out; "geometric": the
-        paper's (1+2e^2)^r law on a grid of 2^15; "uniform": equidistant.
+      levels: "companded": steps of 1, 2, 4 and 8 from zero outwards, a quarter of the levels each;
+        "piecewise": steps of 1 near zero and 2 further out; "geometric": the paper's (1+2e^2)^r law
+        on a grid of 2^15; "uniform": equidistant.
       rounding: how the stochastic rounding of the encoders of one chunk is correlated,
         see `pallas_kernels.hashing`.
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
@@ -77,7 +78,7 @@ class WireFormat:
     widths: tuple[int, ...] = (2, 4, 6, 8, 10)
     group_size: int = 32
     super_group_size: int = 256
-    levels: Levels = "piecewise"
+    levels: Levels = "companded"
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
 
@@ -116,16 +117,24 @@ class WireFormat:
         return scales + sum(self.plane_words(p) for p in planes_of(width))
 
     def level_start(self, width: int) -> int:
-        """Where the two-step law of ``width`` >= 2 starts in its octave of 2^(width-1) values.
+        """Where the levels of ``width`` >= 2 start in their first octave.
 
-        Levels are ``octave(start + r) - octave(start)`` with ``octave(i) = 2^m + i`` below 2^m
-        and ``2*i`` from there on (m = width - 1): the first 2^m - start steps are 1, the rest 2.
-        3/16 of an octave minimises the error for Gaussian groups at every width from 3 to 10.
+        With 2^p levels in an octave (p = `octave_bits`), level r is ``value(start + r) -
+        value(start)``, where ``value`` counts like the bits of a float: ``value(i) = (2^p + i mod
+        2^p) 2^(i div 2^p)``. For "piecewise", 3/16 of an octave minimises the error for Gaussian
+        groups at every width from 3 to 10.
         """
         octave = 1 << (width - 1)
-        if self.levels == "uniform" or width <= 2:
+        if self.levels != "piecewise" or width <= 2:
             return 0
         return max(2, -(-3 * octave // 16))
+
+    def octave_bits(self, width: int) -> int:
+        """The logarithm of how many levels there are in an octave, over which their step is one.
+
+        The levels of "companded" span four octaves, those of "piecewise" a little more than one.
+        """
+        return max(width - 3, 0) if self.levels == "companded" else width - 1
 
     def level_table(self, width: int) -> np.ndarray:
         """Integer levels of ``width`` in 1..15: ``int64[2^(width-1)]``, ascending from 0.
@@ -141,9 +150,9 @@ class WireFormat:
             power = np.power(1 + 2 * epsilon**2, index.astype(np.float64))
             law = (power - 1) / (power[-1] - 1)
             return np.round(law * GEOMETRIC_TOP).astype(np.int64)
-        octave, start = 1 << (width - 1), self.level_start(width)
+        octave, start = 1 << self.octave_bits(width), self.level_start(width)
         position = start + index
-        return np.where(position < octave, index, 2 * position - octave - start)
+        return ((octave + position % octave) << (position // octave)) - (octave + start)
 
     def level_top(self, width: int) -> int:
         """The largest level of ``width`` in 1..15."""

@@ -149,15 +149,21 @@ def _decode_levels(index, width, fmt: WireFormat) -> Array:
         at = jnp.asarray(starts, jnp.uint32)[width][:, None, None] + index
         return flat[jnp.minimum(at, flat.shape[0] - 1)]
     low = _octave_start(width, fmt)
-    shift = jnp.uint32(24) - jnp.minimum(width, 15).astype(jnp.uint32)[:, None, None]
-    return _float(_bits(low) + (index << shift)) - low
+    return _float(_bits(low) + (index << (23 - _octave_bits(width, fmt)))) - low
 
 
 def _octave_start(width, fmt: WireFormat) -> Array:
     def start(w):
-        return (1 << (w - 1)) + fmt.level_start(w) if 1 < w < 16 else 1
+        return (1 << fmt.octave_bits(w)) + fmt.level_start(w) if 1 < w < 16 else 1
 
     return _per_width(start, fmt, jnp.float32)[width][:, None, None]
+
+
+def _octave_bits(width, fmt: WireFormat) -> Array:
+    def bits(w):
+        return fmt.octave_bits(w) if 1 < w < 16 else 0
+
+    return _per_width(bits, fmt, jnp.uint32)[width][:, None, None]
 
 
 def _scaled_width(function, fmt: WireFormat):
@@ -228,10 +234,11 @@ def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
     last = (jnp.uint32(1) << (w - 1)) - 1
     if fmt.levels == "geometric":
         return jnp.minimum(_round_to_table(z, noise, width, fmt), last)
-    # In [2^m, 2^(m+2)) the bits of an f32 are linear between the levels of the two-step law.
+    # The bits of an f32 are linear between levels, whose step doubles where its exponent rises.
     low = _octave_start(width, fmt)
-    steps = _bits(z + low) - _bits(low) + (noise >> (8 + w))
-    return jnp.minimum(steps >> (24 - w), last)
+    p = _octave_bits(width, fmt)
+    steps = _bits(z + low) - _bits(low) + (noise >> (9 + p))
+    return jnp.minimum(steps >> (23 - p), last)
 
 
 def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:

@@ -176,8 +176,9 @@ def _decode_levels(level, width: int, tile: _Tile):
     if fmt.levels == "geometric":
         at = level.astype(jnp.int32) + _table_start(width, fmt)
         return plgpu.load(tile.table_ref.at[at])
-    low = np.float32((1 << (width - 1)) + fmt.level_start(width))
-    return _f32((level << _as_word(24 - width)) + _as_word(int(low.view(np.uint32)))) - low
+    bits = fmt.octave_bits(width)
+    low = np.float32((1 << bits) + fmt.level_start(width))
+    return _f32((level << _as_word(23 - bits)) + _as_word(int(low.view(np.uint32)))) - low
 
 
 def _bf16_up(x, cap: float):
@@ -241,9 +242,10 @@ def _round(z, noise, width: int, tile: _Tile):
     if fmt.levels == "geometric":
         level = _round_to_table(jnp.abs(z), noise, width, tile)
     else:
-        low = np.float32((1 << (width - 1)) + fmt.level_start(width))
+        bits = fmt.octave_bits(width)
+        low = np.float32((1 << bits) + fmt.level_start(width))
         steps = _u32(jnp.abs(z) + low) - _as_word(int(low.view(np.uint32)))
-        level = (steps + (noise >> _as_word(8 + width))) >> _as_word(24 - width)
+        level = (steps + (noise >> _as_word(9 + bits))) >> _as_word(23 - bits)
     return jnp.minimum(level, last) | (sign << _as_word(width - 1))
 
 

@@ -42,22 +42,23 @@ METHODS = {
     "geometric": dq.DynamiQ(levels="geometric", **INDEPENDENT),
     "uniform": dq.DynamiQ(levels="uniform", **INDEPENDENT),
     "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **INDEPENDENT),
+    "squared_error": dq.DynamiQ(floor=None, levels="piecewise", **INDEPENDENT),
     "mean": dq.DynamiQ(subtract_mean=True, **INDEPENDENT),
     "paper": dq.DynamiQ(
-        widths=(2, 4, 8), group_size=16, levels="geometric", rounding="correlated",
+        widths=(2, 4, 8), floor=None, group_size=16, levels="geometric", rounding="correlated",
         subtract_mean=True, **SMALL,
     ),
     "group_8": dq.DynamiQ(group_size=8, **INDEPENDENT),
     "group_64": dq.DynamiQ(group_size=64, group_scale="bf16", **INDEPENDENT),
     "super_128": dq.DynamiQ(super_group_size=128, **INDEPENDENT),
     "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT),
-    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), bits=7, **INDEPENDENT),
-    "width_0": dq.DynamiQ(widths=(0, 3, 6), **INDEPENDENT),
+    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), floor=None, bits=7, **INDEPENDENT),
+    "width_0": dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT),
 }  # fmt: skip
 UNBIASED = [
     name
     for name, method in METHODS.items()
-    if 0 not in method.widths and method.rounding == "independent"
+    if 0 not in (method.widths or ()) and method.rounding == "independent"
 ]
 
 LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}

@@ -15,6 +15,7 @@ from pallas_kernels import TILE_ROWS, WireFormat
 EVERY = tuple(range(1, 17))
 FORMATS = {
     "default": WireFormat(widths=EVERY),
+    "piecewise": WireFormat(widths=EVERY, levels="piecewise"),
     "geometric": WireFormat(widths=(*range(1, 11), 16), levels="geometric"),
     "uniform": WireFormat(widths=EVERY, levels="uniform"),
     "correlated": WireFormat(widths=EVERY, rounding="correlated"),

@@ -9,12 +9,14 @@ import numpy as np
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.allocation import allocate
 from dynamiq_jax.layout import Layout, make_layout
 from dynamiq_jax.plan import order_and_tiles
 from dynamiq_jax.synthetic import lognormal_mixture
 
 FORMATS = {
-    "default": pk.WireFormat(),
+    "default": dq.DynamiQ().allocation(8, dq.Direct()).fmt,
+    "squared error": dq.DynamiQ(floor=None).allocation(8, dq.Direct()).fmt,
     "paper": pk.WireFormat(levels="geometric", rounding="correlated"),
     "uniform": pk.WireFormat(levels="uniform", rounding="independent"),
     "bf16 scales": pk.WireFormat(group_scale="bf16", group_size=32),
@@ -47,8 +49,11 @@ class Payloads(NamedTuple):
 def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     """Inputs of all kernels under a plan whose second stage has fewer bits than the first."""
     bits = 5.0 if len(fmt.widths) > 1 else fmt.widths[0] + 1.0
+    stages = dq.Ring().stages(2)
+    options = {"widths": fmt.widths, "floor": None, "balance": 0.8}
+    allocation = allocate(stages, fmt, bits=bits, **options)
     layout = make_layout(
-        size, 2, dq.Ring().stages(2), bits=bits, fmt=fmt, stats_per_super_group=2, balance=0.8
+        size, 2, stages, bits=bits, allocation=allocation, stats_per_super_group=2
     )
 
     @jax.jit

@@ -39,7 +39,7 @@ def anchored(width, levels, n, seed=0):
 def test_sums_on_levels_are_exact(width, levels):
     n = 5
     x = anchored(width, levels, n)
-    method = dq.DynamiQ(widths=(width,), levels=levels, bits=width + 1, **SMALL)
+    method = dq.DynamiQ(widths=(width,), floor=None, levels=levels, bits=width + 1, **SMALL)
     result = np.asarray(vmapped(method)(x, jax.random.key(0)))
     expected = np.broadcast_to(np.sum(np.asarray(x, np.float64), axis=0), x.shape)
     np.testing.assert_array_equal(result.astype(np.float64), expected)

@@ -16,7 +16,7 @@ from test_ring import relative_error
 import dynamiq_jax as dq
 
 DEFAULT = METHODS["default"]
-EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, subtract_mean=False, **SMALL)
+EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", **SMALL)
 NAMES = ("pod", "node", "gpu")
 SIZE = 4 * 8 * 8 * 256 - 100  # a few tiles for each chunk of each slice, and a rest
 

@@ -1,14 +1,15 @@
 """Static sizes: the budget is kept whatever the size, the padding and the number of workers."""
 
 import dataclasses
+import functools
 
 import pytest
 from cases import TOPOLOGIES
 
 import dynamiq_jax as dq
+from dynamiq_jax.allocation import allocate, stage_bits
 from dynamiq_jax.layout import make_layout
 from dynamiq_jax.topologies import Stage
-from dynamiq_jax.topologies.base import stage_bits
 from pallas_kernels import TILE_ROWS, WireFormat
 
 LARGE = [10**6, 1_000_003, 2**20, 3_333_333, 10**7]
@@ -126,12 +127,13 @@ def test_without_means_there_is_half_the_statistics():
 
 def test_only_the_narrowest_width_may_exceed_the_budget():
     fmt, stages = WireFormat(widths=(4, 8)), dq.Ring().stages(2)
-    options = {"fmt": fmt, "stats_per_super_group": 2, "balance": None}
+    of = functools.partial(allocate, stages, fmt, widths=(4, 8), floor=None, balance=None)
     # 100 coordinates are padded to 2 tiles, whose width of 4 cannot be met with 500 bits.
-    layout = make_layout(100, 2, stages, bits=5, **options)
+    options = {"stats_per_super_group": 2}
+    layout = make_layout(100, 2, stages, bits=5, allocation=of(bits=5), **options)
     assert layout.payload_words == (fmt.tile_words(4),) * 2
     # A generous budget buys no more than the widest width can use.
-    layout = make_layout(10**6, 2, stages, bits=32, **options)
+    layout = make_layout(10**6, 2, stages, bits=32, allocation=of(bits=32), **options)
     assert layout.payload_words == (layout.chunk_tiles * fmt.tile_words(8),) * 2
 
 
@@ -169,7 +171,7 @@ def test_stages_count_what_is_sent_and_number_every_encoding(name):
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_balance_moves_bits_between_stages_within_the_budget(name, balance, n):
     """The average over all that is sent stays; payloads of earlier stages differ as asked."""
-    size, method = 2**20, dq.DynamiQ(bits=5)
+    size, method = 2**20, dq.DynamiQ(bits=5, floor=None)
     topology = dataclasses.replace(NAMED[name], balance=balance)
     stages, layout = topology.stages(n), method.layout(size, n, topology)
     offsets = stage_bits(stages, balance)

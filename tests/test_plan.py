@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax.allocation import width_upgrades
 from dynamiq_jax.plan import (
     assign_widths,
     make_plan,
     pack_statistics,
     plan_widths,
     statistics_seed,
-    width_upgrades,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 

@@ -26,7 +26,7 @@ from test_ring import plan_is_exact, relative_error
 import dynamiq_jax as dq
 
 DEFAULT, INDEPENDENT = METHODS["default"], METHODS["independent"]
-EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, subtract_mean=False, **SMALL)
+EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", **SMALL)
 ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 

@@ -318,7 +318,7 @@ class TestCommand:
             (["--topology", "torus"], "topology 'torus' is not known"),
             (["--method", "fp8"], "method 'fp8' is not known"),
             (["--bits", "five"], "five"),
-            (["--bits", "2"], "raise bits, or add a narrower"),
+            (["--bits", "2"], "raise bits, or pass a narrower"),
             (["--widths", "4,4"], "different widths"),
             (["--rounding", "up"], "rounding='up'"),
             (["--balance", "99"], "balance=99"),

@@ -25,7 +25,7 @@ from test_ring import plan_is_exact, relative_error
 import dynamiq_jax as dq
 from dynamiq_jax.synthetic import lognormal_mixture
 
-EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, subtract_mean=False, **SMALL)
+EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", **SMALL)
 SERVED = [(name, n) for name, (_, numbers) in TOPOLOGIES.items() for n in numbers]
 
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dynamiq_jax.allocation import Allocation
 from dynamiq_jax.bench.timing import time_calls
 from dynamiq_jax.layout import Layout, make_layout
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.plan import order_and_tiles
-from dynamiq_jax.topologies import Stage
+from dynamiq_jax.topologies import Direct, Stage
 from pallas_kernels import (
     Backend,
     Input,
@@ -96,18 +97,19 @@ def bench_kernels(
     coords: int,
     *,
     bits: float,
-    widths: tuple[int, ...],
+    widths: tuple[int, ...] | None,
     single_widths: bool,
     repeats: int,
     in_flight: int | None = None,
     backend: Backend | None = None,
 ) -> list[KernelRow]:
-    """Times statistics and the three coding kernels on the default device.
+    """Times statistics, the plan and the three coding kernels on the default device.
 
     Args:
       coords: bf16 coordinates of the gradient.
       bits: wire bits per coordinate of the mix of ``widths``.
-      widths: the widths in the mix.
+      widths: the widths in the mix, by squared error alone; `None`: those of `DynamiQ`, with its
+        floors for `Direct` among eight workers.
       single_widths: whether to time also every width but 0 by itself.
       repeats: samples per kernel.
       in_flight: calls per sample; `None` takes 10 on a GPU, 1 on a CPU.
@@ -117,7 +119,8 @@ def bench_kernels(
       A row per kernel, the copy first.
     """
     ran = resolve_backend(backend)
-    DynamiQ(bits=bits, widths=widths)  # refuses bits that these widths cannot meet
+    floor = "auto" if widths is None else None
+    mix = allocate_for(DynamiQ(bits=bits, widths=widths, floor=floor))
     # Magnitudes vary from super-group to super-group, as a gradient's do.
     key_size, key_value = jax.random.split(jax.random.key(0))
     rows = -(-coords // 256)
@@ -125,15 +128,19 @@ def bench_kernels(
     x = (scale * jax.random.normal(key_value, (rows, 256))).astype(jnp.bfloat16)
     x = x.reshape(-1)[:coords]
 
-    formats = [(",".join(map(str, widths)), WireFormat(widths=widths))]
+    widths = mix.fmt.widths
+    label = ",".join(map(str, widths))
+    chunks = [(label, single_chunk(coords, bits, mix))]
     if single_widths and len(widths) > 1:
-        formats += [(str(w), WireFormat(widths=(w,))) for w in widths if w > 0]
+        alone = {w: allocate_for(DynamiQ(bits=32, widths=(w,), floor=None)) for w in widths if w}
+        chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
     cases = [
         _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
         _statistics_case(x, ran),
     ]
-    for label, fmt in formats:
-        cases += _coding_cases(x, fmt, label, bits, ran)
+    cases.append(_plan_case(x, chunks[0][1], label, ran))
+    for name, layout in chunks:
+        cases += _coding_cases(x, layout, name, ran)
 
     if in_flight is None:
         in_flight = 1 if jax.default_backend() == "cpu" else 10
@@ -167,49 +174,66 @@ def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
     return _Case("statistics", "", partial(call, x), moved_bytes, backend)
 
 
-def single_chunk(coords: int, bits: float, fmt: WireFormat) -> Layout:
-    """The layout of one chunk that holds all coordinates: one worker's share of an all-gather."""
+def allocate_for(method: DynamiQ) -> Allocation:
+    """What `Direct` among eight workers gets; without a floor equal bits in both stages."""
+    return method.allocation(8, Direct(balance=0.0 if method.floor is None else None))
+
+
+def single_chunk(coords: int, bits: float, allocation: Allocation) -> Layout:
+    """The layout of one chunk that holds all coordinates and passes through two stages."""
+    stages = (Stage(1, range(1), 1.0), Stage(1, range(1, 2), 1.0))
     layout = make_layout(
         coords,
         2,
-        (Stage(1, range(1), 1.0),),
-        bits=bits,
-        fmt=fmt,
-        stats_per_super_group=2,
+        stages,
+        bits=len(stages) * bits,
+        allocation=allocation,
+        stats_per_super_group=len(stages),
         collective="all_gather",
     )
     return replace(layout, n_workers=1)
 
 
-def _coding_cases(
-    x: jax.Array, fmt: WireFormat, label: str, bits: float, backend: Backend
-) -> list[_Case]:
-    """The coding kernels at one format, planned for ``bits`` per coordinate."""
-    layout = single_chunk(x.size, bits, fmt)
+def _plan_case(x: jax.Array, layout: Layout, label: str, backend: Backend) -> _Case:
+    _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
+    plan = jax.jit(lambda energy: order_and_tiles(energy, layout))
+    order, (tiles, _) = plan(sqnorm)
+    moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
+    return _Case("plan", label, partial(plan, sqnorm), moved_bytes, "xla")
+
+
+def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
+    """The coding kernels: compress for the first stage, hop to the second, decompress that."""
+    fmt = layout.fmt
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    order, (tiles,) = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
+    order, tiles = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
     mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 
     static: dict[str, Any] = {"fmt": fmt, "backend": backend}
-    sized = static | {"payload_words": layout.payload_words[0]}
-    encode = jax.jit(partial(compress, **sized))
-    hop = jax.jit(partial(decompress_accumulate_recompress, **sized))
+    words = layout.payload_words
+    encode = jax.jit(partial(compress, payload_words=words[0], **static))
+    hop = jax.jit(partial(decompress_accumulate_recompress, payload_words=words[1], **static))
     rows = math.ceil(x.size / fmt.super_group_size)
     decode = jax.jit(partial(decompress, rows=rows, dtype=x.dtype, **static))
     chunks = jnp.zeros(1, jnp.int32)
-    payload = encode(x, mean, order, tiles, chunks, first)
+    encode_args = (x, mean, order, tiles[0], chunks, first)
+    sent = encode(*encode_args)
+    hop_args = ((Input(sent[None], tiles[0]),), x, mean, order, tiles[1], chunks, second)
+    gathered = hop(*hop_args)
+    decode_args = (gathered, mean, order, tiles[1], chunks)
 
-    plan_bytes = mean.nbytes + order.nbytes + tiles.nbytes
-    encode_args = (x, mean, order, tiles, chunks, first)
-    hop_args = ((Input(payload[None], tiles),), x, mean, order, tiles, chunks, second)
-    decode_args = (payload, mean, order, tiles, chunks)
-    code_bytes = payload.nbytes
+    plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
     return [
         _Case(name, label, partial(call, *args), moved + plan_bytes, backend)
         for name, call, args, moved in (
-            ("compress", encode, encode_args, x.nbytes + code_bytes),
-            ("decompress", decode, decode_args, code_bytes + x.nbytes),
-            ("decompress-accumulate-recompress", hop, hop_args, x.nbytes + 2 * code_bytes),
+            ("compress", encode, encode_args, x.nbytes + sent.nbytes),
+            ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),
+            (
+                "decompress-accumulate-recompress",
+                hop,
+                hop_args,
+                x.nbytes + sent.nbytes + gathered.nbytes,
+            ),
         )
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dynamiq_jax.allocation import Floor
 from dynamiq_jax.bench import contenders
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.simulate import MXComparator
@@ -20,6 +21,21 @@ def parse_topology(name: str, balance: float | None, workers: int, inner: int) -
     if balance is not None:
         flat = dataclasses.replace(flat, balance=balance)
     return Hierarchical(outer=flat) if nested else flat
+
+
+def parse_floor(text: str) -> Floor:
+    """The floor meant by ``text``: auto, none or a width.
+
+    Raises:
+      ValueError: none of these.
+    """
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"floor {text!r} is not known: pass auto, none or a width, such as 4")
+    return int(text)
 
 
 def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ | MXComparator]:

@@ -184,6 +184,12 @@ def simulate(case: Case, key: Array, progress: Progress = _silent) -> float:
     return float(np.sum(error**2) / np.sum(exact**2))
 
 
+def _widths(case: Case) -> tuple[int, ...]:
+    if not isinstance(case.method, DynamiQ):
+        return ()
+    return case.method.allocation(case.n_outer, case.outer).fmt.widths
+
+
 def study(case: Case, seeds: Sequence[int], progress: Progress = _silent) -> Result:
     """`simulate` for every seed."""
     begin = time.perf_counter()
@@ -199,7 +205,7 @@ def study(case: Case, seeds: Sequence[int], progress: Progress = _silent) -> Res
         topology=route if case.inner_workers == 1 else f"{route}, {case.inner_workers} inner",
         method=name,
         bits=method.bits,
-        widths=method.widths if ours else (),
+        widths=_widths(case),
         vnmse=float(np.mean(found)),
         lowest=min(found),
         highest=max(found),

@@ -7,7 +7,6 @@ all-gather. A *slot* numbers the encodings of one chunk, so that a codec can cor
 rounding; every (chunk, slot) is used at most once.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -67,8 +66,8 @@ class Topology(Protocol):
     def balance(self) -> float | None:
         """Bits per coordinate that the stages before the last get beyond the last one.
 
-        `None`: what makes the expected error least. The average is the method's ``bits`` in any
-        case.
+        `None`: as `dynamiq_jax.allocation` shares them out. The average is the method's ``bits`` in
+        any case.
         """
         ...
 
@@ -89,23 +88,6 @@ class Topology(Protocol):
     ) -> list[tuple[Arrived, ...]]:
         """Brings to every worker, for each chunk it owns, all that is to be added to its own."""
         ...
-
-
-def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float, ...]:
-    """Bits per coordinate of every stage relative to their average over all that is sent.
-
-    With errors that fall as ``2^(-a bits)``, the sum of ``error_i 2^(-a bits_i)`` is least for a
-    given sum of ``sent_i bits_i`` if ``bits_i`` is the logarithm of ``error_i / sent_i`` over a,
-    but for a constant. Where super-groups differ as gradients' do, a is 2 at high rates and 2 to 3
-    at three to six bits.
-    """
-    if balance is None:
-        bits = [math.log2(stage.error / stage.sent) / 2.5 for stage in stages]
-    else:
-        bits = [balance] * (len(stages) - 1) + [0.0]
-    total = sum(stage.sent for stage in stages)
-    average = sum(b * stage.sent for b, stage in zip(bits, stages, strict=True)) / total
-    return tuple(b - average for b in bits)
 
 
 def streams_for(size: int, streams: int, stream_size: int) -> int:
@@ -151,5 +133,6 @@ def check_balance(balance: float | None) -> None:
     """Refuses a balance that is not a finite number of bits."""
     if balance is not None and not -16 <= balance <= 16:
         raise ValueError(
-            f"balance={balance} must lie between -16 and 16 bits; pass None for the least error"
+            f"balance={balance} must lie between -16 and 16 bits; pass None for what the method "
+            "makes of its bits"
         )

@@ -27,7 +27,7 @@ class Butterfly:
         of another.
       stream_size: coordinates of the gradient that are worth a stream.
       balance: bits per coordinate that all rounds get beyond the all-gather; `None`: every round
-        by its expected error, later ones, which send less, more.
+        as the method shares them out; later ones, which send less, get more.
     """
 
     streams: int = 2

@@ -23,13 +23,13 @@ class Direct:
       streams: at most so many independent chunks per worker: kernels of one run under the transfers
         of another.
       stream_size: coordinates of the gradient that are worth a stream.
-      balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: by
-        expected error. Equal bits are near the optimum and let both share one assignment of widths.
+      balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
+        method shares them out. With 0 both share one assignment of widths.
     """
 
     streams: int = 4
     stream_size: int = 2**26
-    balance: float | None = 0.0
+    balance: float | None = None
 
     def __post_init__(self):
         """Checks the fields."""

@@ -25,7 +25,8 @@ class Ring:
       stream_size: coordinates of the gradient that are worth a stream.
       unroll_up_to: rings of at most this many workers are unrolled into the program; larger ones
         loop over their hops, so that program size and compile time do not grow with n.
-      balance: bits per coordinate that hops get beyond the all-gather; `None`: by expected error.
+      balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
+        shares them out.
     """
 
     streams: int = 2

@@ -1,0 +1,187 @@
+"""How DynamiQ shares out its bits before it has seen any data.
+
+The rule, in three sentences. Every super-group gets at every encoding at least the *floor* of that
+stage: the widest width that the budget has for all stages, or the next wider one in those stages
+where that removes most error. What is left of the budget is spread evenly over all stages. There it
+widens the super-groups where it removes most squared error (`dynamiq_jax.plan`).
+
+Squared error alone would leave the narrowest width to all super-groups of little energy, and their
+error would be as large as they are. Optimisers that divide by each coordinate's own scale, as Adam
+does, then take full steps along that noise: docs/training-quality.md.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dynamiq_jax.topologies import Stage
+from pallas_kernels import WireFormat, distortion
+from pallas_kernels.format import TILE_ROWS, Levels
+
+Floor = int | Literal["auto"] | None
+"""A width; "auto" chooses one for every stage; `None`: squared error alone decides."""
+
+WIDTHS_BY_SQUARED_ERROR = (2, 4, 6, 8, 10)
+"""The default widths where there is no floor."""
+NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
+LARGEST_RELATIVE_ERROR = 0.35
+"""Beyond this, training with Adam lost 0.5% of validation loss and more, see
+docs/training-quality.md."""
+
+
+class Allocation(NamedTuple):
+    """Static decisions for all stages of a collective, whatever its size."""
+
+    fmt: WireFormat
+    """Its widths are those that a tile may get."""
+    floors: tuple[int, ...]
+    """The least width in every stage, but for tiles that padding leaves no words for."""
+    bits: tuple[float, ...]
+    """Bits per coordinate of every stage relative to their average over all that is sent."""
+    relative_error: float
+    """What is expected of |error|² / |sum|² in a super-group that has the floors' widths, for
+    gradients that are unrelated between workers: related ones have less."""
+
+
+class Upgrade(NamedTuple):
+    """A step between neighbouring widths on the lower convex hull of (words, distortion)."""
+
+    width: int
+    words: int
+    gain: float
+    """Distortion removed per word, for unit energy; falls from upgrade to upgrade."""
+
+
+def width_upgrades(fmt: WireFormat, floor: int | None = None) -> tuple[int, tuple[Upgrade, ...]]:
+    """The narrowest width and the upgrades worth taking, best first.
+
+    Widths above the convex hull (a wider one removes more error per word) are never used. With a
+    ``floor`` the way leads through it: first the hull of widths up to it, then that from it on.
+    """
+    widths = sorted(fmt.widths)
+    if floor is None or floor <= widths[0]:
+        return widths[0], _hull(fmt, widths)
+    below = _hull(fmt, [w for w in widths if w <= floor])
+    return widths[0], below + _hull(fmt, [w for w in widths if w >= floor])
+
+
+def _hull(fmt: WireFormat, widths: list[int]) -> tuple[Upgrade, ...]:
+    words = [fmt.tile_words(w) for w in widths]
+    errors = [distortion(fmt, w) for w in widths]
+    upgrades, at = [], 0
+    while at < len(widths) - 1:
+        gains = [
+            (errors[at] - errors[to]) / (words[to] - words[at]) for to in range(at + 1, len(widths))
+        ]
+        to = at + 1 + int(np.argmax(gains))
+        if gains[to - at - 1] <= 0:
+            break
+        upgrades.append(Upgrade(widths[to], words[to] - words[at], max(gains)))
+        at = to
+    return tuple(upgrades)
+
+
+@functools.lru_cache(maxsize=256)
+def allocate(
+    stages: tuple[Stage, ...],
+    fmt: WireFormat,
+    *,
+    bits: float,
+    widths: tuple[int, ...] | None,
+    floor: Floor,
+    balance: float | None,
+) -> Allocation:
+    """Floors, widths and bits of all stages.
+
+    Args:
+      stages: what is sent, and what each stage adds to the error.
+      fmt: the wire format but for its widths.
+      bits: payload bits per coordinate, on average over all that is sent.
+      widths: those that a tile may get; `None` takes the floors, one below them for tiles that
+        padding leaves no words for, and even widths above.
+      floor: the least width; see `Floor`.
+      balance: `Topology.balance`.
+    """
+    candidates = widths or _candidates(fmt.levels, floor)
+    every = dataclasses.replace(fmt, widths=candidates)
+    if floor == "auto" and balance is None:
+        floors = _joint_floors(stages, every, bits)
+        offsets = _less_average(stages, [_bits_of(every, w) for w in floors])
+    else:
+        offsets = stage_bits(stages, balance)
+        if floor == "auto":
+            floors = tuple(_widest_within(every, bits + offset) for offset in offsets)
+        else:
+            floors = (min(candidates) if floor is None else floor,) * len(stages)
+    if widths is None and floor is not None:
+        every = dataclasses.replace(fmt, widths=_widths_around(floors, fmt.levels))
+    error = sum(s.error * distortion(every, w) for s, w in zip(stages, floors, strict=True))
+    return Allocation(every, floors, offsets, error)
+
+
+def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float, ...]:
+    """Bits per coordinate of every stage relative to their average over all that is sent.
+
+    With errors that fall as ``2^(-a bits)``, the sum of ``error_i 2^(-a bits_i)`` is least for a
+    given sum of ``sent_i bits_i`` if ``bits_i`` is the logarithm of ``error_i / sent_i`` over a,
+    but for a constant. Where super-groups differ as gradients' do, a is 2 at high rates and 2 to 3
+    at three to six bits.
+    """
+    if balance is None:
+        return _less_average(stages, [math.log2(s.error / s.sent) / 2.5 for s in stages])
+    return _less_average(stages, [balance] * (len(stages) - 1) + [0.0])
+
+
+def _less_average(stages: tuple[Stage, ...], bits: list[float]) -> tuple[float, ...]:
+    total = sum(stage.sent for stage in stages)
+    average = sum(b * stage.sent for b, stage in zip(bits, stages, strict=True)) / total
+    return tuple(b - average for b in bits)
+
+
+def _candidates(levels: Levels, floor: Floor) -> tuple[int, ...]:
+    """Widths that a floor may have, or that all may have without one."""
+    if floor is None:
+        return WIDTHS_BY_SQUARED_ERROR
+    return tuple(range(NARROWEST_FLOOR, _widest(levels) + 1))
+
+
+def _widest(levels: Levels) -> int:
+    return 10 if levels == "geometric" else WIDEST_FLOOR
+
+
+def _widths_around(floors: tuple[int, ...], levels: Levels) -> tuple[int, ...]:
+    least, most = min(floors), max(floors)
+    floor_widths = range(max(least - 1, min(least, NARROWEST_FLOOR)), most + 1)
+    above = range(most + 2 - most % 2, min(max(10, most + 4), _widest(levels)) + 1, 2)
+    return (*floor_widths, *above)
+
+
+def _bits_of(fmt: WireFormat, width: int) -> float:
+    """Bits per coordinate of a tile."""
+    return 32 * fmt.tile_words(width) / (TILE_ROWS * fmt.super_group_size)
+
+
+def _widest_within(fmt: WireFormat, bits: float) -> int:
+    narrowest, upgrades = width_upgrades(fmt)
+    return max([narrowest, *(u.width for u in upgrades if _bits_of(fmt, u.width) <= bits + 1e-9)])
+
+
+def _joint_floors(stages: tuple[Stage, ...], fmt: WireFormat, bits: float) -> tuple[int, ...]:
+    """The widest width that all stages can have, and the next where it removes most error."""
+    narrowest, upgrades = width_upgrades(fmt)
+    widths = (narrowest, *(u.width for u in upgrades))
+    common = _widest_within(fmt, bits)
+    floors = [common] * len(stages)
+    if common == widths[-1]:
+        return tuple(floors)
+    wider = widths[widths.index(common) + 1]
+    step = _bits_of(fmt, wider) - _bits_of(fmt, common)
+    left = (bits - _bits_of(fmt, common)) * sum(stage.sent for stage in stages)
+    for i in sorted(range(len(stages)), key=lambda i: -stages[i].error / stages[i].sent):
+        if stages[i].sent * step <= left:
+            floors[i] = wider
+            left -= stages[i].sent * step
+    return tuple(floors)
