@@ -23,7 +23,7 @@ from dynamiq_jax.methods import (
     Method,
     OmniReduce,
 )
-from dynamiq_jax.metrics import vnmse
+from dynamiq_jax.metrics import vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 
@@ -53,4 +53,5 @@ __all__ = [
     "value_and_grad",
     "vnmse",
     "wire_bits",
+    "worst_leaf_error",
 ]

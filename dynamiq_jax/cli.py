@@ -154,7 +154,9 @@ def bench_kernels(
         str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
     ] = None,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate of the mix.")] = 5.0,
-    widths: Annotated[str, typer.Option(help="Bit widths of the mix.")] = "2,4,6,8,10",
+    widths: Annotated[
+        str | None, typer.Option(help="Bit widths, mixed by squared error (default: DynamiQ's).")
+    ] = None,
     single_widths: Annotated[
         bool, typer.Option("--single-widths", help="Time every width by itself, too.")
     ] = False,
@@ -166,7 +168,7 @@ def bench_kernels(
     plot_file: PlotFile = None,
 ) -> None:
     """Time the coding kernels on one device against a plain copy."""
-    mix = _checked("--widths", kernels.parse_widths, widths)
+    mix = None if widths is None else _checked("--widths", kernels.parse_widths, widths)
     _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix))
     if plot_file:
         _checked("--plot", report.require_matplotlib)
@@ -207,12 +209,27 @@ def bench_error(
     ] = 4096,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of data and rounding.")] = 3,
     gradients: Annotated[
-        Path | None, typer.Option(help=".npz with an array 'gradients' [workers, d].")
+        Path | None,
+        typer.Option(
+            help=".npz with an array 'gradients' [workers, d], and for the worst leaf 'names' and "
+            "'sizes' of all leaves."
+        ),
     ] = None,
+    per_leaf: Annotated[
+        bool,
+        typer.Option(
+            "--per-leaf",
+            help="Print the relative error of every leaf, too. The worst leaf is one of at least "
+            f"{error.MIN_LEAF_SIZE} coordinates: psum would sum smaller ones exactly.",
+        ),
+    ] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
-    """Measure the error of methods on synthetic or dumped gradients, and what they send."""
+    """Measure the error of methods on synthetic or dumped gradients, and what they send.
+
+    The worst leaf is the one with the largest relative error, if the file says what leaves it has.
+    """
     chosen = []
     for text in methods.split(","):
         own = _checked("--methods", contenders.native_only, text)
@@ -222,16 +239,30 @@ def bench_error(
     if plot_file:
         _checked("--plot", report.require_matplotlib)
     if gradients is None:
-        drawn = list(error.synthetic_gradients(workers or 8, super_groups, seeds))
+        drawn, leaves = list(error.synthetic_gradients(workers or 8, super_groups, seeds)), None
         what = f"synthetic mixture, {super_groups} super-groups"
     else:
         drawn, what = [_checked("--gradients", error.load_gradients, gradients, workers)], gradients
+        leaves = _checked("--gradients", error.load_leaves, gradients, drawn[0].shape[1])
+    if per_leaf and leaves is None:
+        raise typer.BadParameter(
+            f"{what}: the leaves are not known; pass --gradients FILE.npz with arrays 'names' and "
+            "'sizes' of them, as train_llm.py --dump-gradients writes it",
+            param_hint="--per-leaf",
+        )
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        rows = list(progress.track(error.bench_error(chosen, drawn, seeds), total=len(chosen)))
+        each = error.bench_error(chosen, drawn, seeds, leaves)
+        measured = list(progress.track(each, total=len(chosen)))
+    rows = [row for row, _ in measured]
     title = f"vNMSE on {what}, {drawn[0].shape[0]} workers"
     report.print_table(rows, report.ERROR_COLUMNS, title)
+    tables = {}
+    if per_leaf and leaves:
+        tables["leaves"] = error.leaf_rows(leaves, measured)
+        columns = report.leaf_columns(tables["leaves"][0].errors)
+        report.print_table(tables["leaves"], columns, "\nrelative error of every leaf")
     if json_file:
-        report.write_json(json_file, rows, report.surroundings(jax.devices()[:1]))
+        report.write_json(json_file, rows, report.surroundings(jax.devices()[:1]), **tables)
     if plot_file:
         error.plot_error(plot_file, rows, drawn[0], title)
 
@@ -250,7 +281,13 @@ def simulate(
         str, typer.Option(help="dynamiq, mxfp8 (shared scales), mxfp8-own, or several.")
     ] = "dynamiq",
     bits: Annotated[str, typer.Option(help="DynamiQ's wire bits per coordinate.")] = "5",
-    widths: Annotated[str, typer.Option(help="DynamiQ's widths.")] = "2,4,6,8,10",
+    widths: Annotated[
+        str | None, typer.Option(help="DynamiQ's widths, such as 2,4,8. Default: by bits.")
+    ] = None,
+    floor: Annotated[str, typer.Option(help="DynamiQ's: auto, none or a width.")] = "auto",
+    levels: Annotated[
+        str, typer.Option(help="companded, piecewise, geometric or uniform.")
+    ] = "companded",
     rounding: Annotated[
         str, typer.Option(help="antithetic, correlated or independent.")
     ] = "antithetic",
@@ -263,16 +300,25 @@ def simulate(
     ] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of the data and the rounding.")] = 1,
     table: Annotated[
-        bool, typer.Option("--table", help="The paper's table: its topologies, methods and bits.")
+        bool,
+        typer.Option(
+            "--table", help="The paper's table: its topologies and bits, least squared error."
+        ),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate the error of an all-reduce among thousands of workers on one device."""
     if table:
         topology, method, bits = "ring,butterfly", "dynamiq,mxfp8", "5,6,8.5"
+        floor, levels = "none", "piecewise"
     device = jax.devices()[:1]
     super_groups = super_groups or (256 if device[0].platform == "cpu" else 32768)
-    options = {"widths": _checked("--widths", kernels.parse_widths, widths), "rounding": rounding}
+    options = {
+        "widths": None if widths is None else _checked("--widths", kernels.parse_widths, widths),
+        "floor": _checked("--floor", simulations.parse_floor, floor),
+        "levels": levels,
+        "rounding": rounding,
+    }
     cases = [
         _checked(
             "--topology",

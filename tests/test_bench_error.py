@@ -1,5 +1,9 @@
 """`dynamiq error`: rows that say what psum does, files it reads, the bound they are held to."""
 
+import json
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +12,61 @@ from cases import SMALL, vmapped
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders, error
+from dynamiq_jax.bench import contenders, error, report
 from dynamiq_jax.cli import app
 
 
 def rows_of(text, topology, gradients, seeds=1):
     contender = contenders.parse_method(text, contenders.parse_topology(topology))
-    return list(error.bench_error([(contender, topology)], gradients, seeds))
+    return [row for row, _ in error.bench_error([(contender, topology)], gradients, seeds)]
+
+
+SIZES = (4095, 4096, 5000, 4096)
+LEAVES = error.Leaves(("norm", "embed", "layer.w", "unused"), SIZES)
+SUMS = (2.0, 10.0, 1.0, 0.0)  # of every coordinate of a leaf
+ERRORS = ((1.0, 1.0, 0.0, 0.5), (1.0, 1.0, 0.5, 0.5))  # by seed; what an estimate differs by
+
+
+def by_leaf(values):
+    return jnp.repeat(jnp.array(values, jnp.float32), np.array(SIZES))
+
+
+def known_gradients():
+    return jnp.stack([by_leaf(SUMS) / 4, by_leaf(SUMS) * 3 / 4])
+
+
+def known_contender(label, errors=ERRORS, traced=None):
+    """A method that is wrong by ``errors``, of the key's seed."""
+
+    def reduce(x, axis_name, key, errors):
+        if traced is not None:
+            traced.append(label)
+        seed = jax.random.key_data(key)[1]
+        return jax.lax.psum(x, axis_name) + jnp.stack([by_leaf(e) for e in errors])[seed]
+
+    return contenders.Contender(
+        label, "psum", partial(reduce, errors=errors), lambda size, sizes: 2 * size, "xla"
+    )
+
+
+def measured(*labels, leaves: error.Leaves | None = LEAVES, **options):
+    chosen = [(known_contender(label, **options), "ring") for label in labels]
+    return list(error.bench_error(chosen, [known_gradients()], 2, leaves))
+
+
+def save(file, **arrays):
+    leaves = {"names": np.array(LEAVES.names), "sizes": np.array(SIZES)}
+    arrays = {"gradients": np.asarray(known_gradients()), **leaves, **arrays}
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+
+
+def invoke(*options):
+    return CliRunner().invoke(app, ["error", *map(str, options)])
+
+
+def plain(text):
+    """Error text without the frame and line breaks that a terminal adds."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
 
 
 def test_a_row_is_the_error_of_psum():
@@ -59,11 +111,16 @@ def test_command_reads_files_and_writes_json_and_plots(tmp_path):
     json_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     options = ["--gradients", file, "--methods", "dynamiq:5,thc:4", "--seeds", 1]
     options += ["--topology", "direct", "--json", json_file, "--plot", plot]
-    ran = CliRunner().invoke(app, ["error", *map(str, options)])
+    ran = invoke(*options)
     assert ran.exit_code == 0, ran.output
     assert "dynamiq:5" in ran.output
     assert "3 workers" in ran.output
     assert '"n_workers": 3' in json_file.read_text()
+    # There is no worst leaf without leaves.
+    assert re.search(r"dynamiq:5 .* - +- *$", ran.output, re.MULTILINE)
+    document = json.loads(json_file.read_text())
+    assert document.keys() == {"about", "rows"}
+    assert document["rows"][0]["worst_leaf"] is document["rows"][0]["worst_leaf_error"] is None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -76,3 +133,177 @@ def test_files_that_do_not_serve_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shape \(2, 8\) and 3.*fewer --workers"):
         error.load_gradients(file, 3)
     assert error.load_gradients(file, None).shape == (2, 8)
+
+
+def test_every_leaf_is_measured_by_itself():
+    ((_, found),) = measured("known")
+    energies = [n * s * s for n, s in zip(SIZES, SUMS, strict=True)]
+    np.testing.assert_allclose(found.energies, [energies] * 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        found.leaves, [[0.25, 0.01, 0, np.inf], [0.25, 0.01, 0.25, np.inf]], rtol=1e-5
+    )
+    wrong = [sum(n * e * e for n, e in zip(SIZES, errors, strict=True)) for errors in ERRORS]
+    np.testing.assert_allclose(found.vnmse, np.array(wrong) / sum(energies), rtol=1e-5)
+
+
+def test_every_seed_has_its_gradient():
+    x = known_gradients()
+    found = error.measure(known_contender("known").reduce, [x, 2 * x], 3, SIZES)
+    np.testing.assert_allclose(found.energies[1:, 0] / found.energies[0, 0], [4, 1], rtol=1e-5)
+
+
+def test_worst_leaf_is_neither_small_nor_zero_and_a_mean_over_seeds():
+    # "norm" has 4095 coordinates, "unused" a zero sum, and both a larger error.
+    ((row, _),) = measured("known")
+    assert row.worst_leaf == "layer.w"
+    assert row.worst_leaf_error == pytest.approx(0.25 / 2, rel=1e-5)
+    # .16 under one seed and 0 under the other is less than .09 under both.
+    ((row, _),) = measured("known", errors=((0, 3.0, 0, 0), (0, 3.0, 0.4, 0)))
+    assert (row.worst_leaf, row.worst_leaf_error) == ("embed", pytest.approx(0.09, rel=1e-5))
+
+
+def test_worst_leaf_may_be_absent():
+    for sizes in (SIZES, (4095,) * 4):
+        zeros = np.zeros((2, 4))
+        found = error.Errors(np.ones(2), np.ones((2, 4)), zeros if sizes == SIZES else zeros + 1)
+        assert error.worst_leaf(found, sizes) is None
+    ((row, found),) = measured("known", leaves=None)
+    assert row.worst_leaf is row.worst_leaf_error is None
+    assert found.leaves.shape == (2, 0)
+
+
+def test_worst_leaf_is_one_that_is_not_finite():
+    errors = np.array([[1.0, np.nan, 2.0]])
+    assert error.worst_leaf(error.Errors(np.ones(1), errors, np.ones((1, 3))), (4096,) * 3) == 1
+
+
+def test_worst_leaf_is_that_of_the_public_function():
+    drawn = jnp.exp(jax.random.normal(jax.random.key(1), (4, 1))) * jnp.ones((4, 4096))
+    x = jax.random.normal(jax.random.key(0), (2, 4 * 4096)) * drawn.reshape(-1)
+    contender = contenders.parse_method("dynamiq:4", dq.Direct())
+    leaves = error.Leaves(tuple("abcd"), (4096,) * 4)
+    ((row, _),) = error.bench_error([(contender, "direct")], [x], 1, leaves)
+    out = vmapped(dq.DynamiQ(bits=4, **SMALL), dq.Direct())(x, jax.random.key(0))
+    trees = [dict(zip("abcd", v.reshape(4, 4096), strict=True)) for v in (out[0], x.sum(axis=0))]
+    assert row.worst_leaf_error == pytest.approx(float(dq.worst_leaf_error(*trees)), rel=1e-5)
+    assert row.worst_leaf is not None
+    own = dq.vnmse(*(tree[row.worst_leaf] for tree in trees))
+    assert row.worst_leaf_error == pytest.approx(float(own), rel=1e-5)
+
+
+def test_leaves_cost_no_further_compilation():
+    traced = []
+    measured("one", "two", traced=traced)
+    assert traced == ["one", "two"]
+
+
+def test_leaf_rows_have_energy_and_one_error_per_contender():
+    rows = error.leaf_rows(LEAVES, measured("one x", "two"))
+    assert [(row.leaf, row.coordinates) for row in rows] == list(zip(*LEAVES, strict=True))
+    energies = np.array(SIZES) * np.square(SUMS)
+    expected = 100 * energies / energies.sum()
+    np.testing.assert_allclose([row.energy_percent for row in rows], expected, rtol=1e-5)
+    for row, mean in zip(rows, (0.25, 0.01, 0.125, np.inf), strict=True):
+        assert row.errors == pytest.approx({"one ring": mean, "two ring": mean}, rel=1e-5)
+    still = error.Errors(np.zeros(1), np.zeros((1, 4)), np.zeros((1, 4)))
+    ((row, _),) = measured("one")
+    assert [row.energy_percent for row in error.leaf_rows(LEAVES, [(row, still)])] == [0] * 4
+
+
+def test_columns_of_leaves_are_named_by_method_and_topology():
+    errors = {"a x": 1, "b y": 2}
+    row = error.LeafRow(leaf="w", coordinates=12345, energy_percent=1.5, errors=errors)
+    columns = report.leaf_columns(row.errors)
+    assert [column.title for column in columns[3:]] == ["a\nx", "b\ny"]
+    cells = ["w", "12,345", "1.5", "1.000e+00", "2.000e+00"]
+    assert [column.cell(row) for column in columns] == cells
+
+
+@pytest.fixture(scope="module")
+def per_leaf_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("per_leaf")
+    noise = np.random.default_rng(0).normal(size=(2, sum(SIZES)))
+    save(folder / "g.npz", gradients=noise * np.asarray(by_leaf(SUMS)))
+    options = ["--gradients", folder / "g.npz", "--methods", "dynamiq:4,dynamiq:5"]
+    options += ["--topology", "direct", "--seeds", 1, "--json", folder / "rows.json"]
+    ran = invoke(*options, "--per-leaf")
+    assert ran.exit_code == 0, ran.output
+    document = json.loads((folder / "rows.json").read_text())
+    brief = invoke(*options)
+    return ran.output, document, brief.output, json.loads((folder / "rows.json").read_text())
+
+
+def test_per_leaf_prints_a_line_for_every_leaf(per_leaf_run):
+    output, document, *_ = per_leaf_run
+    _, table = output.split("relative error of every leaf")
+    lines = [line.split() for line in table.splitlines() if line.strip()]
+    assert lines[0] == ["dynamiq:4", "dynamiq:5"]
+    assert lines[1] == ["leaf", "coordinates", "energy", "%", "direct", "direct"]
+    errors = [list(leaf["errors"].values()) for leaf in document["leaves"]]
+    assert [line[0] for line in lines[2:]] == list(LEAVES.names)
+    assert [line[1] for line in lines[2:]] == ["4,095", "4,096", "5,000", "4,096"]
+    assert [line[3:] for line in lines[2:]] == [[f"{e:.3e}" for e in each] for each in errors]
+
+
+def test_per_leaf_goes_to_json(per_leaf_run):
+    _, document, *_ = per_leaf_run
+    assert [leaf["leaf"] for leaf in document["leaves"]] == list(LEAVES.names)
+    assert [leaf["coordinates"] for leaf in document["leaves"]] == list(SIZES)
+    assert sum(leaf["energy_percent"] for leaf in document["leaves"]) == pytest.approx(100)
+    for row in document["rows"]:
+        column = f"{row['method']} direct"
+        own = {leaf["leaf"]: leaf["errors"][column] for leaf in document["leaves"]}
+        assert row["worst_leaf"] in ("embed", "layer.w")
+        assert row["worst_leaf_error"] == own[row["worst_leaf"]] > 0
+        assert row["worst_leaf_error"] == max(own["embed"], own["layer.w"])
+
+
+def test_worst_leaf_is_in_every_row_and_all_leaves_only_if_asked_for(per_leaf_run):
+    output, document, brief, brief_document = per_leaf_run
+    assert brief_document == {key: document[key] for key in ("about", "rows")}
+    assert brief.strip() == output.split("relative error of every leaf")[0].strip()
+    for row in document["rows"]:
+        line = next(line for line in brief.splitlines() if line.startswith(row["method"]))
+        assert line.split()[-2:] == [f"{row['worst_leaf_error']:.3e}", row["worst_leaf"]]
+
+
+def test_leaves_of_a_file(tmp_path):
+    file = tmp_path / "g.npz"
+    save(file)
+    assert error.load_leaves(file, sum(SIZES)) == LEAVES
+    save(file, names=None, sizes=None)
+    assert error.load_leaves(file, sum(SIZES)) is None
+
+
+def test_leaves_that_do_not_fit_are_refused(tmp_path):
+    file = tmp_path / "g.npz"
+    save(file)
+    for size in (17286, 17288):
+        message = f"up to 17287 coordinates.*has {size} of.*save the sizes"
+        with pytest.raises(ValueError, match=message):
+            error.load_leaves(file, size)
+    save(file, names=np.array(LEAVES.names[:3]))
+    with pytest.raises(ValueError, match=r"'names'.*3 leaves.*'sizes' has 4.*save one name"):
+        error.load_leaves(file, sum(SIZES))
+    save(file, sizes=None)
+    with pytest.raises(ValueError, match=r"has 4 leaves and 'sizes' has 0"):
+        error.load_leaves(file, sum(SIZES))
+
+
+def test_command_refuses_leaves_that_are_not_there(tmp_path):
+    file = tmp_path / "g.npz"
+    save(file, sizes=np.array([1, 2, 3, 4]))
+    ran = invoke("--gradients", file, "--methods", "f32")
+    assert ran.exit_code == 2
+    assert "--gradients" in plain(ran.output)
+    assert "add up to 10 coordinates" in plain(ran.output)
+    save(file, names=None, sizes=None)
+    for options, what in (
+        (["--gradients", file], "g.npz"),
+        (["--super-groups", 1], "synthetic mixture"),
+    ):
+        ran = invoke(*options, "--methods", "f32", "--per-leaf")
+        assert ran.exit_code == 2
+        assert "--per-leaf" in plain(ran.output)
+        assert what in plain(ran.output)
+        assert "the leaves are not known; pass --gradients FILE.npz" in plain(ran.output)

@@ -19,7 +19,7 @@ from pallas_kernels import TILE_ROWS
 
 PNG = b"\x89PNG"
 REPEATS = ["--repeats", "3"]
-MIX = ["2,4,6,8,10", "2", "4", "6", "8", "10"]
+MIX = ["3,4,5,6,8,10", "3", "4", "5", "6", "8", "10"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -154,7 +154,7 @@ class TestAllReduce:
         (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),
         (["kernels", "--widths", "2,x"], "widths '2,x' is not a list"),
         (["kernels", "--widths", "4,4"], "different widths"),
-        (["kernels", "--bits", "1"], "raise bits, or add a narrower"),
+        (["kernels", "--bits", "1"], "raise bits, or pass a narrower"),
         (["kernels", "--backend", "cuda"], "'cuda'"),
         (["kernels", "--repeats", "0"], "Invalid value for '--repeats'"),
     ],
@@ -187,7 +187,7 @@ class TestKernels:
     def test_every_kernel_at_the_mix_and_at_each_width(self, kernels_run):
         output, document = kernels_run
         coding = ("compress", "decompress", "decompress-accumulate-recompress")
-        expected = [("copy", ""), ("statistics", "")]
+        expected = [("copy", ""), ("statistics", ""), ("plan", MIX[0])]
         expected += [(kernel, widths) for widths in MIX for kernel in coding]
         assert [(row["kernel"], row["widths"]) for row in document["rows"]] == expected
         for column in report.KERNEL_COLUMNS:

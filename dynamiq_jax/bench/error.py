@@ -1,15 +1,21 @@
 """Error benchmark: vNMSE of methods and topologies on synthetic or dumped gradients.
 
 All workers run on one device, by ``jax.vmap(axis_name=...)``: errors do not depend on where workers
-are. The limit line is the rate-distortion bound of the exact sum, for Gaussian coordinates whose
+are. If a file says which leaves its gradients consist of, each leaf is measured by itself, too, and
+the worst is named; `dq.worst_leaf_error` says why that matters. The whole gradient is reduced as
+one flat array, in which small leaves share super-groups with their neighbours. `dq.psum` would sum
+them exactly, so that none below `MIN_LEAF_SIZE` is the worst.
+
+The limit line is the rate-distortion bound of the exact sum, for Gaussian coordinates whose
 variance is that of their super-group: what a single encoding by any code could reach at best, when
 the variances are known for nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +27,27 @@ from dynamiq_jax.synthetic import lognormal_mixture
 
 AXIS = "data"
 SUPER_GROUP = 256
+MIN_LEAF_SIZE = dq.DynamiQ().min_leaf_size
+"""Coordinates of the smallest leaf that can be the worst."""
+
+
+class Leaves(NamedTuple):
+    """The leaves that a flat gradient consists of, one after the other."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Coordinates of each."""
+
+
+class Errors(NamedTuple):
+    """How far estimates are from the exact sum: arrays, stacked over seeds if of several."""
+
+    vnmse: Any
+    """[]: |estimate - sum|^2 / |sum|^2 of the whole gradient."""
+    leaves: Any
+    """[leaves]: the same of every leaf. Of a leaf whose sum is zero: 0 or infinity."""
+    energies: Any
+    """[leaves]: |sum|^2 of every leaf."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +63,9 @@ class ErrorRow:
       lowest: the least of them.
       highest: the largest.
       seeds: how many.
+      worst_leaf: the name of the leaf with the largest relative error (mean over seeds), see
+        `worst_leaf`; None if the gradients come without leaves, or if no leaf counts.
+      worst_leaf_error: that error, |estimate - sum|^2 / |sum|^2 of this leaf.
     """
 
     method: str
@@ -46,6 +76,26 @@ class ErrorRow:
     lowest: float
     highest: float
     seeds: int
+    worst_leaf: str | None
+    worst_leaf_error: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeafRow:
+    """The errors of one leaf.
+
+    Attributes:
+      leaf: its name.
+      coordinates: its size.
+      energy_percent: 100 |its sum|^2 / |the whole sum|^2.
+      errors: mean over seeds of |estimate - sum|^2 / |sum|^2 of this leaf, by method and topology.
+        Of a leaf whose sum is zero: 0 if all estimates are zero, too, else infinity.
+    """
+
+    leaf: str
+    coordinates: int
+    energy_percent: float
+    errors: Mapping[str, float]
 
 
 def load_gradients(file: Path, n_workers: int | None) -> jax.Array:
@@ -69,6 +119,33 @@ def load_gradients(file: Path, n_workers: int | None) -> jax.Array:
     return jnp.asarray(found[:n_workers], jnp.float32)
 
 
+def load_leaves(file: Path, size: int) -> Leaves | None:
+    """The leaves by ``names`` and ``sizes`` of a .npz file, or None if it has neither array.
+
+    Args:
+      file: where the gradients are.
+      size: coordinates of a worker's gradient, which the leaves must add up to.
+
+    Raises:
+      ValueError: there are not as many names as sizes, or sizes do not add up.
+    """
+    with np.load(file) as arrays:
+        if "names" not in arrays and "sizes" not in arrays:
+            return None
+        names, sizes = (arrays[key].tolist() if key in arrays else [] for key in Leaves._fields)
+    if len(names) != len(sizes):
+        raise ValueError(
+            f"'names' of {file} has {len(names)} leaves and 'sizes' has {len(sizes)}: save one "
+            "name and one size for each leaf, or neither array"
+        )
+    if sum(sizes) != size:
+        raise ValueError(
+            f"'sizes' of {file} add up to {sum(sizes)} coordinates and 'gradients' has {size} of "
+            "each worker: save the sizes of all leaves, in the order of their coordinates"
+        )
+    return Leaves(tuple(map(str, names)), tuple(map(int, sizes)))
+
+
 def synthetic_gradients(n_workers: int, super_groups: int, seeds: int) -> Iterator[jax.Array]:
     """One draw of the paper's mixture per seed: f32[n, 256 * super_groups]."""
     for seed in range(seeds):
@@ -77,41 +154,120 @@ def synthetic_gradients(n_workers: int, super_groups: int, seeds: int) -> Iterat
 
 def error_of(reduce: Callable[..., jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The compiled function (f32[n, d], key) -> vNMSE of ``reduce(row, axis name, key=key)``."""
+    errors = errors_of(reduce)
+    return lambda x, key: errors(x, key).vnmse
+
+
+def errors_of(
+    reduce: Callable[..., jax.Array], sizes: Sequence[int] = ()
+) -> Callable[[jax.Array, jax.Array], Errors]:
+    """The compiled function (f32[n, d], key) -> `Errors` of ``reduce(row, axis name, key=key)``.
+
+    Args:
+      reduce: what is measured.
+      sizes: coordinates of the leaves, one after the other.
+    """
+    bounds = np.cumsum([0, *sizes]).tolist()
+
+    def leaves(x: jax.Array) -> list[jax.Array]:
+        return [x[begin:end] for begin, end in pairwise(bounds)]
 
     @jax.jit
-    def error(x: jax.Array, key: jax.Array) -> jax.Array:
+    def errors(x: jax.Array, key: jax.Array) -> Errors:
         out = jax.vmap(lambda row: reduce(row, AXIS, key=key), axis_name=AXIS)(x)
-        return dq.vnmse(out[0], jnp.sum(x, axis=0))
+        estimate, exact = out[0], jnp.sum(x, axis=0)
+        return Errors(
+            vnmse=dq.vnmse(estimate, exact),
+            leaves=jnp.array(jax.tree.map(dq.vnmse, leaves(estimate), leaves(exact)), jnp.float32),
+            energies=jnp.array([jnp.sum(leaf**2) for leaf in leaves(exact)], jnp.float32),
+        )
 
-    return error
+    return errors
+
+
+def measure(
+    reduce: Callable[..., jax.Array],
+    gradients: Sequence[jax.Array],
+    seeds: int,
+    sizes: Sequence[int] = (),
+) -> Errors:
+    """The errors of every seed: f64[seeds], f64[seeds, leaves], f64[seeds, leaves].
+
+    Args:
+      reduce: what is measured, as for `errors_of`.
+      gradients: f32[n, d], one for every seed, or one for all of them.
+      seeds: how often.
+      sizes: coordinates of the leaves, one after the other.
+    """
+    errors = errors_of(reduce, sizes)
+    found = [
+        jax.device_get(errors(gradients[i % len(gradients)], jax.random.key(i)))
+        for i in range(seeds)
+    ]
+    return Errors(*(np.asarray(field, np.float64) for field in zip(*found, strict=True)))
+
+
+def worst_leaf(found: Errors, sizes: Sequence[int]) -> int | None:
+    """Which leaf has the largest error (mean over seeds), or None if no leaf counts.
+
+    Leaves of less than `MIN_LEAF_SIZE` coordinates do not count, nor do those whose sum is zero: an
+    estimate that is not zero would be infinitely wrong and hide all other leaves.
+    """
+    counts = (np.asarray(sizes) >= MIN_LEAF_SIZE) & np.any(found.energies != 0, axis=0)
+    if not counts.any():
+        return None
+    return int(np.argmax(np.where(counts, found.leaves.mean(axis=0), -1)))
 
 
 def bench_error(
-    contenders: Sequence[tuple[Contender, str]], gradients: Sequence[jax.Array], seeds: int
-) -> Iterator[ErrorRow]:
-    """One row for each (contender, name of its topology).
+    contenders: Sequence[tuple[Contender, str]],
+    gradients: Sequence[jax.Array],
+    seeds: int,
+    leaves: Leaves | None = None,
+) -> Iterator[tuple[ErrorRow, Errors]]:
+    """One row for each (contender, name of its topology), and the errors of all its seeds.
 
     Args:
       contenders: what is compared.
       gradients: one for every seed, or one for all of them.
       seeds: how often each is measured.
+      leaves: what the gradients consist of, if it is known.
     """
+    names, sizes = leaves or Leaves((), ())
     for contender, topology in contenders:
-        error = error_of(contender.reduce)
-        keys = [jax.random.key(seed) for seed in range(seeds)]
-        values = [float(error(gradients[i % len(gradients)], key)) for i, key in enumerate(keys)]
+        found = measure(contender.reduce, gradients, seeds, sizes)
+        worst = worst_leaf(found, sizes)
         n_workers, size = gradients[0].shape
         passed = 2 * (n_workers - 1) / n_workers * size
-        yield ErrorRow(
+        row = ErrorRow(
             method=contender.label.split()[0],
             topology=topology,
             n_workers=n_workers,
             bits_per_coord=8 * contender.wire_bytes(size, (n_workers,)) / passed,
-            vnmse=float(np.mean(values)),
-            lowest=min(values),
-            highest=max(values),
+            vnmse=float(found.vnmse.mean()),
+            lowest=float(found.vnmse.min()),
+            highest=float(found.vnmse.max()),
             seeds=seeds,
+            worst_leaf=None if worst is None else names[worst],
+            worst_leaf_error=None if worst is None else float(found.leaves[:, worst].mean()),
         )
+        yield row, found
+
+
+def leaf_rows(leaves: Leaves, measured: Sequence[tuple[ErrorRow, Errors]]) -> list[LeafRow]:
+    """One row for each leaf, with what `bench_error` measured of it."""
+    energies = measured[0][1].energies.mean(axis=0)
+    percent = 100 * energies / (energies.sum() or 1)
+    errors = {f"{row.method} {row.topology}": found.leaves.mean(axis=0) for row, found in measured}
+    return [
+        LeafRow(
+            leaf=name,
+            coordinates=size,
+            energy_percent=float(percent[i]),
+            errors={label: float(each[i]) for label, each in errors.items()},
+        )
+        for i, (name, size) in enumerate(zip(*leaves, strict=True))
+    ]
 
 
 def rate_distortion(gradient: jax.Array, bits: Sequence[float]) -> list[float]:

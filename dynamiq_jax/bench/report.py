@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
 
 
@@ -57,6 +57,11 @@ ERROR_COLUMNS = (
     Column("vNMSE", lambda r: f"{r.vnmse:.3e}"),
     Column("lowest-highest", lambda r: f"{r.lowest:.2e}-{r.highest:.2e}"),
     Column("seeds", lambda r: str(r.seeds)),
+    Column(
+        "worst leaf's error",
+        lambda r: "-" if r.worst_leaf_error is None else f"{r.worst_leaf_error:.3e}",
+    ),
+    Column("worst leaf", lambda r: r.worst_leaf or "-"),
 )
 
 SIMULATION_COLUMNS = (
@@ -74,6 +79,20 @@ SIMULATION_COLUMNS = (
 )
 
 
+def leaf_columns(labels: Iterable[str]) -> list[Column]:
+    """The columns of a table of leaves, with one for every "method topology"."""
+
+    def error(label: str) -> Column:
+        return Column(label.replace(" ", "\n"), lambda r: f"{r.errors[label]:.3e}")
+
+    return [
+        Column("leaf", lambda r: r.leaf),
+        Column("coordinates", lambda r: f"{r.coordinates:,}"),
+        Column("energy %", lambda r: f"{r.energy_percent:.3g}"),
+        *(error(label) for label in labels),
+    ]
+
+
 def format_size(size_bytes: int) -> str:
     """``size_bytes`` in the largest binary unit that leaves at least 1."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -88,7 +107,7 @@ def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> N
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False)
-    texts = ("method", "kernel", "widths", "topology", "backend", "transport")
+    texts = ("method", "kernel", "widths", "topology", "backend", "transport", "worst leaf", "leaf")
     for column in columns:
         is_text = column.title in texts
         table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
@@ -110,9 +129,14 @@ def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Any], about: Mapping[str, Any]) -> None:
-    """Writes ``{"about": ..., "rows": [...]}``; keys of a row name their units."""
-    document = {"about": dict(about), "rows": [dataclasses.asdict(row) for row in rows]}
+def write_json(
+    path: Path, rows: Sequence[Any], about: Mapping[str, Any], **more: Sequence[Any]
+) -> None:
+    """Writes ``{"about": ..., "rows": [...], **more}``; keys of a row name their units."""
+    tables = {"rows": rows, **more}
+    document = {"about": dict(about)} | {
+        name: [dataclasses.asdict(row) for row in table] for name, table in tables.items()
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
