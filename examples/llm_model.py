@@ -4,21 +4,23 @@ The examples train it as a pure function: parameters are a pytree (``nnx.State``
 ``make_loss`` returns ``loss(params, tokens)``. Parameters are f32; matrix products run in
 ``Config.dtype``.
 
-Activations start with unit variance at every width (embedding 1, matrices 1/sqrt(inputs)). With
-a deviation of 0.02 throughout, as in GPT-2, the query and key gradients of the tiny model start
-below a ten-thousandth of the whole gradient's energy; a method that spends bits by energy leaves
-little but noise of them, and Adam, which divides by each coordinate's own scale, amplifies it.
+``Config.init`` decides the deviations of the initial weights. "gpt2" is GPT-2's: 0.02 everywhere,
+and 0.02 / sqrt(2 layers) for the matrices that write into the residual stream. "unit" starts with
+activations of unit variance at every width: embedding 1, matrices 1 / sqrt(inputs), of which those
+into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
+Init = Literal["gpt2", "unit"]
+INITS = get_args(Init)
 Loss = Callable[[nnx.State, jax.Array], jax.Array]
 Whole = Callable[[Any], Any]
 """From a module that holds shards of its parameters to the same module with all of them."""
@@ -26,7 +28,7 @@ Whole = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Shape of a model and of its training sequences."""
+    """Shape of a model and of its training sequences, and how its weights start."""
 
     vocab_size: int
     seq_len: int
@@ -36,6 +38,7 @@ class Config:
     n_kv_heads: int
     hidden: int
     dtype: jax.typing.DTypeLike = jnp.bfloat16
+    init: Init = "gpt2"
     remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
 
 
@@ -75,8 +78,9 @@ def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
 
 
 def linear(n_in: int, n_out: int, config: Config, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
-    """A matrix without bias whose outputs start with ``scale`` times the inputs' deviation."""
-    init = nnx.initializers.normal(scale * n_in**-0.5)
+    """A matrix without bias whose weights start at ``scale`` times ``config.init``'s deviation."""
+    deviation = {"gpt2": 0.02, "unit": n_in**-0.5}[config.init]
+    init = nnx.initializers.normal(scale * deviation)
     return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, dtype=config.dtype, rngs=rngs)
 
 
@@ -137,13 +141,14 @@ class Llama(nnx.Module):
         self.remat = config.remat
         self.embed = nnx.Embed(
             config.vocab_size, config.dim, dtype=config.dtype, rngs=rngs,
-            embedding_init=nnx.initializers.normal(1.0),
+            embedding_init=nnx.initializers.normal({"gpt2": 0.02, "unit": 1.0}[config.init]),
         )  # fmt: skip
         # A Python loop, not a scan: every layer's gradient is ready as soon as its backward is
         # done, so its all-reduce can overlap with the layers below.
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.n_layers)])
         self.norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
-        self.head = linear(config.dim, config.vocab_size, config, rngs, 0.25)
+        head_scale = {"gpt2": 1.0, "unit": 0.25}[config.init]
+        self.head = linear(config.dim, config.vocab_size, config, rngs, head_scale)
 
     def __call__(self, tokens: jax.Array, whole: Whole = lambda module: module) -> jax.Array:
         """Predicts at each position the token that follows it; ``whole`` precedes every use."""

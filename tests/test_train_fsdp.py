@@ -30,7 +30,7 @@ CONFIG = replace(
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
-GATHERED = dq.DynamiQ(bits=8, widths=train_fsdp.widths_near(8), **LARGE)
+GATHERED = dq.DynamiQ(bits=8, **LARGE)
 METHODS = {
     "exact": dq.DynamiQ(min_leaf_size=2**40),
     "compressed": dq.DynamiQ(bits=5, **LARGE),
