@@ -444,10 +444,10 @@ n = {sim_workers}, {sim_groups} super-groups per worker, the mixture.{sim_note}
   super-group needs its five bits, and the 3.25 bits more of MXFP8 make up for most of the rest. The
   two rows of finer widths show how far five bits go there; they cost more time on a GPU.
 * **Three configurations.** "DynamiQ" is ours of least squared error, `DynamiQ(floor=None,
-  levels="piecewise")`: widths 2, 4, 6, 8, 10 in place of 2, 4, 8, groups of 32, no means on the wire,
-  antithetic rounding, two-step levels. "The library's default" has floors and companded levels, for
-  the loss of training rather than for squared error (docs/training-quality.md). "The paper's
-  configuration" is the published method with our allocation of widths.
+  levels="piecewise")`: widths 2, 4, 6, 8, 10 in place of 2, 4, 8, groups of 32, no means on the
+  wire, antithetic rounding, two-step levels. "The library's default" has floors and companded
+  levels, for the loss of training rather than for squared error (docs/training-quality.md). "The
+  paper's configuration" is the published method with our allocation of widths.
 * **MXFP8 sends 8.25 bits here** (a power-of-two scale per partial sum, as the OCP format has it),
   in the paper 8.5 (shared bf16 scales, 1/n of the range). The simulation uses the paper's.
 * **MXFP6 and MXFP4 round to nearest even here**; the paper's emulation rounds partly towards zero,

@@ -1,0 +1,297 @@
+"""One compiled program of benchmarks/training.py: methods, optimisers, data, training steps."""
+
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from accuracy import LEAST_SQUARED_ERROR, PAPER
+from jax import Array, lax
+from optax import contrib
+from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, stack, unstack
+
+import dynamiq_jax as dq
+from dynamiq_jax.bench import contenders
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from llm_data import load_corpus  # pyright: ignore[reportMissingImports]
+
+AXIS = "data"
+MIN_LEAF_SIZE = 4096
+"""Smaller leaves are summed exactly, by every method."""
+
+EXACT, BF16 = "exact", "bf16-psum"
+METHODS: Mapping[str, Callable[..., Any]] = {
+    **contenders.METHODS,
+    "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
+    "dynamiq-mse": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR),
+    "dynamiq-paper": partial(dq.DynamiQ, **PAPER),
+}
+
+OPTIMISERS = ("adamw", "sgd", "muon", "lion")
+
+
+# --- Ways to average gradients --------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """One way to average gradients over the workers."""
+
+    method: str
+    topology: str
+    options: str
+    """What the result depends on besides the names."""
+    average: Callable[[Tree, Array], Tree]
+    """(one worker's gradients, key) -> their mean over `AXIS`."""
+    bits_per_coord: Callable[[Tree, int], float]
+    """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
+
+
+def exact_mean() -> Mean:
+    """The f32 mean."""
+    return Mean(EXACT, "native", "", lambda g, key: lax.pmean(g, AXIS), lambda g, n: 32.0)
+
+
+def bf16_mean() -> Mean:
+    """`lax.pmean` in bf16, and back to the gradients' dtype."""
+
+    def average(grads: Tree, key: Array) -> Tree:
+        narrow = lax.pmean(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), AXIS)
+        return jax.tree.map(lambda m, g: m.astype(g.dtype), narrow, grads)
+
+    return Mean(BF16, "native", "", average, lambda g, n: 16.0)
+
+
+def parse_method(text: str, backend: str) -> tuple[str, Any]:
+    """The name and the method meant by ``text``, for example ``dynamiq:5``.
+
+    Raises:
+      ValueError: the method or its bits are not known.
+    """
+    name, _, bits = text.strip().partition(":")
+    if name not in METHODS:
+        known = ", ".join((EXACT, BF16, *METHODS))
+        raise ValueError(f"method {text!r} is not known: pass some of {known}")
+    options: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
+    if bits:
+        if "bits" not in inspect.signature(METHODS[name]).parameters:
+            raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
+        try:
+            options["bits"] = float(bits)
+        except ValueError:
+            raise ValueError(
+                f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
+            ) from None
+    method = METHODS[name](**options)
+    if "backend" in (field.name for field in fields(method)):
+        method = replace(method, backend=backend)
+    return f"{name}:{options['bits']:g}" if bits else name, method
+
+
+def library_mean(text: str, topology: str, backend: str) -> Mean:
+    """The library's mean by the method and over the topology of these names.
+
+    Raises:
+      ValueError: one of them is not known.
+    """
+    name, method = parse_method(text, backend)
+    route = None if topology == "native" else contenders.parse_topology(topology)
+    if isinstance(route, dq.Ring):
+        route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
+    chosen: dict[str, Any] = {"method": method, "topology": route}
+
+    def average(grads: Tree, key: Array) -> Tree:
+        return dq.pmean(grads, AXIS, key=key, **chosen)
+
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        return dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
+
+    return Mean(name, topology, f"{method!r} {route!r}", average, bits_per_coord)
+
+
+def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
+    """The exact mean, and what the command line asks for.
+
+    Raises:
+      ValueError: a method or a topology is not known.
+    """
+    found = [exact_mean()]
+    for text in methods:
+        if text == BF16:
+            found.append(bf16_mean())
+        elif text != EXACT:
+            routes = ["native"] if contenders.native_only(text) else topologies
+            found += [library_mean(text, route, backend) for route in routes]
+    return found
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def make_optimizer(name: str, steps: int) -> optax.GradientTransformation:
+    """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to norm 1.
+
+    The caller multiplies its updates by the peak learning rate, in which they are linear. AdamW
+    and Lion decay matrices by 0.1, SGD decays nothing. Muon takes the matrices of the blocks,
+    with decay and with updates as large as Adam's; the rest is left to Adam, without decay.
+    """
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1.0, max(steps // 10, 1), steps, 0.1)
+    decay: dict[str, Any] = {"weight_decay": 0.1, "mask": is_matrix}
+
+    def stacked_matrices(params: Tree) -> Tree:
+        numbers = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return jax.tree.map(lambda p: numbers if p.ndim == 3 else None, params)
+
+    def muon() -> optax.GradientTransformation:
+        return contrib.muon(
+            rate, weight_decay=0.1, consistent_rms=0.2, adam_b1=0.9, adam_b2=0.95,
+            muon_weight_dimension_numbers=stacked_matrices,
+        )  # fmt: skip
+
+    makers = {
+        "adamw": lambda: optax.adamw(rate, b1=0.9, b2=0.95, **decay),
+        "sgd": lambda: optax.sgd(rate, momentum=0.9),
+        "muon": muon,
+        "lion": lambda: optax.lion(rate, **decay),
+    }
+    return optax.chain(optax.clip_by_global_norm(1.0), makers[name]())
+
+
+def has_muon() -> bool:
+    """Whether the installed optax has a Muon that takes stacked matrices."""
+    options = inspect.signature(contrib.muon).parameters if hasattr(contrib, "muon") else ()
+    return {"consistent_rms", "muon_weight_dimension_numbers"} <= set(options)
+
+
+def large_leaves(tree: Tree) -> dict[str, Any]:
+    """The leaves that methods compress, by name."""
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return {name: leaf for name, leaf in named.items() if leaf.size >= MIN_LEAF_SIZE}
+
+
+def squares(tree: Tree) -> Array:
+    """f32[leaves]: the squared norm of each leaf that methods compress."""
+    return jnp.stack([jnp.sum(jnp.square(x)) for x in large_leaves(tree).values()])
+
+
+def make_trainer(
+    shape: Shape, optimiser: str, average: Callable[[Tree, Array], Tree], n_workers: int, steps: int
+) -> Callable[..., dict[str, Array]]:
+    """Returns the program that trains one model for every seed.
+
+    Its arguments: index of the initialisation, peak learning rate, seeds i32[S], the windows'
+    starts i32[S, steps, n_workers * sequences], the training text i32[tokens], the validation
+    windows i32[windows, seq_len + 1]. It returns the validation loss [S], the training losses
+    [S, steps], and of every leaf that methods compress the squared error and the squared norm of
+    the mean, [S, steps, leaves].
+    """
+    optimizer = make_optimizer(optimiser, steps)
+
+    def worker(params: Tree, tokens: Array, key: Array) -> tuple[Array, Tree, Tree]:
+        own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        grads = unstack(grads)
+        return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), average(grads, key)
+
+    workers = jax.vmap(worker, (None, 0, None), (None, None, 0), axis_name=AXIS)
+
+    def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
+        start_key, key = jax.random.split(jax.random.key(seed))
+
+        def step(carry, now):
+            params, state = carry
+            number, own = now
+            tokens = text[own[:, None] + jnp.arange(shape.seq_len + 1)]
+            tokens = tokens.reshape(n_workers, -1, shape.seq_len + 1)
+            mean_loss, exact, copies = workers(params, tokens, jax.random.fold_in(key, number))
+            mean = jax.tree.map(lambda x: x[0], copies)
+            error = jax.tree.map(jnp.subtract, mean, exact)
+            updates, state = optimizer.update(stack(mean), state, params)
+            params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
+            measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
+            return (params, state), measured
+
+        params = init(shape, start_key, kind)
+        carry = params, optimizer.init(params)
+        (params, _), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
+        rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
+        validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
+        return measured | {"validation": validation}
+
+    return jax.jit(jax.vmap(train, (None, None, 0, 0, None, None)))
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A model and its data, on the device."""
+
+    name: str
+    shape: Shape
+    steps: int
+    n_workers: int
+    text: Array
+    windows: np.ndarray
+    digest: str
+    """Of the text: other Python versions have another standard library."""
+
+    @property
+    def gradients(self) -> Tree:
+        """Shapes of the gradients as they are averaged."""
+        return jax.eval_shape(lambda: unstack(init(self.shape, jax.random.key(0), jnp.int32(0))))
+
+
+def load_task(name: str, n_workers: int, steps: int | None) -> Task:
+    """The model called ``name`` with its text."""
+    shape = MODELS[name]
+    corpus = load_corpus(shape.vocab_size)
+    length = shape.seq_len + 1
+    starts = np.linspace(0, len(corpus.validation) - length, shape.windows).astype(np.int64)
+    windows = corpus.validation[starts[:, None] + np.arange(length)]
+    digest = f"{zlib.crc32(corpus.validation, zlib.crc32(corpus.train)):08x}"
+    text = jax.device_put(corpus.train)
+    return Task(name, shape, steps or shape.steps, n_workers, text, windows, digest)
+
+
+def window_starts(task: Task, seed: int) -> np.ndarray:
+    """i32[steps, workers * sequences]: where every sequence begins in the training text."""
+    most, rows = task.text.size - task.shape.seq_len - 1, task.n_workers * task.shape.sequences
+    draws = (np.random.default_rng((seed, step)) for step in range(task.steps))
+    return np.stack([rng.integers(0, most, rows, np.int32) for rng in draws])
+
+
+def arguments(task: Task, kind: str, peak: float, seeds: Sequence[int]) -> tuple:
+    """What the program of `make_trainer` takes."""
+    starts = np.stack([window_starts(task, seed) for seed in seeds])
+    index, own = np.int32(INITS.index(kind)), np.asarray(seeds, np.int32)
+    return index, np.float32(peak), own, starts, task.text, task.windows
+
+
+def batches_of_seeds(seeds: int, at_once: int) -> list[list[int]]:
+    """Equal shares of the seeds; the last one is filled up with the first seeds again."""
+    count = -(-seeds // at_once)
+    size = -(-seeds // count)
+    return [[i % seeds for i in range(c * size, (c + 1) * size)] for c in range(count)]
+
+
+def run_seeds(
+    program: Callable, task: Task, kind: str, peak: float, seeds: int, at_once: int
+) -> dict[str, np.ndarray]:
+    """Runs a compiled program for all seeds; see `make_trainer` for what it returns."""
+    parts = [
+        jax.device_get(program(*arguments(task, kind, peak, own)))
+        for own in batches_of_seeds(seeds, at_once)
+    ]
+    return {name: np.concatenate([part[name] for part in parts])[:seeds] for name in parts[0]}
