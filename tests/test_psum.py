@@ -41,7 +41,7 @@ def test_replicas_agree_and_the_key_alone_decides(name):
     x, exact = case()
     first, again = reduce(name, x), reduce(name, x)
     assert_replicas_equal(first)
-    assert relative_error(first[0], exact) < 0.05
+    assert relative_error(first[0], exact) < 0.1
     assert_same_bits(first, again)
     other = reduce(name, x, jax.random.key(2))
     # Most coordinates are rounded; only those without error (width 0, exact levels) repeat.
@@ -170,7 +170,7 @@ def test_without_a_key_rounding_follows_the_data():
     first, again = np.asarray(run(x, None)), np.asarray(run(x, None))
     assert_replicas_equal(first)
     assert_same_bits(first, again)
-    assert relative_error(first[0], exact) < 0.05
+    assert relative_error(first[0], exact) < 0.1
     # A change in one super-group's statistics changes the rounding everywhere.
     nudged = np.asarray(run(x.at[2, 0].mul(4.0).at[2, 1].add(1.0), None))
     far = slice(SIZE // 2, None)
