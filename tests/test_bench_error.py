@@ -305,5 +305,6 @@ def test_command_refuses_leaves_that_are_not_there(tmp_path):
         ran = invoke(*options, "--methods", "f32", "--per-leaf")
         assert ran.exit_code == 2
         assert "--per-leaf" in plain(ran.output)
-        assert what in plain(ran.output)
+        # A long path is cut wherever the frame ends.
+        assert what.replace(" ", "") in plain(ran.output).replace(" ", "")
         assert "the leaves are not known; pass --gradients FILE.npz" in plain(ran.output)

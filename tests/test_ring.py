@@ -104,7 +104,7 @@ def test_any_number_of_workers(n):
     result = np.asarray(vmapped(DEFAULT)(x, jax.random.key(0)))
     assert_replicas_equal(result)
     # One hop more for each worker, each with a larger sum: n times the error of one encoding.
-    assert relative_error(result[0], x) < 0.01 * n
+    assert relative_error(result[0], x) < 0.02 * n
 
 
 @pytest.mark.parametrize("n", [2, 5])
@@ -112,7 +112,7 @@ def test_streams(n):
     x = gradient(n, n, 3 * 8 * 256 * n - 13)
     result = np.asarray(vmapped(DEFAULT, STREAMS)(x, jax.random.key(0)))
     assert_replicas_equal(result)
-    assert relative_error(result[0], x) < 0.01 * n
+    assert relative_error(result[0], x) < 0.02 * n
     bad = np.asarray(vmapped(DEFAULT, STREAMS)(x.at[n - 1, 777].set(jnp.nan), jax.random.key(0)))
     assert_replicas_equal(bad)
     np.testing.assert_array_equal(np.isnan(bad[0]), np.arange(x.shape[1]) // 256 == 777 // 256)

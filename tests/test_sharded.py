@@ -81,7 +81,9 @@ def close(found, expected, own, terms):
 @pytest.mark.parametrize("tiled", [True, False])
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
-    n, method = 4, dq.DynamiQ(widths=(8,), bits=9, min_leaf_size=200, min_bucket_size=200)
+    n, method = 4, dq.DynamiQ(
+        widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200
+    )
     length, other = (12, 7) if tiled else (4, 9)
 
     def shape(*rest):
@@ -111,7 +113,9 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     ("axis", "tiled"), [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
 )
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
-    n, method = 3, dq.DynamiQ(widths=(8,), bits=9, min_leaf_size=600, min_bucket_size=600)
+    n, method = 3, dq.DynamiQ(
+        widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600
+    )
     tree = {
         "w": normal(n, 5, 61),
         "v": [normal(n, 7, 30, dtype="bfloat16"), normal(n, 2, 101, dtype="float16")],
@@ -208,7 +212,7 @@ def test_gathered_shards_are_unbiased_and_the_same_everywhere():
     assert_replicas_equal(found)
     relative = np.sum(error**2, axis=1) / np.sum(exact**2, axis=1)
     assert np.all(relative > 1e-4)
-    assert np.all(relative < 0.02)
+    assert np.all(relative < 0.03)
     # The shard's first bytes decide nothing of another shard's noise.
     assert np.mean(error[0] / np.max(np.abs(error[0])) == error[1] / np.max(np.abs(error[1]))) < 0.1
     # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 31.

@@ -130,7 +130,7 @@ CASES = {
     "six_workers": (
         [jax.ShapeDtypeStruct((50_000,), jnp.float16)],
         (6,),
-        dq.DynamiQ(bits=3.5, subtract_mean=False, group_scale="bf16", group_size=32, **SMALL),
+        dq.DynamiQ(bits=3.5, floor=None, group_scale="bf16", group_size=32, **SMALL),
         dq.Ring(),
         HALVES,
     ),
