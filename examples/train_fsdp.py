@@ -10,13 +10,13 @@ cores, jax 0.10.2, Python 3.11.7):
 
                  validation   gradients    params                state
     method             loss     MB/step   MB/step   bits/coord      MB   s/step
-    dynamiq          1.9443        0.58      1.85         5.05    1.60    0.219
-    bf16             1.9446        1.86      1.85        16.04    1.60    0.073
-    replicated       1.9447        7.40      0.00        32.00   12.69    0.072
+    dynamiq          1.9967        0.58      1.85         5.05    1.60    0.175
+    bf16             2.0109        1.86      1.85        16.04    1.60    0.048
+    replicated       2.0131        7.40      0.00        32.00   12.69    0.048
 
 Megabytes are one worker's: sent for gradients, sent for gathering parameters, held as parameters
 and Adam's moments. ``--gather dynamiq`` gathers parameters at 8 bits per coordinate instead of in
-bf16: 0.92 MB/step, validation loss 1.9423. Virtual devices exchange everything through memory: the
+bf16: 0.92 MB/step, validation loss 1.9954. Virtual devices exchange everything through memory: the
 time per step says nothing about a network.
 
 Every worker holds an n-th of the rows of each matrix; vectors (the norms' scales, a thousandth of

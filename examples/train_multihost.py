@@ -16,9 +16,9 @@ Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7; left out: versions, and 
     mesh: {'node': 2, 'gpu': 2}, 2 processes
     topology: Hierarchical(inner=None, outer=Butterfly(...)): several axes, whose last one has ...
     starting after step 0
-    step   10  loss 3.5085  0.173 s
+    step   10  loss 3.8132  0.082 s
     ...
-    step   60  loss 2.3141  0.156 s
+    step   60  loss 2.5601  0.097 s
 
 Losses depend a little on the Python version, whose standard library is the training text. The loss
 curve (PNG) and all numbers (JSON) land in ``runs/``. Started again with the same
