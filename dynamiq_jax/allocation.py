@@ -19,7 +19,7 @@ import numpy as np
 
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import WireFormat, distortion
-from pallas_kernels.format import TILE_ROWS, Levels
+from pallas_kernels.format import Levels
 
 Floor = int | Literal["auto"] | None
 """A width; "auto" chooses one for every stage; `None`: squared error alone decides."""
@@ -109,7 +109,7 @@ def allocate(
     every = dataclasses.replace(fmt, widths=candidates)
     if floor == "auto" and balance is None:
         floors = _joint_floors(stages, every, bits)
-        offsets = _less_average(stages, [_bits_of(every, w) for w in floors])
+        offsets = _less_average(stages, [every.bits_per_coord(w) for w in floors])
     else:
         offsets = stage_bits(stages, balance)
         if floor == "auto":
@@ -145,28 +145,25 @@ def _candidates(levels: Levels, floor: Floor) -> tuple[int, ...]:
     """Widths that a floor may have, or that all may have without one."""
     if floor is None:
         return WIDTHS_BY_SQUARED_ERROR
-    return tuple(range(NARROWEST_FLOOR, _widest(levels) + 1))
+    return tuple(range(NARROWEST_FLOOR, widest_floor(levels) + 1))
 
 
-def _widest(levels: Levels) -> int:
+def widest_floor(levels: Levels) -> int:
+    """The widest width that is chosen by itself."""
     return 10 if levels == "geometric" else WIDEST_FLOOR
 
 
 def _widths_around(floors: tuple[int, ...], levels: Levels) -> tuple[int, ...]:
     least, most = min(floors), max(floors)
     floor_widths = range(max(least - 1, min(least, NARROWEST_FLOOR)), most + 1)
-    above = range(most + 2 - most % 2, min(max(10, most + 4), _widest(levels)) + 1, 2)
+    above = range(most + 2 - most % 2, min(max(10, most + 4), widest_floor(levels)) + 1, 2)
     return (*floor_widths, *above)
-
-
-def _bits_of(fmt: WireFormat, width: int) -> float:
-    """Bits per coordinate of a tile."""
-    return 32 * fmt.tile_words(width) / (TILE_ROWS * fmt.super_group_size)
 
 
 def _widest_within(fmt: WireFormat, bits: float) -> int:
     narrowest, upgrades = width_upgrades(fmt)
-    return max([narrowest, *(u.width for u in upgrades if _bits_of(fmt, u.width) <= bits + 1e-9)])
+    fitting = (u.width for u in upgrades if fmt.bits_per_coord(u.width) <= bits + 1e-9)
+    return max([narrowest, *fitting])
 
 
 def _joint_floors(stages: tuple[Stage, ...], fmt: WireFormat, bits: float) -> tuple[int, ...]:
@@ -178,8 +175,8 @@ def _joint_floors(stages: tuple[Stage, ...], fmt: WireFormat, bits: float) -> tu
     if common == widths[-1]:
         return tuple(floors)
     wider = widths[widths.index(common) + 1]
-    step = _bits_of(fmt, wider) - _bits_of(fmt, common)
-    left = (bits - _bits_of(fmt, common)) * sum(stage.sent for stage in stages)
+    step = fmt.bits_per_coord(wider) - fmt.bits_per_coord(common)
+    left = (bits - fmt.bits_per_coord(common)) * sum(stage.sent for stage in stages)
     for i in sorted(range(len(stages)), key=lambda i: -stages[i].error / stages[i].sent):
         if stages[i].sent * step <= left:
             floors[i] = wider

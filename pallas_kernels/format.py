@@ -116,6 +116,10 @@ class WireFormat:
         scales = self.super_scale_words(width) + self.group_scale_words(width)
         return scales + sum(self.plane_words(p) for p in planes_of(width))
 
+    def bits_per_coord(self, width: int) -> float:
+        """Bits that a coordinate of a tile of ``width`` takes, its share of the scales included."""
+        return 32 * self.tile_words(width) / (TILE_ROWS * self.super_group_size)
+
     def level_start(self, width: int) -> int:
         """Where the levels of ``width`` >= 2 start in their first octave.
 

@@ -18,6 +18,7 @@ from dynamiq_jax.allocation import (
     Allocation,
     Floor,
     allocate,
+    widest_floor,
 )
 from dynamiq_jax.codecs.dynamiq import chunk_ops, encode_slice, plan_for
 from dynamiq_jax.fingerprint import assert_same_on_workers
@@ -125,8 +126,7 @@ class DynamiQ:
     def _check_floor(self) -> None:
         if self.floor is None or self.floor == "auto":
             return
-        most = 10 if self.levels == "geometric" else WIDEST_FLOOR
-        allowed = self.widths or tuple(range(1, most + 1))
+        allowed = self.widths or tuple(range(1, widest_floor(self.levels) + 1))
         if self.floor not in allowed:
             raise ValueError(
                 f"floor={self.floor!r} is none of the widths {allowed}; pass one of them, 'auto', "
@@ -141,7 +141,7 @@ class DynamiQ:
             narrowest, what, remedy = self.floor, "the floor", "lower floor"
         else:
             narrowest, what, remedy = min(widths), "the narrowest width", "pass a narrower width"
-        least = self._bits_of(narrowest) + stats
+        least = self._format.bits_per_coord(narrowest) + stats
         if not least <= self.bits:
             raise ValueError(
                 f"bits={self.bits} is below {least:.4g}, what {what}, {narrowest}, takes with its "
@@ -149,15 +149,11 @@ class DynamiQ:
                 "group_size"
             )
         if self.bits > 32:
-            most = self._bits_of(max(widths)) + stats
+            most = self._format.bits_per_coord(max(widths)) + stats
             raise ValueError(
                 f"bits={self.bits} exceeds 32, what an uncompressed f32 takes (the widest width, "
                 f"{max(widths)}, can use at most {most:.4g}); lower bits"
             )
-
-    def _bits_of(self, width: int) -> float:
-        """Payload bits per coordinate of a width."""
-        return 32 * self._format.tile_words(width) / (TILE_ROWS * self.super_group_size)
 
     @property
     def _format(self) -> WireFormat:
