@@ -19,18 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.bench.contenders import LEAST_SQUARED_ERROR, PAPER
 from dynamiq_jax.bench.error import error_of, load_gradients
 from dynamiq_jax.synthetic import lognormal_mixture
-
-PAPER = {
-    "widths": (2, 4, 8), "floor": None, "group_size": 16, "levels": "geometric",
-    "rounding": "correlated", "subtract_mean": True,
-}  # fmt: skip
-"""The paper's configuration."""
-
-LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
-"""What this library takes for the least squared error: floors and companded levels, its defaults,
-are for the loss of training with Adam (docs/training-quality.md)."""
 
 _START = PAPER | {"rounding": "independent", "group_scale": "bf16", "group_size": 32}
 PAPERS_ABLATION = {
@@ -56,9 +47,7 @@ OUR_ABLATION = {
 BITS = (3.0, 4.0, 5.0, 6.0)
 ROWS = {
     **{f"default, {b} bits": dq.DynamiQ(bits=b) for b in BITS},
-    **{
-        f"least squared error, {b} bits": dq.DynamiQ(bits=b, **LEAST_SQUARED_ERROR) for b in BITS
-    },
+    **{f"least squared error, {b} bits": dq.DynamiQ(bits=b, **LEAST_SQUARED_ERROR) for b in BITS},
     **{f"the paper's configuration, {b} bits": dq.DynamiQ(bits=b, **PAPER) for b in BITS},
     **{f"5 bits: {name}": dq.DynamiQ(**fields) for name, fields in PAPERS_ABLATION.items()},
     **{f"5 bits, {name}": dq.DynamiQ(**fields) for name, fields in OUR_ABLATION.items()},

@@ -12,13 +12,13 @@ seed by seed with the exact mean in f32, which always runs.
 Methods are those of `dynamiq error` (``f32`` and ``bf16`` sum uncompressed over the topology), and
 
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
-* ``dynamiq-mse:5``: squared error alone decides on widths (``floor=None``);
-* ``dynamiq-paper:5``: the paper's configuration, in which it does so, too.
+* ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error.
 
 Every finished row is kept in ``--json`` at once. Rows that the file has are not trained again, so
-that an interrupted command goes on where it was.
+that an interrupted command goes on where it was. Several commands may share the file.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -58,6 +58,7 @@ from training_run import (
 
 RATES = {
     ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,
+    ("adamw", "gpt2", "125m"): 6e-4, ("adamw", "unit", "125m"): 6e-4,
     ("sgd", "gpt2"): 0.3, ("sgd", "unit"): 0.3,
     ("muon", "gpt2"): 8e-3, ("muon", "unit"): 8e-3,
     ("lion", "gpt2"): 8e-4, ("lion", "unit"): 8e-4,
@@ -146,23 +147,35 @@ class Record:
 
     def __init__(self, file: Path, invocation: Mapping[str, str]):
         self.file, self.invocation = file, dict(invocation)
-        kept = json.loads(file.read_text()) if file.exists() else {}
-        self.invocations: list[Row] = kept.get("invocations", [])
-        self.rows: list[Row] = kept.get("rows", [])
+        self.invocations: list[Row] = []
+        self.rows: list[Row] = []
+        self._read()
+
+    def _read(self) -> None:
+        """Takes what the file has, which another command may have added to."""
+        if self.file.exists():
+            kept = json.loads(self.file.read_text())
+            self.invocations, self.rows = kept["invocations"], kept["rows"]
 
     def find(self, settings: Row) -> Row | None:
         """The row with these settings."""
         return next((row for row in self.rows if row["settings"] == settings), None)
 
     def add(self, row: Row) -> None:
-        """Keeps a row, in memory and on disk; a reader never sees half a file."""
-        if self.invocation not in self.invocations:
-            self.invocations.append(self.invocation)
-        self.rows.append(row | {"invocation": self.invocations.index(self.invocation)})
-        text = json.dumps({"invocations": self.invocations, "rows": self.rows}, indent=1)
-        draft = self.file.with_name(self.file.name + ".part")
-        draft.write_text(text + "\n")
-        os.replace(draft, self.file)
+        """Keeps a row, in memory and on disk.
+
+        A reader never sees half a file, and no row of another command is lost.
+        """
+        with open(f"{self.file}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._read()
+            if self.invocation not in self.invocations:
+                self.invocations.append(self.invocation)
+            self.rows.append(row | {"invocation": self.invocations.index(self.invocation)})
+            text = json.dumps({"invocations": self.invocations, "rows": self.rows}, indent=1)
+            draft = self.file.with_name(self.file.name + ".part")
+            draft.write_text(text + "\n")
+            os.replace(draft, self.file)
 
 
 def environment() -> dict[str, str]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from accuracy import LEAST_SQUARED_ERROR, PAPER
 from jax import Array, lax
 from optax import contrib
 from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, stack, unstack
@@ -33,8 +32,6 @@ EXACT, BF16 = "exact", "bf16-psum"
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
-    "dynamiq-mse": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR),
-    "dynamiq-paper": partial(dq.DynamiQ, **PAPER),
 }
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")

@@ -371,6 +371,17 @@ def test_kept_rows_are_not_trained_again(folder, untrained, monkeypatch):
     assert (folder / "rows.json").read_bytes() == before
 
 
+def test_commands_that_share_a_file_keep_each_others_rows(folder, tmp_path):
+    first, second = (training.Record(tmp_path / "rows.json", {"command": c}) for c in "ab")
+    kept = training.Record(folder / "rows.json", {"command": "c"}).rows
+    for record, row in zip((first, second, first), kept, strict=False):
+        record.add(row)
+    read = training.Record(tmp_path / "rows.json", {})
+    assert [row["settings"] for row in read.rows] == [row["settings"] for row in kept[:3]]
+    assert [row["invocation"] for row in read.rows] == [0, 1, 0]
+    assert [invocation["command"] for invocation in read.invocations] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     "change",
     [("--seeds", 3), ("--steps", 9), ("--learning-rate", 1), ("--workers", 4)],

@@ -28,8 +28,20 @@ def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
 
 
+PAPER = {
+    "widths": (2, 4, 8), "floor": None, "group_size": 16, "levels": "geometric",
+    "rounding": "correlated", "subtract_mean": True,
+}  # fmt: skip
+"""The paper's configuration of DynamiQ."""
+
+LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
+"""What this library takes for the least squared error: floors and companded levels, its defaults,
+are for the loss of training with Adam (docs/training-quality.md)."""
+
 METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": partial(dq.DynamiQ, **_ANY_SIZE),
+    "dynamiq-mse": partial(dq.DynamiQ, **_ANY_SIZE, **LEAST_SQUARED_ERROR),
+    "dynamiq-paper": partial(dq.DynamiQ, **_ANY_SIZE, **PAPER),
     "bf16": partial(dq.BF16, **_ANY_SIZE),
     "f32": partial(dq.F32, **_ANY_SIZE),
     "mxfp8": partial(dq.MXFP8, **_ANY_SIZE),
@@ -39,7 +51,9 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
-would otherwise leave to native psum. "bf16" and "f32" sum uncompressed over the topology."""
+would otherwise leave to native psum. In "dynamiq-mse" squared error alone decides on
+widths; "dynamiq-paper" is the paper's configuration, in which it does so, too. "bf16" and "f32" sum
+uncompressed over the topology."""
 
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""
