@@ -169,13 +169,23 @@ class Record:
         with open(f"{self.file}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._read()
+            if self.find(row["settings"]) is not None:
+                return  # another command was faster
             if self.invocation not in self.invocations:
                 self.invocations.append(self.invocation)
             self.rows.append(row | {"invocation": self.invocations.index(self.invocation)})
-            text = json.dumps({"invocations": self.invocations, "rows": self.rows}, indent=1)
             draft = self.file.with_name(self.file.name + ".part")
-            draft.write_text(text + "\n")
+            draft.write_text(one_per_line(invocations=self.invocations, rows=self.rows))
             os.replace(draft, self.file)
+
+
+def one_per_line(**lists: Sequence[Row]) -> str:
+    """JSON of lists that a version control system can compare."""
+    parts = (
+        f'"{name}": [\n' + ",\n".join(map(json.dumps, values)) + "\n]"
+        for name, values in lists.items()
+    )
+    return "{" + ", ".join(parts) + "}\n"
 
 
 def environment() -> dict[str, str]:
