@@ -36,7 +36,7 @@ def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
     )
     x, y = make(keys[0]), make(keys[1])
     mean, sqnorm = pk.statistics(x, super_group_size=fmt.super_group_size, backend="jnp")
-    order, (tiles, _) = jax.jit(lambda e: order_and_tiles(e, layout))(sqnorm)
+    order, (tiles, _), _ = jax.jit(lambda e: order_and_tiles(e, layout))(sqnorm)
     pad = layout.super_groups - mean.shape[0]
     mean = jnp.pad(mean, (0, pad)).astype(jnp.bfloat16).astype(jnp.float32)
     noise = pk.slot_noise(jnp.array([1, 2], jnp.uint32), 8, fmt.rounding)

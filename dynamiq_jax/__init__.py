@@ -9,7 +9,7 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 """
 
 from dynamiq_jax.agreement import check_agreement
-from dynamiq_jax.collectives import init_state, pmean, psum
+from dynamiq_jax.collectives import init_state, pmean, psum, reduce
 from dynamiq_jax.explain import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.methods import (
@@ -23,7 +23,7 @@ from dynamiq_jax.methods import (
     Method,
     OmniReduce,
 )
-from dynamiq_jax.metrics import vnmse, worst_leaf_error
+from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 
@@ -39,7 +39,9 @@ __all__ = [
     "MXFP6",
     "MXFP8",
     "Method",
+    "Metrics",
     "OmniReduce",
+    "Reduced",
     "Ring",
     "THC",
     "Topology",
@@ -50,6 +52,7 @@ __all__ = [
     "pmean",
     "psum",
     "psum_scatter",
+    "reduce",
     "value_and_grad",
     "vnmse",
     "wire_bits",

@@ -72,6 +72,11 @@ def resolve(
 def sharded(resolved: Resolved) -> tuple[ShardedMethod, Topology | None]:
     """The method and the topology for the halves of an all-reduce."""
     _check_sharded(resolved.method, "psum_scatter and all_gather")
+    if resolved.method.needs_state:
+        raise NotImplementedError(
+            f"method={resolved.method!r} keeps a state, and psum_scatter and all_gather keep none; "
+            "pass a method without error feedback"
+        )
     assert not isinstance(resolved.topology, Hierarchical)
     return cast(ShardedMethod, resolved.method), resolved.topology
 
@@ -107,7 +112,7 @@ def check_kinds(method, topology) -> None:
     """Refuses arguments of the wrong kind, with the remedy."""
     if method is not None and (isinstance(method, type) or not hasattr(method, "wire_bits")):
         raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
-    known = isinstance(topology, Hierarchical) or hasattr(topology, "reduce")
+    known = isinstance(topology, Hierarchical) or hasattr(topology, "schedule")
     if topology is not None and (isinstance(topology, type) or not known):
         raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")
 
@@ -133,13 +138,14 @@ def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
     return names[0] if len(names) == 1 else names
 
 
-def check_state(state, n_buckets: int, method: Method) -> list:
+def check_state(state, n_buckets: int, method: Method, n_workers: int) -> list:
     """The states of all buckets, empty ones where the caller keeps none."""
     if state is None:
-        if method.needs_state and n_buckets:
+        if method.needs_state and n_buckets and n_workers > 1:
             raise ValueError(
-                f"method={method!r} is only right with its state: pass state=dq.init_state(tree, "
-                "n_workers, method=method) and keep what psum returns for the next step"
+                f"method={method!r} is only right with its state: call dq.reduce(tree, axis_name, "
+                "method=method, state=dq.init_state(tree, n_workers, method=method)) and keep the "
+                "state that it returns for the next step"
             )
         return [()] * n_buckets
     if not isinstance(state, tuple) or len(state) != n_buckets:

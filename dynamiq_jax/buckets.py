@@ -117,14 +117,14 @@ def group_leaves(
     return Grouping(tuple(large), tuple(exact))
 
 
-def join(bucket: Bucket, values: list[Array]) -> Array:
+def concatenate(bucket: Bucket, values: list[Array]) -> Array:
     """The bucket's flat array."""
     flat = [jnp.reshape(values[leaf.index], (-1,)) for leaf in bucket.leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
 def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
-    """The inverse of `join`: (leaf index, leaf) pairs."""
+    """The inverse of `concatenate`: (leaf index, leaf) pairs."""
     ends = np.cumsum([leaf.size for leaf in bucket.leaves])
     return [
         (leaf.index, jnp.reshape(flat[end - leaf.size : end], leaf.shape))

@@ -1,10 +1,11 @@
-"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s."""
+"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax import hierarchy
@@ -20,9 +21,14 @@ from dynamiq_jax.arguments import (
     key_words,
     resolve,
 )
-from dynamiq_jax.buckets import describe_leaves, group_leaves, join, split
+from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
+from dynamiq_jax.explain import explain
 from dynamiq_jax.methods import Method, State
+from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.metrics import BucketMetrics, Reduced, summarise
 from dynamiq_jax.topologies import Hierarchical
+
+Op = Literal["sum", "mean"]
 
 
 def psum(
@@ -32,7 +38,6 @@ def psum(
     method: Method | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    state: State | None = None,
     axis_index_groups: None = None,
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
@@ -49,15 +54,15 @@ def psum(
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
-      method: how to compress; default ``DynamiQ()``, 5 bits per coordinate.
+      method: how to compress; default ``DynamiQ()``, 5 bits per coordinate. Methods with memory
+        take `reduce`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
-      state: what a method with memory carries from step to step, see `init_state`.
       axis_index_groups: not supported; name an axis of the mesh instead.
 
     Returns:
-      A tree like ``tree``; with ``state``, that and the next step's state.
+      A tree like ``tree``.
 
     Raises:
       ValueError: a leaf does not vary over ``axis_name`` (its sum would be n times itself), or an
@@ -65,7 +70,8 @@ def psum(
       NotImplementedError: ``axis_index_groups``, or positional axes.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
-    return _reduce(tree, axis_name, method, topology, key, state, mean=False)
+    options = {"method": method, "topology": topology, "key": key}
+    return reduce(tree, axis_name, op="sum", **options).tree
 
 
 def pmean(
@@ -75,32 +81,109 @@ def pmean(
     method: Method | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    state: State | None = None,
     axis_index_groups: None = None,
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; see `psum` for everything else."""
     axis_name = check_axis(axis_name, axis_index_groups)
-    return _reduce(tree, axis_name, method, topology, key, state, mean=True)
+    options = {"method": method, "topology": topology, "key": key}
+    return reduce(tree, axis_name, op="mean", **options).tree
+
+
+def reduce(
+    tree: Any,
+    axis_name: AxisNames,
+    *,
+    op: Op = "mean",
+    method: Method | None = None,
+    topology: AnyTopology | None = None,
+    key: Array | None = None,
+    state: State | None = None,
+    metrics: bool = False,
+) -> Reduced:
+    """`psum` or `pmean` for methods with memory, and for those who want to know what it did.
+
+    Args:
+      tree: as for `psum`.
+      axis_name: as for `psum`.
+      op: "mean" or "sum".
+      method: as for `psum`.
+      topology: as for `psum`.
+      key: as for `psum`.
+      state: what a method with memory carries from step to step: `init_state`'s, then that of the
+        step before.
+      metrics: whether to return `Metrics`, at the cost of one pass over the result.
+
+    Returns:
+      The tree, the next step's state (`None` without ``state``) and the metrics.
+
+    Raises:
+      ValueError: ``op`` is neither, a method needs a state and has none, or as for `psum`.
+    """
+    axis_name = check_axis(axis_name)
+    check_choice("op", op, get_args(Op))
+    resolved = resolve(method, topology, axis_sizes(axis_name))
+    n_workers, exact_reduce = resolved.n_workers, lax.pmean if op == "mean" else lax.psum
+    values, treedef = jax.tree.flatten(tree)
+    leaves = describe_leaves(tree)
+    check_varying(leaves, values, axis_name, n_workers)
+    words = key_words(key)
+    grouping = group_leaves(leaves, **resolved.limits()._asdict())
+    states = check_state(state, len(grouping.buckets), resolved.method, n_workers)
+    known: list[BucketMetrics] = []
+    if n_workers == 1:
+        total = exact_reduce(tree, axis_name)
+    else:
+        indices = [leaf.index for leaf, _ in grouping.exact]
+        exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
+        for i, value in zip(indices, exact, strict=True):
+            values[i] = value
+        for number, bucket in enumerate(grouping.buckets):
+            seed = None if words is None else fold_seed(words, bucket.tag)
+            options = {"axis_name": axis_name, "resolved": resolved, "op": op, "metrics": metrics}
+            flat, (states[number], of_bucket) = with_tangent(
+                functools.partial(_reduce_flat, **options),
+                functools.partial(exact_reduce, axis_name=axis_name),
+            )(concatenate(bucket, values), seed, states[number])
+            known.append(of_bucket)
+            for i, value in split(bucket, flat):
+                values[i] = value
+        total = jax.tree.unflatten(treedef, values)
+    found = None
+    if metrics:
+        sent = explain(tree, resolved.sizes, method=method, topology=topology, verbose=False)
+        bits, sent_bytes = sent.bits_per_coord, sent.wire_bytes
+        found = summarise(known, bits_per_coord=bits, wire_bytes=sent_bytes)
+    return Reduced(total, None if state is None else tuple(states), found)
 
 
 def init_state(
-    tree, n_workers: int | tuple[int, ...], *, method: Method, topology: AnyTopology | None = None
+    tree: Any,
+    n_workers: int | tuple[int, ...],
+    *,
+    method: Method,
+    topology: AnyTopology | None = None,
+    stacked: bool = False,
 ) -> State:
-    """The state that the first `psum` of ``tree`` takes: one worker's, for every bucket.
+    """The state that the first `reduce` of ``tree`` takes, for every bucket.
 
     Under `jax.shard_map` every worker keeps its own: let it vary over the axis, for example by
     calling this inside (the shapes of ``tree`` are all it looks at).
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
+      tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.
       n_workers: the size of the axis, or of every axis, the outermost first.
       method: as for `psum`.
       topology: as for `psum`.
+      stacked: whether leaves have a leading axis of all workers, as `value_and_grad` takes them, or
+        are one worker's.
     """
     sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
     resolved = resolve(method, topology, sizes)
     grouping = group_leaves(describe_leaves(tree), **resolved.limits()._asdict())
-    return tuple(_init_bucket(bucket.size, resolved) for bucket in grouping.buckets)
+    state = tuple(_init_bucket(bucket.size, resolved) for bucket in grouping.buckets)
+    if not stacked:
+        return state
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (resolved.n_workers, *x.shape)), state)
 
 
 def _init_bucket(size: int, resolved: Resolved) -> State:
@@ -110,58 +193,38 @@ def _init_bucket(size: int, resolved: Resolved) -> State:
     return method.init(size, resolved.n_workers)
 
 
-def _reduce(tree, axis_name: AxisNames, method, topology, key, state, *, mean: bool):
-    resolved = resolve(method, topology, axis_sizes(axis_name))
-    n_workers = resolved.n_workers
-    exact_reduce = lax.pmean if mean else lax.psum
-    values, treedef = jax.tree.flatten(tree)
-    leaves = describe_leaves(tree)
-    check_varying(leaves, values, axis_name, n_workers)
-    words = key_words(key)
-    if n_workers == 1:
-        total = exact_reduce(tree, axis_name)
-        return total if state is None else (total, state)
-    grouping = group_leaves(leaves, **resolved.limits()._asdict())
-    states = check_state(state, len(grouping.buckets), resolved.method)
-    if grouping.exact:
-        indices = [leaf.index for leaf, _ in grouping.exact]
-        exact = exact_reduce([values[i] for i in indices], axis_name)
-        for i, value in zip(indices, exact, strict=True):
-            values[i] = value
-    for number, bucket in enumerate(grouping.buckets):
-        seed = None if words is None else fold_seed(words, bucket.tag)
-        flat, states[number] = with_tangent(
-            functools.partial(_reduce_flat, axis_name=axis_name, resolved=resolved, mean=mean),
-            functools.partial(exact_reduce, axis_name=axis_name),
-        )(join(bucket, values), seed, states[number])
-        for i, value in split(bucket, flat):
-            values[i] = value
-    total = jax.tree.unflatten(treedef, values)
-    return total if state is None else (total, tuple(states))
-
-
-def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, mean: bool):
+def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op: Op, metrics):
     method, topology, _, sizes = resolved
-    options = {"seed": seed, "state": state, "divisor": resolved.n_workers if mean else 1}
+    divisor = resolved.n_workers if op == "mean" else 1
+    options = {"seed": seed, "state": state, "divisor": divisor, "metrics": metrics}
     if isinstance(topology, Hierarchical):
         assert isinstance(axis_name, tuple)
-        return hierarchy.all_reduce(
+        outcome = hierarchy.all_reduce(
             x, axis_name, sizes=sizes, method=method, topology=topology, **options
         )
-    n_workers = resolved.n_workers
-    return method.all_reduce(x, axis_name, n_workers=n_workers, topology=topology, **options)
+    else:
+        n_workers = resolved.n_workers
+        outcome = method.all_reduce(x, axis_name, n_workers=n_workers, topology=topology, **options)
+    if not metrics:
+        return outcome.value, (outcome.state, None)
+    assert outcome.facts is not None
+    finite = jnp.isfinite(outcome.value)
+    norm = jnp.sum(jnp.square(jnp.where(finite, outcome.value, 0).astype(jnp.float32)))
+    nonfinite = jnp.sum(~finite, dtype=jnp.float32)
+    error, saturated, widths = outcome.facts
+    return outcome.value, (outcome.state, BucketMetrics(error, norm, nonfinite, saturated, widths))
 
 
 def with_tangent(compressed: Callable, exact: Callable) -> Callable:
-    """``compressed(x, seed, state) -> (y, state)`` with the derivative of the linear ``exact(x)``.
+    """``compressed(x, seed, state) -> (y, rest)`` with the derivative of the linear ``exact(x)``.
 
-    The new state counts as a constant.
+    The rest counts as a constant.
     """
-    reduce = jax.custom_jvp(compressed)
+    reduce_flat = jax.custom_jvp(compressed)
 
-    @reduce.defjvp
+    @reduce_flat.defjvp
     def _(primals, tangents):
-        result, state = reduce(*primals)
-        return (result, state), (exact(tangents[0]), jax.tree.map(zero_tangent, state))
+        result, rest = reduce_flat(*primals)
+        return (result, rest), (exact(tangents[0]), jax.tree.map(zero_tangent, rest))
 
-    return reduce
+    return reduce_flat

@@ -12,6 +12,7 @@ from dynamiq_jax._compat import all_gather_invarying, psum_scatter
 from dynamiq_jax.arguments import fold_seed
 from dynamiq_jax.layout import Collective
 from dynamiq_jax.methods import Method, ShardedMethod, State
+from dynamiq_jax.methods.base import Outcome, PayloadFacts
 from dynamiq_jax.topologies import Hierarchical, Topology
 
 UNIT = 1024
@@ -71,8 +72,12 @@ def all_reduce(
     seed: UInt[Array, " 2"] | None,
     divisor: int = 1,
     state: State = (),
-) -> tuple[Float[Array, " d"], State]:
-    """The sum of ``x`` over all axes, over ``divisor``, and the state of the outer reduction."""
+    metrics: bool = False,
+) -> Outcome:
+    """The sum of ``x`` over all axes, over ``divisor``, and the state of the outer reduction.
+
+    The facts are those of the outer payloads of all slices.
+    """
     outer_axis = axis_names[0] if len(axis_names) == 2 else axis_names[:-1]
     inner_axis, n_inner, n_outer = axis_names[-1], sizes[-1], math.prod(sizes[:-1])
     inner, outer = topology.inner, topology.outer
@@ -91,7 +96,7 @@ def all_reduce(
             )
     if n_outer > 1:
         own_seed = seeds[1] if seeds[1] is None else fold_seed(seeds[1], lax.axis_index(inner_axis))
-        mine, state = method.all_reduce(
+        mine, state, facts = method.all_reduce(
             mine,
             outer_axis,
             n_workers=n_outer,
@@ -99,9 +104,11 @@ def all_reduce(
             seed=own_seed,
             divisor=divisor,
             state=state,
+            metrics=metrics,
         )
+        facts = jax.tree.map(lambda f: lax.psum(f, inner_axis), facts) if metrics else None
     else:
-        mine = lax.psum(mine, outer_axis) / divisor
+        mine, facts = lax.psum(mine, outer_axis) / divisor, PayloadFacts()
     with jax.named_scope("dynamiq_inner_gather"):
         if inner is None:
             whole = all_gather_invarying(mine, inner_axis)
@@ -109,4 +116,4 @@ def all_reduce(
             whole = cast(ShardedMethod, method).all_gather(
                 mine, inner_axis, n_workers=n_inner, seed=seeds[2], invarying=True
             )
-    return whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state
+    return Outcome(whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state, facts)

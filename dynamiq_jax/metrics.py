@@ -1,10 +1,73 @@
-"""How far an estimate is from the exact sum."""
+"""How far an estimate is from the exact sum; what a reduction knows of its own error."""
 
 import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+class Metrics(NamedTuple):
+    """What one `dynamiq_jax.reduce` did to a tree: f32 scalars, the same on all workers."""
+
+    vnmse: Float[Array, ""] | float
+    """Expected |error|² / |result|² of the compressed leaves, from the widths and energies that the
+    plan knows: for Gaussian coordinates, and gradients that are unrelated between workers until
+    their sum is encoded. NaN where the method cannot say."""
+    nonfinite: Float[Array, ""] | float
+    """Coordinates of compressed leaves that came out NaN or infinite."""
+    saturated: Float[Array, ""] | float
+    """Coordinates of sums at the end of their range, where the method counts them."""
+    widths: Float[Array, " 17"]
+    """The share of the payloads' coordinates that has width 0 to 16; zeros without widths."""
+    bits_per_coord: Float[Array, ""] | float
+    """Of all leaves, in units in which bf16 takes 16."""
+    wire_bytes: Float[Array, ""] | float
+    """That one worker sends."""
+
+
+class Reduced(NamedTuple):
+    """What `dynamiq_jax.reduce` returns."""
+
+    tree: Any
+    """The sums or means."""
+    state: Any
+    """The next step's; `None` without a state."""
+    metrics: Metrics | None
+    """`None` unless asked for."""
+
+
+class BucketMetrics(NamedTuple):
+    """What is known of one bucket, f32 scalars; those of several buckets or slices add up."""
+
+    error: Float[Array, ""] | float = math.nan
+    """Expected |error|² of the result."""
+    norm: Float[Array, ""] | float = 0.0
+    """|result|² of what is finite."""
+    nonfinite: Float[Array, ""] | float = 0.0
+    """Coordinates."""
+    saturated: Float[Array, ""] | float = 0.0
+    """Coordinates."""
+    coords_by_width: Float[Array, " 17"] | float = 0.0
+    """Coordinates that one worker sends."""
+
+
+def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes: float) -> Metrics:
+    """The metrics of a tree from those of its buckets."""
+    zero = BucketMetrics(error=0.0)
+    total = jax.tree.map(lambda *parts: sum(parts), zero, *buckets)
+    widths = jnp.broadcast_to(jnp.asarray(total.coords_by_width, jnp.float32), (17,))
+    found = Metrics(
+        vnmse=total.error / jnp.where(jnp.asarray(total.norm) > 0, total.norm, 1.0),
+        nonfinite=total.nonfinite,
+        saturated=total.saturated,
+        widths=widths / jnp.maximum(jnp.sum(widths), 1.0),
+        bits_per_coord=bits_per_coord,
+        wire_bytes=wire_bytes,
+    )
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
 
 
 def vnmse(estimate, exact) -> Float[Array, ""]:

@@ -39,6 +39,9 @@ class Plan(NamedTuple):
     """n * mean, or NaN where some worker's super-group holds a NaN or an infinity."""
     seed: UInt[Array, " 2"]
     """Seed of the rounding."""
+    energy: Float[Array, "shards T"]
+    """What widths were chosen for: the mean energy of the super-groups in tile t of a shard's
+    chunks, summed over workers, f32."""
 
 
 def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
@@ -54,7 +57,7 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     return jnp.stack(rows).astype(jnp.bfloat16)
 
 
-class Schedule(NamedTuple):
+class UpgradeOrder(NamedTuple):
     """All (energy level, upgrade) pairs in the order in which they are taken."""
 
     level: np.ndarray
@@ -62,11 +65,11 @@ class Schedule(NamedTuple):
     words: np.ndarray
     """int32[E]: what the upgrade of one tile takes."""
     place: np.ndarray
-    """int32[levels, U]: where in the schedule a level's upgrades are."""
+    """int32[levels, U]: where in the order a level's upgrades are."""
 
 
 @functools.lru_cache(maxsize=64)
-def upgrade_schedule(fmt: WireFormat, floor: int | None = None) -> Schedule:
+def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
     """The order in which tiles are widened: all to the floor, then where most error is removed.
 
     It depends on no data: a tile's energy is one of `_LEVELS` levels below the largest, and the
@@ -83,7 +86,7 @@ def upgrade_schedule(fmt: WireFormat, floor: int | None = None) -> Schedule:
     place[order] = np.arange(gain.size)
     words = np.array([u.words for u in upgrades], np.int32)
     level, upgrade = np.divmod(order.astype(np.int32), len(upgrades))
-    return Schedule(level, words[upgrade], place.reshape(gain.shape))
+    return UpgradeOrder(level, words[upgrade], place.reshape(gain.shape))
 
 
 def assign_widths(
@@ -105,20 +108,20 @@ def assign_widths(
     tiles = energy.shape[0]
     if not upgrades:
         return jnp.full((tiles,), narrowest, jnp.int32)
-    schedule = upgrade_schedule(fmt, floor)
+    upgrade = upgrade_order(fmt, floor)
     budget = payload_words - tiles * fmt.tile_words(narrowest)
     level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
     is_level = level == jnp.arange(_LEVELS, dtype=jnp.int32)[:, None]
     tiles_at = jnp.sum(is_level, axis=1, dtype=jnp.int32)
-    spent = jnp.cumsum(tiles_at[schedule.level] * schedule.words)
+    spent = jnp.cumsum(tiles_at[upgrade.level] * upgrade.words)
     fits = spent <= budget
-    taken = jnp.sum(fits[schedule.place], axis=1, dtype=jnp.int32)[level]
+    taken = jnp.sum(fits[upgrade.place], axis=1, dtype=jnp.int32)[level]
     # What is left pays for the next entry in part.
     cut = jnp.sum(fits, dtype=jnp.int32)
-    last = jnp.minimum(cut, len(schedule.level) - 1)
+    last = jnp.minimum(cut, len(upgrade.level) - 1)
     left = budget - jnp.where(cut > 0, spent[jnp.maximum(cut - 1, 0)], 0)
-    affordable = jnp.where(cut == last, left // jnp.asarray(schedule.words)[last], 0)
-    marginal = level == jnp.asarray(schedule.level)[last]
+    affordable = jnp.where(cut == last, left // jnp.asarray(upgrade.words)[last], 0)
+    marginal = level == jnp.asarray(upgrade.level)[last]
     chosen = taken + (marginal & (jnp.cumsum(marginal) <= affordable))
     return jnp.asarray([narrowest] + [u.width for u in upgrades], jnp.int32)[chosen]
 
@@ -156,16 +159,16 @@ def make_plan(
         mean, energy = jnp.zeros_like(sqnorm), sqnorm
     energy = jnp.where(poisoned, 0.0, energy)
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
-    order, tiles = order_and_tiles(energy, layout)
+    order, tiles, tile_energy = order_and_tiles(energy, layout)
     pad = (0, layout.super_groups - layout.rows)
     seed = statistics_seed(stats) if seed is None else seed
-    return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed)
+    return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
 def order_and_tiles(
     energy: Float[Array, " rows"], layout: Layout
-) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...]]:
-    """``(order, tiles)`` of a plan for super-groups of the given energies.
+) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...], Float[Array, "shards T"]]:
+    """``(order, tiles, energy)`` of a plan for super-groups of the given energies.
 
     Energies are sorted in steps of 1/4 octave (down to 2^64 below the largest): one radix sort
     of 8-bit keys, at a cost in error of less than 1%.
@@ -186,7 +189,7 @@ def order_and_tiles(
         order = jnp.where(local < rows, shard * rows + local, spare)
     order = order.reshape(shards, layout.chunk_super_groups, layout.shard_chunks)
     order = order.transpose(0, 2, 1).reshape(layout.chunks, layout.chunk_super_groups)
-    return order, _tiles_of_stages(tile_energy, layout)
+    return order, _tiles_of_stages(tile_energy, layout), tile_energy
 
 
 def _tiles_of_stages(

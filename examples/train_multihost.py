@@ -210,7 +210,7 @@ def make_value_and_mean_grad(loss_fn: Loss, mesh: Mesh, options: dict[str, Any])
         params = jax.lax.pcast(params, AXES, to="varying")
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         own = jax.tree.map(lambda m: m[0], memory)
-        grads, own = dq.pmean(grads, AXES, **options, key=key, state=own)
+        grads, own, _ = dq.reduce(grads, AXES, **options, key=key, state=own)
         return jax.lax.pmean(loss, AXES), grads, jax.tree.map(lambda m: m[None], own)
 
     return value_and_mean_grad

@@ -137,10 +137,10 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False):
 @functools.cache
 def stepper(method, topology=None, *, mean: bool = False):
     """As `vmapped`, with memory: (tree, key, every worker's state) -> results, next states."""
-    reduce = dq.pmean if mean else dq.psum
+    options = {"op": "mean" if mean else "sum", "method": method, "topology": topology}
 
     def one(tree, key, state):
-        return reduce(tree, "data", method=method, topology=topology, key=key, state=state)
+        return dq.reduce(tree, "data", key=key, state=state, **options)[:2]
 
     return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
 

@@ -60,7 +60,7 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     def make(key):
         x = lognormal_mixture(key, 4, layout.rows, fmt.super_group_size)[:, :size]
         mean, sqnorm = pk.statistics(x[0], super_group_size=fmt.super_group_size, backend="jnp")
-        order, tiles = order_and_tiles(sqnorm, layout)
+        order, tiles, _ = order_and_tiles(sqnorm, layout)
         mean = jnp.pad(mean, (0, layout.super_groups - layout.rows))
         mean = mean.astype(jnp.bfloat16).astype(jnp.float32)
         mean_sum = (2 * mean).at[3].set(jnp.nan)

@@ -112,7 +112,8 @@ class Remembering(dq.DynamiQ):
 
     def all_reduce(self, x, axis_name, *, state, **options):
         state = x + state / 2
-        return dq.DynamiQ.all_reduce(self, state, axis_name, **options)[0], state
+        outcome = dq.DynamiQ.all_reduce(self, state, axis_name, **options)
+        return outcome._replace(state=state)
 
 
 def make_run(mesh):

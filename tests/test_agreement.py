@@ -97,13 +97,14 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import dynamiq
 
-good = dynamiq.plan_for
+good = dynamiq.shared_plan
 
-def per_worker(x, axis_name, *rest, **options):
-    plan = good(x, axis_name, *rest, **options)
-    return plan._replace(seed=plan.seed + (jax.lax.axis_index(axis_name) == 1).astype(jnp.uint32))
+def per_worker(*arguments):
+    plan, noise = good(*arguments)
+    other = (jax.lax.axis_index("data") == 1).astype(jnp.uint32)
+    return dynamiq.SharedPlan(plan._replace(seed=plan.seed + other), noise)
 
-dynamiq.plan_for = per_worker
+dynamiq.shared_plan = per_worker
 method = dq.DynamiQ(debug_checks=True, min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
 step = lambda x: dq.psum(x, "data", method=method)

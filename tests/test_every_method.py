@@ -130,7 +130,8 @@ def test_wire_bits_are_what_the_program_moves(name):
 
     def with_state(tree, axis_name, method, topology=None):
         state = dq.init_state(tree, n, method=method)
-        total, _ = dq.psum(tree, axis_name, method=method, topology=topology, state=state)
+        options = {"op": "sum", "method": method, "topology": topology}
+        total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 
     hlo, asked = lower(with_state if row.method.needs_state else dq.psum, TREE, (n,), **options)

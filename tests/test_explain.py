@@ -7,7 +7,7 @@ import pytest
 from cases import SMALL
 
 import dynamiq_jax as dq
-from dynamiq_jax.buckets import describe_leaves, group_leaves, join, split
+from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
 
 TREE = {
     "big": jax.ShapeDtypeStruct((2000, 300), jnp.float32),
@@ -111,7 +111,7 @@ def test_join_and_split_are_inverse():
     leaves = describe_leaves(values)
     grouping = group_leaves(leaves, min_leaf_size=0, min_bucket_size=0, bucket_bytes=10**6)
     (bucket,) = grouping.buckets
-    flat = join(bucket, values)
+    flat = concatenate(bucket, values)
     np.testing.assert_array_equal(flat, np.concatenate([np.ravel(v) for v in values]))
     for index, value in split(bucket, flat):
         assert value.shape == values[index].shape

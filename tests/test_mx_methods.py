@@ -61,7 +61,8 @@ def stateful(method, topology=LOOP):
     """jit of (tree with leading worker axis, state, key) -> every worker's (result, state)."""
 
     def one(tree, state, key):
-        return dq.psum(tree, "data", method=method, topology=topology, key=key, state=state)
+        options = {"method": method, "topology": topology, "key": key}
+        return dq.reduce(tree, "data", op="sum", state=state, **options)[:2]
 
     return jax.jit(jax.vmap(one, in_axes=(0, None, None), axis_name="data"))
 
@@ -156,7 +157,8 @@ def test_devices_compute_what_vmap_does(name):
     state = state_of(method, 0.125)
 
     def one(x, state, key):
-        return dq.psum(x[0], "data", method=method, topology=topology, key=key, state=state)
+        options = {"method": method, "topology": topology, "key": key}
+        return dq.reduce(x[0], "data", op="sum", state=state, **options)[:2]
 
     specs = {"in_specs": (P("data"), P(), P()), "out_specs": P()}
     found = jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))(x, state, key)
@@ -182,14 +184,15 @@ def test_means_trees_and_several_axes():
     grid = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), tree)
     one_worker = jax.tree.map(lambda x: x[0], tree)
 
-    def reduced(reduce, topology, workers):
+    def reduced(op, topology, workers):
         state = dq.init_state(one_worker, workers, method=method, topology=topology)
         assert len(state) == 3
         state = tuple(ScaleState(jnp.float32(0.25)) for _ in state)
 
         def one(tree):
             axes = ("node", "gpu")
-            return reduce(tree, axes, method=method, topology=topology, state=state)
+            options = {"op": op, "method": method, "topology": topology}
+            return dq.reduce(tree, axes, state=state, **options)[:2]
 
         mapped = jax.jit(jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node"))
         found, states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped(grid))
@@ -197,8 +200,8 @@ def test_means_trees_and_several_axes():
         return found
 
     total = jax.tree.map(lambda x: jnp.broadcast_to(x.sum(axis=0).astype(x.dtype), x.shape), tree)
-    assert_same_bits(reduced(dq.psum, dq.Ring(), 4), total)
-    mean = reduced(dq.pmean, dq.Hierarchical(outer=dq.Ring()), (2, 2))
+    assert_same_bits(reduced("sum", dq.Ring(), 4), total)
+    mean = reduced("mean", dq.Hierarchical(outer=dq.Ring()), (2, 2))
     total["int"] = total["int"].astype(jnp.float32)  # as lax.pmean has it
     assert_same_bits(mean, jax.tree.map(lambda x: (x / 4).astype(x.dtype), total))
 

@@ -55,7 +55,7 @@ def test_several_axes_count_as_one(name):
     state = first_state(method, x, 6)
 
     def one(x, key, state):
-        return dq.psum(x, ("a", "b"), method=method, key=key, state=state)
+        return dq.reduce(x, ("a", "b"), op="sum", method=method, key=key, state=state)[:2]
 
     run = jax.vmap(one, in_axes=(0, None, 0), axis_name="b")
     run = jax.jit(jax.vmap(run, in_axes=(0, None, 0), axis_name="a"))
@@ -105,7 +105,8 @@ def test_states_travel_through_shard_map_and_scan(name):
         state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
 
         def step(state, _):
-            total, state = dq.psum(x, "data", method=method, key=KEY, state=state)
+            options = {"op": "sum", "method": method, "key": KEY}
+            total, state, _ = dq.reduce(x, "data", state=state, **options)
             return state, total
 
         return lax.scan(step, state, length=3)[1]
@@ -125,7 +126,10 @@ def test_differentiates_as_psum_does(name):
     x, t = draw(5, n), draw(6, n)
 
     def one(x, t, state):
-        return jax.jvp(lambda x: dq.psum(x, "data", method=method, state=state), (x,), (t,))[1]
+        def total(x):
+            return dq.reduce(x, "data", op="sum", method=method, state=state)[:2]
+
+        return jax.jvp(total, (x,), (t,))[1]
 
     run = jax.jit(jax.vmap(one, axis_name="data"))
     tangent, states = run(x, t, first_state(method, x, n))

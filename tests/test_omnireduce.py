@@ -119,7 +119,7 @@ def test_blocks_that_are_not_finite_are_nan_on_all_workers(bad):
 @functools.cache
 def stepper(method):
     def one(x, state):
-        return dq.psum(x, "data", method=method, state=state)
+        return dq.reduce(x, "data", op="sum", method=method, state=state)[:2]
 
     return jax.jit(jax.vmap(one, axis_name="data"))
 

@@ -84,7 +84,8 @@ def train(sizes, method, topology, seed):
     def one(own, x, y):
         params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
         loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-        grads, memory = dq.pmean(grads, "data", method=method, topology=topology, state=memory)
+        options = {"method": method, "topology": topology}
+        grads, memory, _ = dq.reduce(grads, "data", state=memory, **options)
         updates, opt_state = optimizer.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
         own = jax.tree.map(lambda p: p[None], (params, opt_state, memory))

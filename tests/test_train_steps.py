@@ -83,7 +83,7 @@ def test_apply_if_finite_skips_a_step_that_is_bad_on_one_worker(name):
     def one(own, x, y):
         w, opt_state, memory = own
         loss, grads = jax.value_and_grad(loss_of)(w, x, y)
-        grads, memory = dq.pmean(grads, "data", method=SKIPPING[name], state=memory)
+        grads, memory, _ = dq.reduce(grads, "data", method=SKIPPING[name], state=memory)
         updates, opt_state = optimizer.update(grads, opt_state, w)
         return (optax.apply_updates(w, updates), opt_state, memory), (loss, grads)
 
@@ -125,7 +125,7 @@ def test_dynamic_loss_scaling_finds_its_scale_on_all_workers_alike(name):
         grads, loss = jax.grad(scaled, has_aux=True)(w.astype(jnp.float16))
         here = jnp.all(jnp.isfinite(grads))
         grads = grads.astype(jnp.float32) / scale
-        grads, memory = dq.pmean(grads, "data", method=method, state=memory)
+        grads, memory, _ = dq.reduce(grads, "data", method=method, state=memory)
         finite = jnp.all(jnp.isfinite(grads))
         w = jnp.where(finite, w - 8 * grads, w)
         return (w, memory, *next_scale(scale, good, finite)), (loss, here, finite)

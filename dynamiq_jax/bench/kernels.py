@@ -206,7 +206,7 @@ def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) ->
     """The coding kernels: compress for the first stage, hop to the second, decompress that."""
     fmt = layout.fmt
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    order, tiles = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
+    order, tiles, _ = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
     mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from dynamiq_jax.allocation import Floor
 from dynamiq_jax.bench import contenders
-from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.simulate import MXComparator
+from dynamiq_jax.methods import MXFP8, DynamiQ
+from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.topologies import Hierarchical, across_hosts
 
 
@@ -38,7 +38,7 @@ def parse_floor(text: str) -> Floor:
     return int(text)
 
 
-def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ | MXComparator]:
+def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[HopMethod]:
     """What ``name`` means: DynamiQ with each of ``bits`` (as in "5,6"), or a comparator.
 
     Raises:
@@ -48,4 +48,4 @@ def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[DynamiQ
         return [DynamiQ(bits=float(text), **options) for text in bits.split(",")]
     if name not in ("mxfp8", "mxfp8-own"):
         raise ValueError(f"method {name!r} is not known: pass dynamiq, mxfp8 or mxfp8-own")
-    return [MXComparator(scales="own" if name == "mxfp8-own" else "shared")]
+    return [MXFP8(sum="recompress" if name == "mxfp8-own" else "shared-scale")]

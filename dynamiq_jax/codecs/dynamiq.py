@@ -1,77 +1,143 @@
-"""The DynamiQ codec: one worker's gradient under a plan, as the operations a topology needs."""
+"""The DynamiQ codec: one worker's gradient under a plan, as the operations an executor needs."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
 import pallas_kernels as pk
-from dynamiq_jax._compat import AxisNames, all_gather
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.layout import Layout
 from dynamiq_jax.plan import Plan, make_plan, pack_statistics
-from dynamiq_jax.topologies.base import Arrived, ChunkOps
 
 
-def plan_for(
+class SharedPlan(NamedTuple):
+    """What all workers know ahead of the first encoding."""
+
+    plan: Plan
+    noise: UInt[Array, "slots 8"]
+    """The randomness of every slot."""
+
+
+def statistics(
+    x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
+) -> Float[Array, "k rows"]:
+    """What one worker contributes to the plan, bf16."""
+    mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
+    return pack_statistics(mean, sqnorm, layout)
+
+
+def shared_plan(
+    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout, n_slots: int
+) -> SharedPlan:
+    """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
+    plan = make_plan(stats, seed, layout)
+    return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
+
+
+def gathered_plan(
     x: Float[Array, " d"],
     axis_name: AxisNames,
     seed: UInt[Array, " 2"] | None,
     layout: Layout,
     backend: pk.Backend | None,
-    gather: Callable[[Array, AxisNames], Array] = all_gather,
+    gather: Callable[[Array, AxisNames], Array],
 ) -> Plan:
-    """Statistics, the light all-reduce (the codec's only psum) and the plan that follows.
-
-    For an all-gather of slices ``x`` the statistics are gathered as well, by ``gather``.
-    """
-    mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    stats = pack_statistics(mean, sqnorm, layout)
-    if layout.collective == "all_gather":
-        stats = jnp.moveaxis(gather(stats, axis_name), 0, 1).reshape(stats.shape[0], -1)
-    else:
-        stats = lax.psum(stats, axis_name)
-    return make_plan(stats, seed, layout)
+    """The plan of an all-gather of slices ``x``, whose statistics are gathered as well."""
+    stats = gather(statistics(x, layout, backend), axis_name)
+    return make_plan(jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1), seed, layout)
 
 
-def chunk_ops(
+def chunk_codec(
     x: Float[Array, " d"],
-    plan: Plan,
+    shared: SharedPlan,
     layout: Layout,
     *,
-    n_slots: int,
+    dtype,
     divisor: int = 1,
     slice_start: Array | None = None,
+    keep_error: bool = False,
     backend: pk.Backend | None,
-) -> ChunkOps:
-    """Binds the kernels to one gradient and its plan.
+) -> ChunkCodec:
+    """Binds the kernels to one gradient and the plan that all workers share.
+
+    Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order, of which the rows of other
+    chunks are unspecified.
 
     Args:
       x: this worker's flat gradient; in shards of whole super-groups if there are several.
-      plan: the plan all workers share.
-      layout: its static sizes and the wire format.
-      n_slots: encodings that one chunk passes through, see `topologies.base.n_slots`.
+      shared: the plan and its randomness.
+      layout: static sizes and the wire format.
+      dtype: of the result.
       divisor: the decoded sum is divided by this (n for a mean).
-      slice_start: number of this worker's first super-group, for `ChunkOps.finish`.
+      slice_start: number of this worker's first super-group, for `ChunkCodec.finish`.
+      keep_error: whether the carry, f32[rows, S], keeps what every encoding lost.
       backend: which kernels run.
     """
-    noise = pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding)
+    plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
-    result = {"dtype": x.dtype, "divisor": divisor, **common}
+    result = {"dtype": dtype, "divisor": divisor, **common}
+    nothing = jnp.zeros_like(plan.mean)
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
-        return tuple(pk.Input(a.payloads, plan.tiles[a.stage], a.skip) for a in arrived)
+        return tuple(pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip) for a in arrived)
 
-    def encode(arrived, chunks, stage, slot, skip=None):
-        out = {"payload_words": layout.payload_words[stage], **common}
-        rest = x, plan.mean, plan.order, plan.tiles[stage], chunks, noise[slot]
-        if not arrived:
-            return pk.compress(*rest, skip, **out)
-        return pk.decompress_accumulate_recompress(inputs(arrived), *rest, **out)
+    def share(total):
+        """The values to add to, and what is to be subtracted from them."""
+        return (x, plan.mean) if total is None else (total.reshape(-1), nothing)
 
-    def decode(payloads, chunks, into):
-        return pk.decompress(
+    def add(arrived, chunks, total=None):
+        values, mean = share(total)
+        return pk.decompress_accumulate(
+            inputs(arrived),
+            values,
+            mean,
+            nothing,
+            plan.order,
+            chunks,
+            jnp.int32(0),
+            rows=layout.rows,
+            dtype=jnp.float32,
+            **common,
+        )
+
+    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        if keep_error:
+            total, arrived = add(arrived, chunks, total), ()
+        values, mean = share(total)
+        tiles = plan.tiles[encoder.stage]
+        rest = values, mean, plan.order, tiles, chunks, noise[encoder.slot]
+        out = {"payload_words": layout.payload_words[encoder.stage], **common}
+        if arrived:
+            payloads = pk.decompress_accumulate_recompress(inputs(arrived), *rest, **out)
+        else:
+            payloads = pk.compress(*rest, skip, **out)
+        if keep_error:
+            carry = _with_error(carry, total, payloads, tiles, chunks)
+        return payloads, carry
+
+    def _with_error(errors, total, payloads, tiles, chunks):
+        sent = pk.decompress(
+            payloads,
+            nothing,
+            plan.order,
+            tiles,
+            chunks,
+            rows=layout.rows,
+            dtype=jnp.float32,
+            **common,
+        )
+        rows = plan.order[chunks].reshape(-1)
+        lost = (total - sent).at[rows].get(mode="clip")
+        return errors.at[rows].set(lost, mode="drop", unique_indices=True)
+
+    def decode(payloads, chunks, encoders, into, carry: Carry):
+        done = pk.decompress(
             payloads,
             plan.mean_sum,
             plan.order,
@@ -81,10 +147,11 @@ def chunk_ops(
             rows=layout.rows,
             **result,
         )
+        return done, carry
 
-    def finish(arrived, chunks, into):
+    def finish(arrived, chunks, into, carry: Carry):
         assert slice_start is not None
-        return pk.decompress_accumulate(
+        done = pk.decompress_accumulate(
             inputs(arrived),
             x,
             plan.mean,
@@ -96,8 +163,51 @@ def chunk_ops(
             rows=layout.shard_rows,
             **result,
         )
+        return done, carry
 
-    return ChunkOps(encode=encode, decode=decode, finish=finish)
+    carry = jnp.zeros((layout.rows, layout.super_group_size), jnp.float32) if keep_error else ()
+    return ChunkCodec(encode, add, decode, finish, carry)
+
+
+def expected_error(
+    plan: Plan, layout: Layout, errors: tuple[float, ...], norm: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Expected |error|² of an all-reduced sum of the squared norm ``norm``.
+
+    Args:
+      plan: widths, and the energies that they were chosen for.
+      layout: static sizes.
+      errors: `Stage.error` of every stage.
+      norm: |sum|², to which the sink's error is in proportion; that of the others is in proportion
+        to the energies of what the workers add up.
+    """
+    table = jnp.asarray(
+        [pk.distortion(layout.fmt, w) if w in layout.fmt.widths else 0.0 for w in range(17)],
+        jnp.float32,
+    )
+    rows = layout.shard_chunks * pk.TILE_ROWS
+    energy = jnp.sum(plan.energy) * rows
+    parts = [
+        share * rows * jnp.sum(table[stage_widths(plan, layout, i)] * plan.energy)
+        for i, share in enumerate(errors)
+    ]
+    coherence = norm / jnp.where(energy > 0, energy, 1.0)
+    return sum(parts[:-1], start=jnp.float32(0)) + parts[-1] * coherence
+
+
+def coords_by_width(plan: Plan, layout: Layout) -> Float[Array, " 17"]:
+    """Coordinates that one worker sends at every width, in all stages, f32."""
+    size = pk.TILE_ROWS * layout.super_group_size / layout.shards
+    counts = [
+        sent * jnp.sum(jax.nn.one_hot(stage_widths(plan, layout, i).reshape(-1), 17), axis=0)
+        for i, sent in enumerate(layout.payloads_sent)
+    ]
+    return size * sum(counts, start=jnp.zeros(17))
+
+
+def stage_widths(plan: Plan, layout: Layout, stage: int) -> Array:
+    """The width of tile t of any chunk of a shard, int32[shards, T]."""
+    return plan.tiles[stage][:: layout.shard_chunks] & 31
 
 
 def encode_slice(

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt, UInt32
 
-from dynamiq_jax.topologies.base import Arrived, ChunkOps, Payload, Topology
+from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.topologies import Topology
 from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
@@ -46,7 +47,10 @@ class ChunkLayout:
 
 
 class PlainCodec(NamedTuple):
-    """A codec of single chunks; ``chunk`` and ``slot`` are int32 scalars."""
+    """A codec of single chunks; ``chunk`` and ``slot`` are int32 scalars.
+
+    What it needs to know of an encoder is the slot alone.
+    """
 
     encode: Callable[[Float[Array, " m"], Array, Array | int], Payload]
     """(values f32[m], chunk, slot) -> payload, of the same shapes for all chunks."""
@@ -54,6 +58,9 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
+    count: Callable[[Payload, Array], Array] | None = None
+    """(payload of a finished sum, chunk) -> what is counted of it, int32 scalar. The counts of all
+    chunks are the carry."""
 
 
 def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1) -> ChunkLayout:
@@ -65,31 +72,32 @@ def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1
     )
 
 
-def chunk_ops(
+def chunk_codec(
     x: Float[Array, " d"], codec: PlainCodec, layout: ChunkLayout, *, dtype, divisor: int = 1
-) -> ChunkOps:
+) -> ChunkCodec:
     """Binds a codec to one worker's gradient.
 
     Args:
       x: the flat gradient, in the units of ``codec``; with or without its padding.
       codec: encodes and decodes chunks.
       layout: static sizes.
-      dtype: of the result, which is [C, m], or [chunks_per_worker, m] from `ChunkOps.finish`.
+      dtype: of the result, which is [C, m], or [chunks_per_worker, m] from `ChunkCodec.finish`.
       divisor: the restored sum is divided by this (n for a mean).
     """
     own = jnp.pad(x, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
 
-    def total(arrived: tuple[Arrived, ...], chunks) -> Float[Array, "c m"]:
-        values = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
+    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Float[Array, "c m"]:
+        if total is None:
+            total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
         for inputs in arrived:
-            values = _add(values, inputs, lambda p: jax.vmap(codec.decode)(p, chunks))
-        return values
+            total = _add(total, inputs, lambda p: jax.vmap(codec.decode)(p, chunks))
+        return total
 
-    def encode(arrived, chunks, stage, slot, skip=None):
-        del stage, skip  # all stages are encoded alike; encoding what nobody needs does no harm
-        return jax.vmap(lambda v, chunk: codec.encode(v, chunk, slot))(
-            total(arrived, chunks), chunks
-        )
+    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        del skip  # encoding what nobody needs does no harm
+        values = add(arrived, chunks, total)
+        payloads = jax.vmap(lambda v, chunk: codec.encode(v, chunk, encoder.slot))(values, chunks)
+        return payloads, carry
 
     def write(values, chunks, rows: Int[Array, " c"], into, n_rows: int):
         if codec.restore is not None:
@@ -99,15 +107,18 @@ def chunk_ops(
             into = jnp.zeros((n_rows, layout.chunk_size), dtype)
         return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
 
-    def decode(payloads, chunks, into):
+    def decode(payloads, chunks, encoders, into, carry: Carry):
         values = jax.vmap(codec.decode)(payloads, chunks)
-        return write(values, chunks, chunks, into, layout.chunks)
+        if codec.count is not None:
+            carry = carry + jnp.sum(jax.vmap(codec.count)(payloads, chunks))
+        return write(values, chunks, chunks, into, layout.chunks), carry
 
-    def finish(arrived, chunks, into):
+    def finish(arrived, chunks, into, carry: Carry):
         streams = layout.chunks_per_worker
-        return write(total(arrived, chunks), chunks, chunks % streams, into, streams)
+        return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
 
-    return ChunkOps(encode=encode, decode=decode, finish=finish)
+    carry = () if codec.count is None else jnp.int32(0)
+    return ChunkCodec(encode, add, decode, finish, carry)
 
 
 def _add(values, arrived: Arrived, decode) -> Float[Array, "c m"]:

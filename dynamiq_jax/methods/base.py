@@ -4,6 +4,7 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -19,6 +20,28 @@ if nothing."""
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
+
+
+class PayloadFacts(NamedTuple):
+    """What a method knows of the payloads of one all-reduce; the same on all workers."""
+
+    error: Float[Array, ""] | float = math.nan
+    """Expected |value - exact|², f32; NaN where the method cannot say."""
+    saturated: Float[Array, ""] | float = 0.0
+    """Coordinates of finished sums at the end of their range, f32."""
+    coords_by_width: Float[Array, " 17"] | float = 0.0
+    """Coordinates that one worker sends at widths 0 to 16, f32; 0 where there are no widths."""
+
+
+class Outcome(NamedTuple):
+    """What an all-reduce of one flat array returns."""
+
+    value: Float[Array, " d"]
+    """The sum, or the sum over the divisor; the same bits on all workers."""
+    state: State
+    """The next step's."""
+    facts: PayloadFacts | None = None
+    """Where metrics are asked for."""
 
 
 class Limits(NamedTuple):
@@ -93,11 +116,13 @@ class Method(Protocol):
         seed: UInt[Array, " 2"] | None,
         divisor: int = 1,
         state: State = (),
-    ) -> tuple[Float[Array, " d"], State]:
+        metrics: bool = False,
+    ) -> Outcome:
         """The sum over the axis, over ``divisor``, in x's dtype, and the next step's state.
 
         The same bits on all workers. ``seed`` is the same on all workers, `None` if the caller
-        gave no key. A stateful method gets ``()`` where the caller keeps no state.
+        gave no key. A stateful method gets ``()`` where the caller keeps no state. With ``metrics``
+        the outcome has facts.
         """
         ...
 

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,31 @@ from dynamiq_jax.allocation import (
     allocate,
     widest_floor,
 )
-from dynamiq_jax.codecs.dynamiq import chunk_ops, encode_slice, plan_for
+from dynamiq_jax.codecs.dynamiq import (
+    SharedPlan,
+    chunk_codec,
+    coords_by_width,
+    encode_slice,
+    expected_error,
+    gathered_plan,
+    shared_plan,
+    statistics,
+)
+from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.layout import Collective, Layout, make_layout
-from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
-from dynamiq_jax.topologies import ChunkOps, Direct, Stage, Topology
-from dynamiq_jax.topologies.base import all_reduce, n_slots, reduce_scatter
+from dynamiq_jax.methods.base import (
+    Limits,
+    Outcome,
+    PayloadFacts,
+    State,
+    check_choice,
+    check_not_negative,
+    with_memory,
+)
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.topologies import Direct, Stage, Topology
+from dynamiq_jax.topologies.base import n_slots
 from pallas_kernels import Backend, WireFormat
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
@@ -37,7 +56,7 @@ FAST_LINK_BYTES = 96 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamiQ:
+class DynamiQ(HopMethod):
     """Compressed multi-hop all-reduce at a fixed number of bits per coordinate.
 
     Attributes:
@@ -59,6 +78,10 @@ class DynamiQ:
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
       subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
         1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
+      error_feedback: whether each worker adds to its gradient what all its encodings lost in the
+        step before, partial sums of a ring included. It takes a state, see `dq.reduce`, of one f32
+        per coordinate on every worker, and two more kernels per encoding. Super-groups that come
+        out NaN leave the state as it was.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
         of 8 super-groups for each worker, since padding would take the bits of less.
@@ -81,6 +104,7 @@ class DynamiQ:
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
     subtract_mean: bool = False
+    error_feedback: bool = False
     min_leaf_size: int = 4096
     min_bucket_size: int | None = None
     min_bucket_bytes: int | None = None
@@ -173,12 +197,12 @@ class DynamiQ:
 
     @property
     def needs_state(self) -> bool:
-        """Nothing is carried from step to step."""
-        return False
+        """Error feedback is nothing without its memory."""
+        return self.error_feedback
 
-    def init(self, size: int, n_workers: int) -> tuple[()]:
-        """No state."""
-        return ()
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing lost yet: f32[size], where there is error feedback."""
+        return jnp.zeros(size, jnp.float32) if self.error_feedback else ()
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Serves any number of workers on any topology."""
@@ -285,6 +309,50 @@ class DynamiQ:
             return self.gather_layout(size, n_workers).wire_bits
         return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
 
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        layout = self.layout(size, n_workers, topology)
+        return Bound(layout, topology, n_workers)
+
+    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
+        """See `HopMethod`."""
+        return with_memory(x, state) if self.error_feedback else x
+
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+        """Squared norms (and means) of the super-groups, bf16."""
+        return statistics(x, bound.layout, self.backend)
+
+    def share(
+        self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
+    ) -> SharedPlan:
+        """The plan that follows from the sums."""
+        return shared_plan(message, seed, bound.layout, bound.n_slots)
+
+    def codec(
+        self, x: Float[Array, " d"], shared: SharedPlan, bound: Bound, *, dtype, divisor: int = 1
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        options = {"keep_error": self.error_feedback, "backend": self.backend}
+        return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
+
+    def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
+        """What the encodings lost; where that is not finite, what they lost before."""
+        if not self.error_feedback:
+            return state
+        lost = carry.reshape(-1)[: bound.layout.size]
+        return jnp.where(jnp.isfinite(lost), lost, state)
+
+    def facts(
+        self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
+    ) -> PayloadFacts:
+        """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
+        norm = jnp.sum(jnp.square(jnp.where(jnp.isfinite(result), result, 0).astype(jnp.float32)))
+        errors = tuple(stage.error for stage in bound.topology.stages(bound.n_workers))
+        error = expected_error(shared.plan, bound.layout, errors, norm * divisor**2)
+        return PayloadFacts(
+            error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, bound.layout)
+        )
+
     def all_reduce(
         self,
         x: Float[Array, " d"],
@@ -292,20 +360,14 @@ class DynamiQ:
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
-        divisor: int = 1,
-        state: State = (),
-    ) -> tuple[Float[Array, " d"], State]:
+        **options: Any,
+    ) -> Outcome:
         """See `methods.base.Method`."""
         assert topology is not None
         self._warn(n_workers, topology, "all_reduce")
-        layout = self.layout(x.shape[0], n_workers, topology)
-        with jax.named_scope("dynamiq_all_reduce"):
-            ops = self._ops(x, axis_name, seed, layout, topology, divisor=divisor)
-            result = all_reduce(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
-            if self.debug_checks:
-                assert_same_on_workers(result, axis_name, "the result")
-            return result.reshape(-1)[: x.shape[0]], state
+        return HopMethod.all_reduce(
+            self, x, axis_name, n_workers=n_workers, topology=topology, **options
+        )
 
     def reduce_scatter(
         self,
@@ -324,8 +386,15 @@ class DynamiQ:
             pad = -size % self.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = lax.axis_index(axis_name) * layout.shard_rows
-            ops = self._ops(flat, axis_name, seed, layout, topology, slice_start=start)
-            result = reduce_scatter(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
+            message = self.agree(statistics(flat, layout, self.backend), axis_name)
+            shared = shared_plan(message, seed, layout, n_slots(topology.stages(n_workers)))
+            if self.debug_checks:
+                assert_same_on_workers(shared, axis_name, "the plan")
+            codec = chunk_codec(
+                flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
+            )
+            streams = layout.chunks_per_worker
+            result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
             return result.reshape(-1)[:size]
 
     def all_gather(
@@ -346,25 +415,20 @@ class DynamiQ:
         layout = self.gather_layout(size, n_workers)
         gather = all_gather_invarying if invarying else all_gather
         with jax.named_scope("dynamiq_all_gather"):
-            plan = plan_for(x, axis_name, seed, layout, self.backend, gather=gather)
+            plan = gathered_plan(x, axis_name, seed, layout, self.backend, gather)
             me = lax.axis_index(axis_name)
             payload = encode_slice(x, plan, layout, me, self.backend)
-            ops = chunk_ops(x, plan, layout, n_slots=1, backend=self.backend)
+            shared = SharedPlan(plan, jnp.zeros((0, 8), jnp.uint32))  # decoding needs no noise
+            codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)
             owners = jnp.arange(n_workers, dtype=jnp.int32)
-            result = ops.decode(gather(payload, axis_name), owners, None)
+            everyone = Encoder(0, owners, owners)
+            result, _ = codec.decode(gather(payload, axis_name), owners, everyone, None, ())
             return result.reshape(n_workers, -1)[:, :size]
 
     def _warn(self, n_workers: int, topology: Topology, collective: Collective) -> None:
         advice = self.advice(n_workers, topology, collective)
         if advice is not None:
             warnings.warn(advice, stacklevel=2)
-
-    def _ops(self, x, axis_name, seed, layout: Layout, topology: Topology, **rest) -> ChunkOps:
-        plan = plan_for(x, axis_name, seed, layout, self.backend)
-        if self.debug_checks:
-            assert_same_on_workers(plan, axis_name, "the plan")
-        slots = n_slots(topology.stages(layout.n_workers))
-        return chunk_ops(x, plan, layout, n_slots=slots, backend=self.backend, **rest)
 
 
 def _stages(n_workers: int, topology: Topology, collective: Collective) -> tuple[Stage, ...]:

@@ -11,25 +11,24 @@ workers, which FP8-LM's automatic scaling finds out.
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, UInt, UInt8
 
-from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs import mx
 from dynamiq_jax.codecs.plain import (
     ChunkLayout,
     PlainCodec,
+    chunk_codec,
     chunk_layout,
     chunk_noise,
-    chunk_ops,
     wire_bits,
 )
-from dynamiq_jax.methods.base import BucketedMethod, check_choice
+from dynamiq_jax.executors import Carry, ChunkCodec
+from dynamiq_jax.methods.base import BucketedMethod, PayloadFacts, check_choice
+from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.plan import statistics_seed
-from dynamiq_jax.topologies import ChunkOps, Topology
-from dynamiq_jax.topologies.base import all_reduce, n_slots
+from dynamiq_jax.topologies import Topology
 
 UNIT = 4 * mx.BLOCK
 """Coordinates of which chunks are multiples: whole words of scale codes."""
@@ -45,8 +44,19 @@ class ScaleState(NamedTuple):
     """The multiplier, f32."""
 
 
+class MXShared(NamedTuple):
+    """What all workers know ahead of the first encoding."""
+
+    seed: UInt[Array, " 2"]
+    """Of the rounding."""
+    scales: UInt8[Array, "C blocks"] | None
+    """With shared scales: the largest of every block."""
+    mu: Float[Array, ""] | None
+    """With shared scales: the multiplier."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _MX(BucketedMethod):
+class _MX(BucketedMethod, HopMethod):
     element: str
     sum: Sum = "recompress"
     rounding: Rounding = "nearest"
@@ -57,6 +67,7 @@ class _MX(BucketedMethod):
     bucket_bytes: int = 32 * 2**20
 
     elements: ClassVar[tuple[str, ...]] = ()
+    agreement: ClassVar = "max"
 
     def __post_init__(self):
         """Checks every field."""
@@ -83,44 +94,60 @@ class _MX(BucketedMethod):
         """The safe multiplier for shared scales; nothing else has a state."""
         return () if self.sum == "recompress" else ScaleState(self._safe_multiplier(n_workers))
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
-        divisor: int = 1,
-        state: ScaleState | tuple[()] = (),
-    ) -> tuple[Float[Array, " d"], ScaleState | tuple[()]]:
-        """See `methods.base.Method`."""
-        assert topology is not None
-        size = x.shape[0]
-        layout = chunk_layout(size, n_workers, topology, unit=UNIT)
-        slots = n_slots(topology.stages(n_workers))
-        result_of = {"dtype": x.dtype, "divisor": divisor}
-        with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
-            if self.sum == "recompress":
-                seed = jnp.zeros(2, jnp.uint32) if seed is None else seed
-                ops = chunk_ops(x, self._own_scales(layout, seed, slots), layout, **result_of)
-                result = all_reduce(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
-                return result.reshape(-1)[:size], ()
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
 
-            mu = state.mu if state else self._safe_multiplier(n_workers)
-            scales = lax.pmax(mx.scale_codes(x, self._element), axis_name)
-            seed = statistics_seed(scales[None].astype(jnp.float32)) if seed is None else seed
-            u = mx.to_elements(x, scales, mu).reshape(-1)
-            blocks = layout.padded_size // mx.BLOCK
-            scales = jnp.pad(scales, (0, blocks - scales.shape[0])).reshape(layout.chunks, -1)
-            codec = self._shared_scales(layout, seed, slots, scales, mu)
-            ops = _counting(chunk_ops(u, codec, layout, **result_of), scales, self._element)
-            result, saturated = all_reduce(
-                topology, ops, axis_name, n_workers, layout.chunks_per_worker
-            )
-            if state:
-                state = ScaleState(self._next_multiplier(mu, saturated, size))
-            return result.reshape(-1)[:size], state
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> UInt8[Array, " blocks"] | None:
+        """The scales of all blocks, where they are shared."""
+        return mx.scale_codes(x, self._element) if self.sum == "shared-scale" else None
+
+    def share(
+        self,
+        message: UInt8[Array, " blocks"] | None,
+        seed: UInt[Array, " 2"] | None,
+        bound: Bound,
+        state: ScaleState | tuple[()],
+    ) -> MXShared:
+        """The largest scales, as chunks have them."""
+        if message is None:
+            return MXShared(jnp.zeros(2, jnp.uint32) if seed is None else seed, None, None)
+        seed = statistics_seed(message[None].astype(jnp.float32)) if seed is None else seed
+        layout: ChunkLayout = bound.layout
+        blocks = layout.padded_size // mx.BLOCK
+        scales = jnp.pad(message, (0, blocks - message.shape[0])).reshape(layout.chunks, -1)
+        mu = state.mu if state else self._safe_multiplier(bound.n_workers)
+        return MXShared(seed, scales, mu)
+
+    def codec(
+        self, x: Float[Array, " d"], shared: MXShared, bound: Bound, *, dtype, divisor: int = 1
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        layout, slots = bound.layout, bound.n_slots
+        options = {"dtype": dtype, "divisor": divisor}
+        if shared.scales is None:
+            return chunk_codec(x, self._own_scales(layout, shared.seed, slots), layout, **options)
+        assert shared.mu is not None
+        scales = shared.scales.reshape(-1)[: -(-x.shape[0] // mx.BLOCK)]
+        u = mx.to_elements(x, scales, shared.mu).reshape(-1)
+        codec = self._shared_scales(layout, shared.seed, slots, shared.scales, shared.mu)
+        return chunk_codec(u, codec, layout, **options)
+
+    def after(
+        self, shared: MXShared, carry: Carry, bound: Bound, state: ScaleState | tuple[()]
+    ) -> ScaleState | tuple[()]:
+        """The next multiplier, by the number of sums at the largest magnitude."""
+        if not state:
+            return state
+        return ScaleState(self._next_multiplier(state.mu, carry, bound.layout.size))
+
+    def facts(
+        self, shared: MXShared, carry: Carry, result: Array, bound: Bound, divisor: int
+    ) -> PayloadFacts:
+        """Saturated sums, where they are counted."""
+        if shared.scales is None:
+            return PayloadFacts()
+        return PayloadFacts(saturated=carry.astype(jnp.float32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -167,7 +194,15 @@ class _MX(BucketedMethod):
             values = values.reshape(-1, mx.BLOCK)
             return mx.from_elements(values, scales[chunk], mu).reshape(-1)
 
-        return PlainCodec(encode, decode, restore)
+        def at_largest(payload, chunk):
+            """Everyone decodes all sums, so that all workers count alike by themselves."""
+            assert scales is not None
+            codes = mx.unpack_codes(payload, element).reshape(-1, mx.BLOCK)
+            largest = codes & ((1 << element.bits - 1) - 1) == element.max_code
+            finite = scales[chunk] != mx.NAN_SCALE
+            return jnp.sum(largest & finite[:, None], dtype=jnp.int32)
+
+        return PlainCodec(encode, decode, restore, at_largest)
 
     def _noise(self, layout: ChunkLayout, seed: UInt[Array, " 2"] | None, slots: int):
         """The function (chunk, slot) -> uint32[m] noise, or `None` to round to nearest."""
@@ -184,24 +219,6 @@ class _MX(BucketedMethod):
         largest = self._element.max_value / 2**self._element.emax
         grown = jnp.minimum(mu * self.growth, largest)
         return jnp.where(saturated > self.max_saturated * size, mu / 2, grown)
-
-
-def _counting(ops: ChunkOps, scales: UInt8[Array, "C blocks"], element: mx.Element) -> ChunkOps:
-    """``ops`` whose decoded result comes with the number of sums at the largest magnitude.
-
-    Everyone decodes all sums, so that all workers count alike without another collective.
-    """
-    magnitude = (1 << element.bits - 1) - 1
-
-    def decode(payloads, chunks, into):
-        result, count = (None, 0) if into is None else into
-        codes = jax.vmap(lambda payload: mx.unpack_codes(payload, element))(payloads)
-        largest = (codes & magnitude == element.max_code).reshape(*scales[chunks].shape, -1)
-        finite = scales[chunks] != mx.NAN_SCALE
-        count = count + jnp.sum(largest & finite[..., None], dtype=jnp.int32)
-        return ops.decode(payloads, chunks, result), count
-
-    return ops._replace(decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

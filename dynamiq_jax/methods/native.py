@@ -5,25 +5,25 @@ the same way as theirs, so that what compression itself costs and gains shows.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames
-from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_layout, chunk_ops, wire_bits
-from dynamiq_jax.methods.base import BucketedMethod, State
+from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
+from dynamiq_jax.executors import ChunkCodec
+from dynamiq_jax.methods.base import BucketedMethod, Outcome, PayloadFacts, State
+from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import all_reduce
 
 UNIT = 16
 """Coordinates of which chunks are multiples, so that GPUs read them in whole sectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Uncompressed(BucketedMethod):
+class _Uncompressed(BucketedMethod, HopMethod):
     min_leaf_size: int = 4096
     min_bucket_size: int = 65536
     bucket_bytes: int = 32 * 2**20
@@ -46,21 +46,34 @@ class _Uncompressed(BucketedMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
         divisor: int = 1,
         state: State = (),
-    ) -> tuple[Float[Array, " d"], State]:
+        **options: Any,
+    ) -> Outcome:
         """See `methods.base.Method`."""
-        if topology is None:
-            total = lax.psum(x.astype(self.wire_dtype), axis_name)
-            if divisor != 1:
-                total = total.astype(jnp.float32) / divisor
-            return total.astype(x.dtype), state
-        layout = self._layout(x.shape[0], n_workers, topology)
-        with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
-            ops = chunk_ops(x, self._codec(), layout, dtype=x.dtype, divisor=divisor)
-            result = all_reduce(topology, ops, axis_name, n_workers, layout.chunks_per_worker)
-            return result.reshape(-1)[: x.shape[0]], state
+        if topology is not None:
+            options |= {"n_workers": n_workers, "topology": topology, "divisor": divisor}
+            return HopMethod.all_reduce(self, x, axis_name, state=state, **options)
+        total = lax.psum(x.astype(self.wire_dtype), axis_name)
+        if divisor != 1:
+            total = total.astype(jnp.float32) / divisor
+        return Outcome(total.astype(x.dtype), state, PayloadFacts())
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        return Bound(self._layout(size, n_workers, topology), topology, n_workers)
+
+    def share(
+        self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
+    ) -> Shared:
+        """Nothing has to be known."""
+        return ()
+
+    def codec(
+        self, x: Float[Array, " d"], shared: Shared, bound: Bound, *, dtype, divisor: int = 1
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        return chunk_codec(x, self._codec(), bound.layout, dtype=dtype, divisor=divisor)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends; without a topology, if `lax.psum` sends the least it can."""

@@ -27,6 +27,8 @@ from dynamiq_jax.codecs.thc import scale_of
 from dynamiq_jax.methods.base import (
     LARGEST,
     BucketedMethod,
+    Outcome,
+    PayloadFacts,
     State,
     check_choice,
     saturated,
@@ -131,7 +133,8 @@ class OmniReduce(BucketedMethod):
         seed: UInt[Array, " 2"] | None,
         divisor: int = 1,
         state: State = (),
-    ) -> tuple[Float[Array, " d"], State]:
+        metrics: bool = False,
+    ) -> Outcome:
         """See `methods.base.Method`."""
         size, fraction = x.shape[0], None
         count = self._shape(size)[1]
@@ -160,13 +163,13 @@ class OmniReduce(BucketedMethod):
             result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
             if not self.needs_state:
-                return result, state
+                return Outcome(result, state, PayloadFacts())
             residual = None
             if self.error_feedback:
                 left = blocks.at[chosen].add(-sent, unique_indices=True)
                 left = jnp.where(finite[:, None], left, self._cut(state.residual))
                 residual = left.reshape(-1)[:size]
-            return result, Memory(residual, fraction)
+            return Outcome(result, Memory(residual, fraction), PayloadFacts())
 
     def _shape(self, size: int) -> tuple[int, int]:
         """Blocks, and how many of them are sent."""

@@ -30,6 +30,8 @@ from dynamiq_jax.codecs.lanes import (
 )
 from dynamiq_jax.methods.base import (
     BucketedMethod,
+    Outcome,
+    PayloadFacts,
     State,
     check_choice,
     saturated,
@@ -184,7 +186,8 @@ class THC(BucketedMethod):
         seed: UInt[Array, " 2"] | None,
         divisor: int = 1,
         state: State = (),
-    ) -> tuple[Float[Array, " d"], State]:
+        metrics: bool = False,
+    ) -> Outcome:
         """See `methods.base.Method`."""
         threshold = thc.clip_threshold(self.p)
         with jax.named_scope("thc_all_reduce"):
@@ -207,7 +210,7 @@ class THC(BucketedMethod):
                 before = hadamard.cut(state.residual, piece_size=self.piece_size)
                 lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
                 state = Memory(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
-            return result.astype(x.dtype), state
+            return Outcome(result.astype(x.dtype), state, PayloadFacts())
 
     def _agree(self, pieces, axis_name, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
         """The largest scale of every piece and the step's seed, the same on all workers."""

@@ -1,8 +1,9 @@
 """Thousands of workers on one device: the paper's study at n = 8192 (dynamiq.md, section 3).
 
 The vNMSE of one all-reduce, with the library's own plan, stages, noise and kernels but without
-its collectives: workers' gradients are made from a counter-based hash when their turn comes, and
-what is alive is one partial sum (of a butterfly log2 n), however many workers there are.
+its collectives (`dynamiq_jax.executors.sequential`): workers' gradients are made from a
+counter-based hash when their turn comes, and what is alive is one partial sum (of a butterfly log2
+n), however many workers there are.
 
 One chunk stands for all. It holds every super-group of the gradient and has, in every stage, the
 bits per coordinate that the library gives to chunks; its path or tree visits workers 0, 1, ... in
@@ -12,7 +13,6 @@ same distribution, so that the order does not matter to the expected error; and 
 chunk of the paper's 32768 super-groups would be half a tile.
 """
 
-from dynamiq_jax.simulate.mxfp8 import MXComparator
 from dynamiq_jax.simulate.study import PUBLISHED, Case, Result, simulate, study
 
-__all__ = ["MXComparator", "PUBLISHED", "Case", "Result", "simulate", "study"]
+__all__ = ["PUBLISHED", "Case", "Result", "simulate", "study"]

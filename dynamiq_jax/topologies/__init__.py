@@ -1,6 +1,6 @@
-"""Topologies: how payloads move between workers."""
+"""Topologies: schedules of who encodes which chunk when, for whom."""
 
-from dynamiq_jax.topologies.base import Arrived, ChunkOps, Stage, Topology
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.choice import Choice, across_hosts, automatic, fast_links
 from dynamiq_jax.topologies.direct import Direct
@@ -8,16 +8,18 @@ from dynamiq_jax.topologies.hierarchical import Hierarchical
 from dynamiq_jax.topologies.ring import Ring
 
 __all__ = [
-    "Arrived",
     "Butterfly",
     "Choice",
-    "ChunkOps",
     "Direct",
     "Hierarchical",
     "Ring",
+    "Rounds",
+    "Schedule",
     "Stage",
+    "Step",
     "Topology",
     "across_hosts",
     "automatic",
     "fast_links",
+    "steps_of",
 ]

@@ -1,23 +1,24 @@
-"""What a topology and a codec know of each other: opaque payloads, numbered stages and slots.
+"""What a topology is: a schedule of who encodes which chunk when, for whom. It moves nothing.
 
-A *chunk* is reduced along an in-tree of workers that ends at its owner, the *sink*. Worker c owns
-the chunks c * streams, ..., c * streams + streams - 1. All encodings at the same depth of these
-trees form a *stage*; the last stage is the sinks' encoding of the finished sums for the
-all-gather. A *slot* numbers the encodings of one chunk, so that a codec can correlate their
-rounding; every (chunk, slot) is used at most once.
+A *chunk* is reduced along an in-tree of workers that ends at its *owner*. Every worker encodes
+every chunk once: its own share, plus all that has arrived for the chunk in earlier steps. Encodings
+of other workers' chunks are sent on, and the owner's encoding of the finished sum, the *sink*, is
+gathered by all. *Executors* (`dynamiq_jax.executors`) run schedules.
+
+Encodings that share their bits and their plan of widths form a *stage*; the sinks are the last one.
+A *slot* numbers the encodings of one chunk, so that a codec can correlate their rounding; every
+(chunk, slot) is used at most once.
+
+Here, chunks have the numbers of their owners. With several *streams* each of them stands for as
+many chunks that take the same way independently: the kernel of one runs under the transfer of
+another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-
-from dynamiq_jax._compat import AxisNames, all_gather_invarying
-
-Payload = Any
-"""A pytree of arrays with static shapes; leading axes as said where it is used."""
+Worker = Any
+"""The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
 
 
 class Stage(NamedTuple):
@@ -33,30 +34,39 @@ class Stage(NamedTuple):
     the rounding errors of paired encoders cancel in part."""
 
 
-class Arrived(NamedTuple):
-    """Payloads that reached a worker and are not yet decoded."""
+class Step(NamedTuple):
+    """One exchange: every worker encodes chunks and sends the payloads."""
 
-    payloads: Payload
-    """Leading axes [k, c]: k to be added up for each of c chunks."""
     stage: int
-    """The stage that encoded them."""
-    skip: Array | None = None
-    """One of the k to leave out, if any: int32 scalar."""
+    """The stage of all its encodings."""
+    chunks: Callable[[Worker], Any]
+    """(worker) -> the owners of the k chunks that it encodes, int32[..., k] for int32[..., 1]."""
+    slot: Callable[[Worker], Any]
+    """(worker) -> the slot of its encodings."""
+    to: Callable[[Worker], Worker] | None = None
+    """(worker) -> who gets its k payloads: a permutation. `None`: every chunk's owner gets its own,
+    where k = n and worker i owns the i-th; what a worker would send to itself is left out."""
 
 
-class ChunkOps(NamedTuple):
-    """What a codec can do with one worker's gradient."""
+class Rounds(NamedTuple):
+    """Steps in a row that differ in numbers alone."""
 
-    encode: Callable[..., Payload]
-    """(arrived, chunks int32[c], stage, slot, skip=None) -> payloads with a leading axis [c]: this
-    worker's own share of each chunk plus all that arrived for it, as ``stage`` encodes. Where
-    nothing arrived, ``skip`` (int32) may be the one of the c that nobody needs."""
-    decode: Callable[[Payload, Array, Array | None], Array]
-    """(payloads [c] of the last stage, chunks int32[c], result so far) -> result with these
-    chunks' finished sums in it."""
-    finish: Callable[[tuple[Arrived, ...], Array, Array | None], Array]
-    """(arrived, chunks int32[1], result so far) -> this worker's slice of the result with the
-    chunk's finished sum in it, exact: not encoded again."""
+    count: int
+    step: Callable[[Any], Step]
+    """Of the round's number: an int, in a loop an int32 scalar."""
+    looped: bool = False
+    """Whether they run as a loop, so that program size does not grow with their number. Then all
+    that a worker receives in a round, and nothing else, goes into what it encodes in the next;
+    stage and receivers are the same in all rounds."""
+
+
+Schedule = tuple[Rounds, ...]
+"""All steps of an all-reduce but for the gathering of the sinks."""
+
+
+def steps_of(schedule: Schedule) -> Iterator[Step]:
+    """The steps of a schedule, one after the other."""
+    return (rounds.step(i) for rounds in schedule for i in range(rounds.count))
 
 
 class Topology(Protocol):
@@ -80,13 +90,11 @@ class Topology(Protocol):
         ...
 
     def chunks_per_worker(self, size: int) -> int:
-        """Into how many chunks each worker's share of ``size`` coordinates is cut."""
+        """Into how many streams each worker's share of ``size`` coordinates is cut."""
         ...
 
-    def reduce(
-        self, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-    ) -> list[tuple[Arrived, ...]]:
-        """Brings to every worker, for each chunk it owns, all that is to be added to its own."""
+    def schedule(self, n_workers: int) -> Schedule:
+        """Who sends what to whom until the owners have all that belongs to their sums."""
         ...
 
 
@@ -100,37 +108,10 @@ def n_slots(stages: tuple[Stage, ...]) -> int:
     return max(stage.slots.stop for stage in stages)
 
 
-def all_reduce(
-    topology: Topology, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-) -> Array:
-    """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes."""
-    stages = topology.stages(n_workers)
-    mine = lax.axis_index(axis_name) * streams
-    owners = jnp.arange(n_workers, dtype=jnp.int32) * streams
-    arrived = topology.reduce(ops, axis_name, n_workers, streams)
-    result = None
-    for i, inputs in enumerate(arrived):
-        payload = ops.encode(inputs, (mine + i)[None], len(stages) - 1, stages[-1].slots.start)
-        payload = jax.tree.map(lambda x: x[0], payload)
-        result = ops.decode(all_gather_invarying(payload, axis_name), owners + i, result)
-    assert result is not None
-    return result
-
-
-def reduce_scatter(
-    topology: Topology, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-) -> Array:
-    """Reduces every chunk; each owner decodes its sums."""
-    mine = lax.axis_index(axis_name) * streams
-    result = None
-    for i, inputs in enumerate(topology.reduce(ops, axis_name, n_workers, streams)):
-        result = ops.finish(inputs, (mine + i)[None], result)
-    assert result is not None
-    return result
-
-
-def check_balance(balance: float | None) -> None:
-    """Refuses a balance that is not a finite number of bits."""
+def check_options(streams: int, balance: float | None) -> None:
+    """Refuses fewer than one stream, and a balance that is not a finite number of bits."""
+    if streams < 1:
+        raise ValueError(f"streams={streams} must be at least 1")
     if balance is not None and not -16 <= balance <= 16:
         raise ValueError(
             f"balance={balance} must lie between -16 and 16 bits; pass None for what the method "

@@ -10,12 +10,9 @@ The way back is one all-gather of the same payloads (recursive doubling would mo
 
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
-from dynamiq_jax._compat import AxisNames, ppermute
-from dynamiq_jax.topologies.base import Arrived, ChunkOps, Stage, check_balance, streams_for
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +33,7 @@ class Butterfly:
 
     def __post_init__(self):
         """Checks the fields."""
-        if self.streams < 1:
-            raise ValueError(f"streams={self.streams} must be at least 1")
-        check_balance(self.balance)
+        check_options(self.streams, self.balance)
 
     def check(self, n_workers: int) -> None:
         """Refuses what is not a power of two."""
@@ -64,36 +59,18 @@ class Butterfly:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
         return streams_for(size, self.streams, self.stream_size)
 
-    def reduce(
-        self, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-    ) -> list[tuple[Arrived, ...]]:
-        """See `Topology`."""
-        stages = self.stages(n_workers)[:-1]
-        me = lax.axis_index(axis_name)
-        arrived: list[tuple[Arrived, ...]] = [() for _ in range(streams)]
-        for level, stage in enumerate(stages):
+    def schedule(self, n_workers: int) -> Schedule:
+        """A round for every bit of the workers' numbers."""
+        stages = self.stages(n_workers)
+
+        def step(level: int) -> Step:
             bit = 1 << level
-            partners = [(w, w ^ bit) for w in range(n_workers)]
-            # Owners w with the low bits of ours: w = me mod 2^level + 2^level * (2 i + side).
-            side = me // bit % 2
-            theirs = me % bit + bit * (2 * jnp.arange(stage.sent, dtype=jnp.int32) + 1 - side)
-            slot = stage.slots.start + me // (2 * bit)
-            for i in range(streams):
-                sent = tuple(_half(a, 1 - side) for a in arrived[i])
-                payloads = ops.encode(sent, theirs * streams + i, level, slot)
-                moved = jax.tree.map(
-                    lambda x, p=partners: ppermute(x, axis_name, p)[None], payloads
-                )
-                kept = tuple(_half(a, side) for a in arrived[i])
-                arrived[i] = (*kept, Arrived(moved, level))
-        return arrived
+            pairs = 2 * np.arange(n_workers // (2 * bit), dtype=np.int32)
 
+            def chunks(w):  # owners with the low bits of w, but for bit ``level``
+                return w % bit + bit * (pairs + 1 - w // bit % 2)
 
-def _half(arrived: Arrived, side) -> Arrived:
-    """Every other chunk: those whose next bit is ``side``."""
+            first = stages[level].slots.start
+            return Step(level, chunks, slot=lambda w: first + w // (2 * bit), to=lambda w: w ^ bit)
 
-    def pick(x):
-        halves = x.reshape(x.shape[0], x.shape[1] // 2, 2, *x.shape[2:])
-        return lax.dynamic_index_in_dim(halves, side, axis=2, keepdims=False)
-
-    return arrived._replace(payloads=jax.tree.map(pick, arrived.payloads))
+        return (Rounds(len(stages) - 1, step),)

@@ -1,18 +1,15 @@
 """Direct: every worker sends its share of every chunk straight to the chunk's owner.
 
-One all-to-all of payloads, then an all-gather. Each gradient is encoded once and each sum once,
-whatever n: the least error of all topologies, and the fewest kernels. Every pair of workers must
-be able to talk at full rate, as within one NVLink domain.
+Each gradient is encoded once and each sum once, whatever n: the least error of all topologies, and
+the fewest kernels. Every pair of workers must be able to talk at full rate, as within one NVLink
+domain.
 """
 
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
-from dynamiq_jax._compat import AxisNames, all_to_all
-from dynamiq_jax.topologies.base import Arrived, ChunkOps, Stage, check_balance, streams_for
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +30,7 @@ class Direct:
 
     def __post_init__(self):
         """Checks the fields."""
-        if self.streams < 1:
-            raise ValueError(f"streams={self.streams} must be at least 1")
-        check_balance(self.balance)
+        check_options(self.streams, self.balance)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""
@@ -49,16 +44,7 @@ class Direct:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
         return streams_for(size, self.streams, self.stream_size)
 
-    def reduce(
-        self, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-    ) -> list[tuple[Arrived, ...]]:
-        """See `Topology`."""
-        me = lax.axis_index(axis_name)
-        owners = jnp.arange(n_workers, dtype=jnp.int32) * streams
-
-        def send(stream: int):
-            payloads = ops.encode((), owners + stream, 0, me + 1, skip=me)
-            moved = jax.tree.map(lambda x: all_to_all(x, axis_name), payloads)
-            return (Arrived(jax.tree.map(lambda x: x[:, None], moved), 0, skip=me),)
-
-        return [send(i) for i in range(streams)]
+    def schedule(self, n_workers: int) -> Schedule:
+        """One step."""
+        everyone = np.arange(n_workers, dtype=np.int32)
+        return (Rounds(1, lambda _: Step(0, lambda w: everyone, slot=lambda w: w + 1)),)

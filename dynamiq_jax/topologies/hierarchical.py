@@ -26,7 +26,7 @@ class Hierarchical:
     def __post_init__(self):
         """Refuses nested hierarchies and things that are no topology."""
         for name, value in (("inner", self.inner), ("outer", self.outer)):
-            if value is not None and (isinstance(value, type) or not hasattr(value, "reduce")):
+            if value is not None and (isinstance(value, type) or not hasattr(value, "schedule")):
                 raise ValueError(
                     f"{name}={value!r} is not a topology of one level; pass for example dq.Ring()"
                 )

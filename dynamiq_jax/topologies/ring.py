@@ -1,18 +1,14 @@
 """Ring: n-1 hops to the next worker.
 
 Chunks of worker c start at worker c+1 and end at worker c. At every hop all workers send to their
-right neighbour, so that one permutation serves all hops. With several *streams* each worker's
-share is cut into as many chunks that travel independently: the kernel of one stream can run
-while the payload of another is on the wire.
+right neighbour, so that one permutation serves all hops.
 """
 
 from dataclasses import dataclass
 
-import jax
-from jax import lax
+import numpy as np
 
-from dynamiq_jax._compat import AxisNames, ppermute
-from dynamiq_jax.topologies.base import Arrived, ChunkOps, Stage, check_balance, streams_for
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,53 +23,44 @@ class Ring:
         loop over their hops, so that program size and compile time do not grow with n.
       balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
         shares them out.
+      stage_per_hop: whether every hop of an unrolled ring has bits and widths of its own: later
+        ones, whose sums are larger, get more. A loop shares one assignment.
     """
 
     streams: int = 2
     stream_size: int = 2**24
     unroll_up_to: int = 16
     balance: float | None = None
+    stage_per_hop: bool = False
 
     def __post_init__(self):
         """Checks the fields."""
-        if self.streams < 1:
-            raise ValueError(f"streams={self.streams} must be at least 1")
-        check_balance(self.balance)
+        check_options(self.streams, self.balance)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The hops, whose partial sums hold 1, ..., n-1 gradients, and the all-gather."""
-        n = n_workers
-        return Stage(n - 1, range(n - 1), (n - 1) / 4), Stage(n - 1, range(n - 1, n), 1.0)
+        n, sink = n_workers, Stage(n_workers - 1, range(n_workers - 1, n_workers), 1.0)
+        if self._stage_per_hop(n):
+            return *(Stage(1, range(t, t + 1), (t + 1) / (2 * n)) for t in range(n - 1)), sink
+        return Stage(n - 1, range(n - 1), (n - 1) / 4), sink
 
     def chunks_per_worker(self, size: int) -> int:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
         return streams_for(size, self.streams, self.stream_size)
 
-    def reduce(
-        self, ops: ChunkOps, axis_name: AxisNames, n_workers: int, streams: int
-    ) -> list[tuple[Arrived, ...]]:
-        """See `Topology`."""
-        n = n_workers
-        me = lax.axis_index(axis_name)
-        right = [(i, (i + 1) % n) for i in range(n)]
+    def schedule(self, n_workers: int) -> Schedule:
+        """n-1 hops."""
+        n, one = n_workers, np.zeros(1, np.int32)
+        own = self._stage_per_hop(n)
 
-        def send(payload):
-            moved = jax.tree.map(lambda x: ppermute(x, axis_name, right), payload)
-            return (Arrived(jax.tree.map(lambda x: x[None], moved), 0),)
+        def hop(t):
+            chunks, right = lambda w: (w - 1 - t) % n + one, lambda w: (w + 1) % n
+            return Step(t if own else 0, chunks, slot=lambda w: t, to=right)
 
-        def hop(t, payloads):
-            arrived = [send(payload) for payload in payloads]
-            first = (me - 1 - t) % n * streams
-            return [ops.encode(a, (first + i)[None], 0, t) for i, a in enumerate(arrived)]
+        return (Rounds(n - 1, hop, looped=n > self.unroll_up_to),)
 
-        first = (me - 1) % n * streams
-        payloads = [ops.encode((), (first + i)[None], 0, 0) for i in range(streams)]
-        if n <= self.unroll_up_to:
-            for t in range(1, n - 1):
-                payloads = hop(t, payloads)
-        else:
-            payloads = lax.fori_loop(1, n - 1, hop, payloads)
-        return [send(payload) for payload in payloads]
+    def _stage_per_hop(self, n_workers: int) -> bool:
+        return self.stage_per_hop and 2 < n_workers <= self.unroll_up_to

@@ -88,7 +88,8 @@ def test_every_method_through_nccl(name, route):
     )  # fmt: skip
     def reduce(x, state):
         state = jax.tree.map(lambda s: s[0], state)
-        total, state = dq.psum(x[0], "data", method=row.method, topology=topology, state=state)
+        options = {"op": "sum", "method": row.method, "topology": topology}
+        total, state, _ = dq.reduce(x[0], "data", state=state, **options)
         return jax.tree.map(lambda leaf: leaf[None], (total, state))
 
     total, state = reduce(x, state)

@@ -1,0 +1,14 @@
+"""Executors run schedules (`dynamiq_jax.topologies`) with codecs (`dynamiq_jax.codecs`)."""
+
+from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.executors.collectives import all_reduce, reduce_scatter
+
+__all__ = [
+    "Arrived",
+    "Carry",
+    "ChunkCodec",
+    "Encoder",
+    "Payload",
+    "all_reduce",
+    "reduce_scatter",
+]

@@ -1,0 +1,207 @@
+"""Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int
+
+from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all, ppermute
+from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.topologies import Rounds, Step, Topology
+
+
+class _Held(NamedTuple):
+    """What reached a worker of one stream."""
+
+    owners: Int[np.ndarray, "n c"]
+    """For every worker, whose chunks it was sent in one step."""
+    arrived: Arrived
+
+
+def all_reduce(
+    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+) -> tuple[Array, Carry]:
+    """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes.
+
+    Returns:
+      What `ChunkCodec.decode` makes of all chunks, and the last carry.
+    """
+    stages = topology.stages(n_workers)
+    last, slot = len(stages) - 1, stages[-1].slots.start
+    workers = jnp.arange(n_workers, dtype=jnp.int32)
+    me = lax.axis_index(axis_name)
+    everyone = Encoder(last, jnp.full_like(workers, slot), workers)
+    inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
+    result = None
+    for i, arrived in enumerate(inputs):
+        chunk = (me * streams + i)[None]
+        payloads, carry = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
+        payload = jax.tree.map(lambda x: x[0], payloads)
+        gathered = all_gather_invarying(payload, axis_name)
+        result, carry = codec.decode(gathered, workers * streams + i, everyone, result, carry)
+    assert result is not None
+    return result, carry
+
+
+def reduce_scatter(
+    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+) -> tuple[Array, Carry]:
+    """Reduces every chunk; each owner decodes its sums.
+
+    Returns:
+      What `ChunkCodec.finish` makes of this worker's chunks, and the last carry.
+    """
+    mine = lax.axis_index(axis_name) * streams
+    inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
+    result = None
+    for i, arrived in enumerate(inputs):
+        result, carry = codec.finish(arrived, (mine + i)[None], result, carry)
+    assert result is not None
+    return result, carry
+
+
+def _reduce(
+    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+) -> tuple[list[tuple[Arrived, ...]], Carry]:
+    """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
+    run = _Run(codec, axis_name, n_workers, streams)
+    held: list[list[_Held]] = [[] for _ in range(streams)]
+    carry = codec.carry
+    for rounds in topology.schedule(n_workers):
+        looped = rounds.looped and rounds.count > 2
+        for t in range(1 if looped else rounds.count):
+            held, carry = run.step(rounds.step(t), held, carry)
+        if looped:
+            held, carry = run.loop(rounds, held, carry)
+    own = np.arange(n_workers, dtype=np.int32)[:, None]
+    return [run.inputs(mine, own) for mine in held], carry
+
+
+class _Run(NamedTuple):
+    """Static facts of one run, and its steps."""
+
+    codec: ChunkCodec
+    axis_name: AxisNames
+    n_workers: int
+    streams: int
+
+    @property
+    def me(self) -> Array:
+        """This worker's number."""
+        return lax.axis_index(self.axis_name)
+
+    def step(
+        self, step: Step, held: list[list[_Held]], carry: Carry
+    ) -> tuple[list[list[_Held]], Carry]:
+        """Encodes and sends the chunks of every stream in turn."""
+        after = []
+        for stream, before in enumerate(held):
+            arrived = self.inputs(before, self._table(step))
+            payloads, carry = self._encode(step, stream, arrived, carry)
+            after.append([*before, self._held(step, self._send(step, payloads))])
+        return after, carry
+
+    def loop(
+        self, rounds: Rounds, held: list[list[_Held]], carry: Carry
+    ) -> tuple[list[list[_Held]], Carry]:
+        """All rounds but the first, as a loop: what arrives in one is all that the next adds."""
+
+        def round_of(t, state):
+            before, carry = state
+            step, previous = rounds.step(t), rounds.step(t - 1)
+            after = []
+            for stream, payloads in enumerate(before):
+                arrived = Arrived(payloads, self._sender(previous))
+                payloads, carry = self._encode(step, stream, (arrived,), carry)
+                after.append(self._send(step, payloads))
+            return after, carry
+
+        last = rounds.step(rounds.count - 1)
+        start = [mine[-1].arrived.payloads for mine in held], carry
+        moved, carry = lax.fori_loop(1, rounds.count, round_of, start)
+        return [[self._held(last, payloads)] for payloads in moved], carry
+
+    def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
+        """Of all that arrived, what belongs to the chunks of the owners ``wanted[me]``."""
+        found = []
+        for owners, arrived in held:
+            at = _positions(owners, wanted)
+            if at is None:
+                continue
+            if owners.shape != wanted.shape or not np.array_equal(owners, wanted):
+                mine = jnp.asarray(at)[self.me]
+                arrived = arrived._replace(payloads=_take(arrived.payloads, mine))
+            found.append(arrived)
+        return tuple(found)
+
+    def _encode(self, step: Step, stream: int, arrived: tuple[Arrived, ...], carry: Carry):
+        me = self.me
+        chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
+        encoder = Encoder(step.stage, step.slot(me), me)
+        skip = me if step.to is None and not arrived else None
+        return self.codec.encode(arrived, chunks, encoder, carry, skip=skip)
+
+    def _send(self, step: Step, payloads: Payload) -> Payload:
+        """What this worker gets, with leading axes [k, c] as in `Arrived`."""
+        if step.to is None:
+            return jax.tree.map(lambda x: all_to_all(x, self.axis_name)[:, None], payloads)
+        workers = np.arange(self.n_workers, dtype=np.int32)
+        pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
+        return jax.tree.map(lambda x: ppermute(x, self.axis_name, pairs)[None], payloads)
+
+    def _held(self, step: Step, moved: Payload) -> _Held:
+        """What `_send` has brought, with what is known of it."""
+        workers = np.arange(self.n_workers, dtype=np.int32)
+        if step.to is None:
+            everyone = jnp.asarray(workers)
+            encoder = Encoder(step.stage, step.slot(everyone), everyone)
+            return _Held(workers[:, None], Arrived(moved, encoder, skip=self.me))
+        owners = self._table(step)[_senders(step, self.n_workers)]
+        return _Held(owners, Arrived(moved, self._sender(step)))
+
+    def _sender(self, step: Step) -> Encoder:
+        """Whose encoding this worker gets in a step of a permutation."""
+        sender = jnp.asarray(_senders(step, self.n_workers))[self.me]
+        return Encoder(step.stage, jnp.asarray(step.slot(sender))[None], sender[None])
+
+    def _table(self, step: Step) -> Int[np.ndarray, "n k"]:
+        """The owners of the chunks that every worker encodes."""
+        workers = np.arange(self.n_workers, dtype=np.int32)[:, None]
+        chunks = step.chunks(workers)
+        return np.broadcast_to(chunks, (self.n_workers, chunks.shape[-1]))
+
+
+def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:
+    """From whom every worker gets its payloads."""
+    assert step.to is not None
+    return np.argsort(step.to(np.arange(n_workers, dtype=np.int32))).astype(np.int32)
+
+
+def _positions(
+    owners: Int[np.ndarray, "n c"], wanted: Int[np.ndarray, "n k"]
+) -> Int[np.ndarray, "n k"] | None:
+    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere.
+
+    Raises:
+      ValueError: some of them only: what is left would never be added up.
+    """
+    n = owners.shape[0]
+    place = np.full((n, n), -1, np.int32)
+    np.put_along_axis(place, owners, np.arange(owners.shape[1], dtype=np.int32)[None], axis=1)
+    at = np.take_along_axis(place, wanted, axis=1)
+    if (at < 0).all():
+        return None
+    if (at < 0).any():
+        raise ValueError(
+            f"a schedule sends some of the chunks {wanted.tolist()} in one step to a worker that "
+            "encodes them with others in the next; encode in one step chunks that arrived together"
+        )
+    return at
+
+
+def _take(payloads, at: Int[Array, " c"]):
+    """Payloads [k, ...] of the chunks at these positions."""
+    return jax.tree.map(lambda x: x.at[:, at].get(mode="promise_in_bounds"), payloads)

@@ -1,0 +1,128 @@
+"""What methods that run over topologies share: agree on what all must know, then encode hop by hop.
+
+Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
+it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives: the
+library's all-reduce here and the simulator of thousands of workers run the same three functions.
+"""
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
+from dynamiq_jax.fingerprint import assert_same_on_workers
+from dynamiq_jax.methods.base import Outcome, PayloadFacts, State
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
+
+Message = Any
+"""A pytree of arrays; what one worker contributes to the agreement, or what all did."""
+Shared = Any
+"""A pytree of arrays; what all workers know ahead of the first hop."""
+
+
+class Bound(NamedTuple):
+    """Static facts of one all-reduce."""
+
+    layout: Any
+    """The method's own: `layout.Layout` or `codecs.plain.ChunkLayout`."""
+    topology: Topology
+    n_workers: int
+
+    @property
+    def n_slots(self) -> int:
+        """Encodings that one chunk passes through."""
+        return n_slots(self.topology.stages(self.n_workers))
+
+
+class HopMethod:
+    """Members of methods that run over topologies."""
+
+    __slots__ = ()
+
+    agreement: ClassVar[Literal["sum", "max"]] = "sum"
+    """How the workers' messages are put together."""
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """Static sizes for ``size`` coordinates."""
+        raise NotImplementedError
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        raise NotImplementedError
+
+    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
+        """What this worker has to send: ``x``, and what error feedback adds."""
+        return x
+
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Message:
+        """One worker's message; `None` if nothing has to be agreed on."""
+        return None
+
+    def share(
+        self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
+    ) -> Shared:
+        """What follows from the message of all; ``seed`` is `None` if the caller gave no key."""
+        raise NotImplementedError
+
+    def codec(
+        self, x: Float[Array, " d"], shared: Shared, bound: Bound, *, dtype, divisor: int = 1
+    ) -> ChunkCodec:
+        """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype."""
+        raise NotImplementedError
+
+    def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
+        """The next step's state, from the last carry."""
+        return state
+
+    def facts(
+        self, shared: Shared, carry: Carry, result: Array, bound: Bound, divisor: int
+    ) -> PayloadFacts:
+        """What is known of the payloads, for `Metrics`."""
+        return PayloadFacts()
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+        metrics: bool = False,
+    ) -> Outcome:
+        """See `methods.base.Method`."""
+        assert topology is not None
+        bound = self.bind(x.shape[0], n_workers, topology)
+        checks = getattr(self, "debug_checks", False)
+        with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
+            y = self.source(x, state)
+            message = self.agree(self.measure(y, bound), axis_name)
+            shared = self.share(message, seed, bound, state)
+            if checks:
+                assert_same_on_workers(shared, axis_name, "the plan")
+            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor)
+            streams = bound.layout.chunks_per_worker
+            result, carry = all_reduce(topology, codec, axis_name, n_workers, streams)
+            if checks:
+                assert_same_on_workers(result, axis_name, "the result")
+            value = result.reshape(-1)[: x.shape[0]]
+            known = self.facts(shared, carry, value, bound, divisor) if metrics else None
+            return Outcome(value, self.after(shared, carry, bound, state), known)
+
+    def agree(self, message: Message, axis_name: AxisNames) -> Message:
+        """The message of all workers."""
+        if message is None:
+            return None
+        return (lax.psum if self.agreement == "sum" else lax.pmax)(message, axis_name)
+
+    def merge(self, a: Message, b: Message) -> Message:
+        """What `agree` does with two messages or sums of them, in f32: for simulations."""
+        combine = jnp.add if self.agreement == "sum" else jnp.maximum
+        return jax.tree.map(combine, a, b)
