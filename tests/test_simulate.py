@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import dynamiq_jax as dq
 from dynamiq_jax import cli
-from dynamiq_jax.bench import report
+from dynamiq_jax.bench import tables
 from dynamiq_jax.codecs.dynamiq import plan_for
 from dynamiq_jax.simulate import PUBLISHED, Case, MXComparator, simulate
 from dynamiq_jax.simulate.codecs import DynamiQCodec, SharedPlan, dynamiq_codec
@@ -287,7 +287,7 @@ class TestCommand:
         chosen = ["--topology", "hierarchical", "--method", "mxfp8,mxfp8-own,dynamiq"]
         result = self.invoke(*size, *chosen, "--widths", 4, "--json", file)
         assert result.exit_code == 0, result.output
-        for column in report.SIMULATION_COLUMNS:
+        for column in tables.SIMULATION_COLUMNS:
             assert column.title in result.output
         rows = json.loads(file.read_text())["rows"]
         assert [(row["topology"], row["method"], row["bits"]) for row in rows] == [
@@ -303,7 +303,7 @@ class TestCommand:
     def test_the_papers_table(self, monkeypatch):
         cases = []
         monkeypatch.setattr(cli, "study", lambda case, seeds, progress: cases.append(case))
-        monkeypatch.setattr(report, "print_table", lambda rows, columns, title: None)
+        monkeypatch.setattr(tables, "print_table", lambda rows, columns, title: None)
         assert self.invoke("--table").exit_code == 0
         names = {dq.DynamiQ: "dynamiq", MXComparator: "mxfp8"}
         found = {
