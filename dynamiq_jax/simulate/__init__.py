@@ -1,4 +1,4 @@
-"""Thousands of workers on one device: the paper's study at n = 8192 (dynamiq.md, section 3).
+"""Thousands of workers on one device: the paper's study at n = 8192.
 
 The vNMSE of one all-reduce, with the library's own plan, stages, noise and kernels but without
 its collectives: workers' gradients are made from a counter-based hash when their turn comes, and
