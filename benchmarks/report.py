@@ -123,7 +123,7 @@ Written by
     {command}
 
 with figures measured on {environment}. vNMSE = |estimate − sum|² / |sum|² of one all-reduce; mean
-of {seeds} seeds (lowest–highest; a single figure where all agree to three digits). Seeds draw the
+of {seeds} seed(s) (lowest–highest; a single figure where all agree to three digits). Seeds draw the
 rounding and, for the mixture, the data. Bits are those on the wire per coordinate, metadata
 included, in units in which a bf16 all-reduce takes 16. Columns "paper" are the published figures
 (arXiv 2602.08923), on the paper's own gradients.
