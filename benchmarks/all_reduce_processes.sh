@@ -5,7 +5,7 @@
 #
 #     benchmarks/all_reduce_processes.sh [GPUS] [OPTION...]      # GPUS: default all
 #
-# Further options go to `dynamiq bench all-reduce`. What process 0 prints lands in $OUT too [runs].
+# Further options go to `dynamiq-jax bench all-reduce`. What process 0 prints lands in $OUT too [runs].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=${1:-$(nvidia-smi -L | wc -l)}
@@ -19,7 +19,7 @@ bench() {  # NAME PROCESSES OPTION...
   echo "== $name: $processes processes of $each GPU(s)"
   for ((i = processes - 1; i >= 0; i--)); do
     CUDA_VISIBLE_DEVICES=$(seq -s, $((i * each)) $((i * each + each - 1))) \
-      "${PYTHON:-python3}" -m dynamiq_jax.cli bench all-reduce --processes "$processes" \
+      "${PYTHON:-python3}" -m dynamiq_jax bench all-reduce --processes "$processes" \
       --process-id "$i" --coordinator "localhost:$port" "$@" >"$out/$name.$i.log" 2>&1 &
   done
   wait $! || { tail -20 "$out/$name.0.log"; return 1; }  # process 0, the last that was started

@@ -2,7 +2,7 @@
 # The all-reduce benchmark over three transports of one multi-GPU machine, slower by about 40x and
 # 150x than the first: NVLink (one server), host shared memory (a ~100 Gb/s NIC per GPU) and
 # loopback sockets (slow Ethernet). Writes $OUT/all_reduce_{nvlink,shm,socket}.json [OUT=runs].
-# Further arguments go to `dynamiq bench all-reduce`. NCCL_NVLS_ENABLE=0, if set, stays set.
+# Further arguments go to `dynamiq-jax bench all-reduce`. NCCL_NVLS_ENABLE=0, if set, stays set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-runs}
@@ -12,7 +12,7 @@ bench() {  # NAME OPTION...
   local name=$1
   shift
   echo "== $name"
-  "${PYTHON:-python3}" -m dynamiq_jax.cli bench all-reduce \
+  "${PYTHON:-python3}" -m dynamiq_jax bench all-reduce \
     --json "$out/all_reduce_$name.json" "$@"
 }
 

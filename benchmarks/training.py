@@ -9,7 +9,8 @@ device. The library's own `dq.pmean` averages their gradients. Start, tokens and
 depend on (seed, step) alone, so that the runs of all methods are paired: every row is compared
 seed by seed with the exact mean in f32, which always runs.
 
-Methods are those of `dynamiq error` (``f32`` and ``bf16`` sum uncompressed over the topology), and
+Methods are those of `dynamiq-jax error` (``f32`` and ``bf16`` sum uncompressed over the topology),
+and
 
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
 * ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error.

@@ -10,7 +10,7 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 
 from dynamiq_jax.agreement import check_agreement
 from dynamiq_jax.collectives import init_state, pmean, psum, reduce
-from dynamiq_jax.explain import Explanation, explain, wire_bits
+from dynamiq_jax.explanation import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.methods import (
     BF16,
@@ -58,3 +58,8 @@ __all__ = [
     "wire_bits",
     "worst_leaf_error",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; submodules are imported by their own."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

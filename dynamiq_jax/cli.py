@@ -1,4 +1,4 @@
-"""The `dynamiq` command: benchmarks of all-reduce and of the kernels, and simulations."""
+"""The `dynamiq-jax` command: benchmarks of all-reduce and of the kernels, and simulations."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from dynamiq_jax.bench import all_reduce, contenders, error, kernels, report, simulations
+from dynamiq_jax.bench import all_reduce, contenders, error, kernels, simulations, tables
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.simulate import Case, study
 from pallas_kernels import resolve_backend
@@ -116,7 +116,7 @@ def bench_all_reduce(
     ]
     reference = _checked("--baseline", contenders.native, baseline, collective)
     if plot_file:
-        _checked("--plot", report.require_matplotlib)
+        _checked("--plot", tables.require_matplotlib)
     found = jax.devices()
     if devices is not None and devices > len(found):
         raise typer.BadParameter(f"{devices} devices asked for, {len(found)} found: pass fewer")
@@ -141,11 +141,11 @@ def bench_all_reduce(
     )
     if jax.process_index() > 0:
         return
-    report.print_table(rows, report.ALL_REDUCE_COLUMNS, title)
+    tables.print_table(rows, tables.ALL_REDUCE_COLUMNS, title)
     if json_file:
-        report.write_json(json_file, rows, report.surroundings(workers))
+        tables.write_json(json_file, rows, tables.surroundings(workers))
     if plot_file:
-        report.plot_all_reduce(plot_file, rows, title)
+        tables.plot_all_reduce(plot_file, rows, title)
 
 
 @bench.command("kernels")
@@ -171,7 +171,7 @@ def bench_kernels(
     mix = None if widths is None else _checked("--widths", kernels.parse_widths, widths)
     _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix))
     if plot_file:
-        _checked("--plot", report.require_matplotlib)
+        _checked("--plot", tables.require_matplotlib)
     workers = jax.devices()[:1]
     on_cpu = workers[0].platform == "cpu"
     repeats = repeats or (5 if on_cpu else 20)
@@ -188,11 +188,11 @@ def bench_kernels(
         repeats=repeats,
         backend=ran,
     )
-    report.print_table(rows, report.KERNEL_COLUMNS, title)
+    tables.print_table(rows, tables.KERNEL_COLUMNS, title)
     if json_file:
-        report.write_json(json_file, rows, report.surroundings(workers))
+        tables.write_json(json_file, rows, tables.surroundings(workers))
     if plot_file:
-        report.plot_kernels(plot_file, rows, title)
+        tables.plot_kernels(plot_file, rows, title)
 
 
 @app.command("error")
@@ -237,7 +237,7 @@ def bench_error(
             route = None if own else _checked("--topology", contenders.parse_topology, name)
             chosen.append((_checked("--methods", contenders.parse_method, text, route), name))
     if plot_file:
-        _checked("--plot", report.require_matplotlib)
+        _checked("--plot", tables.require_matplotlib)
     if gradients is None:
         drawn, leaves = list(error.synthetic_gradients(workers or 8, super_groups, seeds)), None
         what = f"synthetic mixture, {super_groups} super-groups"
@@ -255,14 +255,14 @@ def bench_error(
         measured = list(progress.track(each, total=len(chosen)))
     rows = [row for row, _ in measured]
     title = f"vNMSE on {what}, {drawn[0].shape[0]} workers"
-    report.print_table(rows, report.ERROR_COLUMNS, title)
-    tables = {}
+    tables.print_table(rows, tables.ERROR_COLUMNS, title)
+    more = {}
     if per_leaf and leaves:
-        tables["leaves"] = error.leaf_rows(leaves, measured)
-        columns = report.leaf_columns(tables["leaves"][0].errors)
-        report.print_table(tables["leaves"], columns, "\nrelative error of every leaf")
+        more["leaves"] = error.leaf_rows(leaves, measured)
+        columns = tables.leaf_columns(more["leaves"][0].errors)
+        tables.print_table(more["leaves"], columns, "\nrelative error of every leaf")
     if json_file:
-        report.write_json(json_file, rows, report.surroundings(jax.devices()[:1]), **tables)
+        tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]), **more)
     if plot_file:
         error.plot_error(plot_file, rows, drawn[0], title)
 
@@ -343,9 +343,9 @@ def simulate(
 
         rows = [study(case, range(seeds), show) for case in cases]
     title = f"vNMSE of one all-reduce, {seeds} seed(s), on one {device[0].device_kind}"
-    report.print_table(rows, report.SIMULATION_COLUMNS, title)
+    tables.print_table(rows, tables.SIMULATION_COLUMNS, title)
     if json_file:
-        report.write_json(json_file, rows, report.surroundings(device))
+        tables.write_json(json_file, rows, tables.surroundings(device))
 
 
 def _checked(option: str, parse: Callable[..., T], *args: object, **kwargs: object) -> T:
@@ -360,7 +360,3 @@ def _workers(devices: list[Any]) -> str:
     if devices[0].platform == "cpu":
         return f"{len(devices)} CPU device(s) of one machine: a check, not a measure of speed"
     return f"{len(devices)} x {devices[0].device_kind}"
-
-
-if __name__ == "__main__":
-    app()

@@ -22,7 +22,7 @@ from dynamiq_jax.arguments import (
     resolve,
 )
 from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
-from dynamiq_jax.explain import explain
+from dynamiq_jax.explanation import explain
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.metrics import BucketMetrics, Reduced, summarise

@@ -1,6 +1,6 @@
 """The wire format: what the bits of a payload mean. The only home of that fact.
 
-Terms (dynamiq.md, section 1): a *super-group* is ``super_group_size`` consecutive coordinates, a
+Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates, a
 *group* is ``group_size`` of them. A *tile* is ``TILE_ROWS`` super-groups that share one bit width.
 A *payload* is a flat ``uint32`` array that holds the *records* of one chunk's tiles; the record of
 a tile of width ``w`` starts at a word offset that the plan chooses and is laid out as

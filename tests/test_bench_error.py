@@ -1,4 +1,4 @@
-"""`dynamiq error`: rows that say what psum does, files it reads, the bound they are held to."""
+"""`dynamiq-jax error`: rows that say what psum does, files it reads, the bound they are held to."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from cases import SMALL, vmapped
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders, error, report
+from dynamiq_jax.bench import contenders, error, tables
 from dynamiq_jax.cli import app
 
 
@@ -213,7 +213,7 @@ def test_leaf_rows_have_energy_and_one_error_per_contender():
 def test_columns_of_leaves_are_named_by_method_and_topology():
     errors = {"a x": 1, "b y": 2}
     row = error.LeafRow(leaf="w", coordinates=12345, energy_percent=1.5, errors=errors)
-    columns = report.leaf_columns(row.errors)
+    columns = tables.leaf_columns(row.errors)
     assert [column.title for column in columns[3:]] == ["a\nx", "b\ny"]
     cells = ["w", "12,345", "1.5", "1.000e+00", "2.000e+00"]
     assert [column.cell(row) for column in columns] == cells

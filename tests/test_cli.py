@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 from dynamiq_jax import cli
-from dynamiq_jax.bench import all_reduce, contenders, kernels, report, timing
+from dynamiq_jax.bench import all_reduce, contenders, kernels, tables, timing
 from pallas_kernels import TILE_ROWS
 
 PNG = b"\x89PNG"
@@ -58,7 +58,7 @@ class TestAllReduce:
         _, output, document = all_reduce_run
         lines = output.splitlines()
         header = next(line for line in lines if line.lstrip().startswith("size"))
-        for column in report.ALL_REDUCE_COLUMNS:
+        for column in tables.ALL_REDUCE_COLUMNS:
             assert column.title in header
         assert "2 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
         expected = ["bf16 psum"]
@@ -121,7 +121,7 @@ class TestAllReduce:
         assert all(row["transport"] and row["backend"] for row in all_reduce_run[2]["rows"])
 
     def test_without_a_gpu_eight_cpu_workers_stand_in(self):
-        command = [sys.executable, "-m", "dynamiq_jax.cli", "bench", "all-reduce"]
+        command = [sys.executable, "-m", "dynamiq_jax", "bench", "all-reduce"]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         result = subprocess.run(
             [*command, "--devices", "9"],
@@ -166,11 +166,11 @@ def test_wrong_options_are_refused_with_the_reason(arguments, complaint):
 
 
 def test_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
     for command in ("all-reduce", "kernels"):
         result = invoke(command, "--plot", tmp_path / "rows.png")
         assert result.exit_code == 2
-        assert "pip install 'dynamiq_jax[train]'" in plain(result.output)
+        assert "pip install 'dynamiq_jax[cli]'" in plain(result.output)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ class TestKernels:
         expected = [("copy", ""), ("statistics", ""), ("plan", MIX[0])]
         expected += [(kernel, widths) for widths in MIX for kernel in coding]
         assert [(row["kernel"], row["widths"]) for row in document["rows"]] == expected
-        for column in report.KERNEL_COLUMNS:
+        for column in tables.KERNEL_COLUMNS:
             assert column.title in output
 
     def test_rates_follow_from_bytes_and_time(self, kernels_run):
@@ -293,7 +293,7 @@ class TestTiming:
 def test_sizes(text, size_bytes):
     assert contenders.parse_size(text) == size_bytes
     if text.endswith("iB"):
-        assert report.format_size(size_bytes) == text
+        assert tables.format_size(size_bytes) == text
 
 
 @pytest.mark.parametrize(("text", "coords"), [("2^28", 2**28), ("2**10", 1024), ("1000", 1000)])

@@ -180,6 +180,10 @@ def test_table_is_printed_unless_told_not_to(capsys):
     assert "streams=3" in printed
     assert "as passed" in printed
     assert "DynamiQ(bits=5.0" in printed
+    lines = printed.splitlines()
+    table = lines[2 : lines.index("", 2)]
+    assert len(table) == len(jax.tree.leaves(TREE)) + 4  # with head, total and two rules
+    assert {len(line) for line in table} == {len(table[0])}
     dq.explain(TREE, 8, verbose=False)
     assert capsys.readouterr().out == ""
 

@@ -1,1 +1,1 @@
-"""Benchmarks behind the `dynamiq bench` commands: all-reduce on a mesh, kernels on one device."""
+"""Benchmarks behind the `dynamiq-jax bench` commands: all-reduce on a mesh, kernels on a device."""

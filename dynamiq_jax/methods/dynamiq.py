@@ -1,4 +1,4 @@
-"""The DynamiQ method: its options, and the all-reduce of one flat array (dynamiq.md, section 2)."""
+"""The DynamiQ method: its options, and the all-reduce of one flat array (docs/algorithm.md)."""
 
 import dataclasses
 import warnings

@@ -96,6 +96,15 @@ class Case:
             found = found.outer or across_hosts(self.n_outer)
         return dataclasses.replace(found, streams=1) if dataclasses.is_dataclass(found) else found
 
+    @property
+    def bits(self) -> float:
+        """Bits on the wire per coordinate; of a hierarchy on its outer axis."""
+        if isinstance(self.method, DynamiQ):
+            return self.method.bits
+        n, size = self.n_outer, self.n_outer * self.super_groups * SUPER_GROUP
+        sent = self.method.wire_bits(size, n, self.outer)
+        return round(sent / (2 * (n - 1) / n * size), 4)
+
     def workers(self) -> Workers:
         """The static facts of the workers."""
         n, size, outer = self.n_outer, self.super_groups * SUPER_GROUP, self.outer
@@ -197,13 +206,6 @@ def simulate(case: Case, key: Array, progress: Progress = _silent) -> float:
     return float(np.sum(error**2) / np.sum(exact**2))
 
 
-def _bits(case: Case) -> float:
-    """Bits on the wire per coordinate, of a method that has no choice."""
-    n, size = case.n_outer, case.n_outer * case.super_groups * SUPER_GROUP
-    sent = case.method.wire_bits(size, n, case.outer)
-    return round(sent / (2 * (n - 1) / n * size), 4)
-
-
 def _widths(case: Case) -> tuple[int, ...]:
     if not isinstance(case.method, DynamiQ):
         return ()
@@ -219,15 +221,14 @@ def study(case: Case, seeds: Sequence[int], progress: Progress = _silent) -> Res
     name = type(method).__name__.lower()
     if isinstance(method, MXFP8) and method.sum == "recompress":
         name += "-own"
-    bits = method.bits if ours else _bits(case)
     route = type(case.topology).__name__.lower()
-    published = PUBLISHED.get((route, name, bits))
+    published = PUBLISHED.get((route, name, case.bits))
     return Result(
         workers=case.n_workers,
         super_groups=case.super_groups,
         topology=route if case.inner_workers == 1 else f"{route}, {case.inner_workers} inner",
         method=name,
-        bits=bits,
+        bits=case.bits,
         widths=_widths(case),
         vnmse=float(np.mean(found)),
         lowest=min(found),

@@ -1,10 +1,7 @@
 """What `psum` does with a tree: which leaf travels how, and how many bytes that takes."""
 
-import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from dynamiq_jax import hierarchy
 from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
@@ -70,25 +67,20 @@ class Explanation:
 
     def __str__(self) -> str:
         title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
-        caption = self.method
+        caption = [self.method]
         if self.relative_error is not None:
             error = f"at most {self.relative_error:.2g}"
-            caption += f"\nexpected |error|² / |sum|² of a super-group: {error}"
+            caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
         if self.advice is not None:
-            caption += f"\n{self.advice}"
-        table = Table(title=title, caption=caption)
-        for column in ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate"):
-            table.add_column(column, justify="right" if column[0] in "wb" else "left")
+            caption.append(self.advice)
+        body = []
         for row in self.rows:
             route = row.route if row.bucket is None else f"{row.route}, bucket {row.bucket}"
             shape = "x".join(map(str, row.shape)) or "scalar"
             numbers = f"{row.wire_bytes:,.0f}", f"{row.bits_per_coord:.3f}"
-            table.add_row(row.name, shape, row.dtype, route, *numbers)
-        table.add_section()
-        table.add_row("total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}")
-        text = io.StringIO()
-        Console(width=120, file=text).print(table)
-        return text.getvalue()
+            body.append((row.name, shape, row.dtype, route, *numbers))
+        total = "total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}"
+        return "\n".join([title, "", *_table(body, total), "", *caption])
 
 
 def explain(
@@ -178,6 +170,20 @@ def _expected_error(resolved: Resolved) -> tuple[float | None, str | None]:
     parts = hierarchy.collectives(sizes, topology)
     advices = [advice for part in parts if (advice := method.advice(*part))]
     return sum(method.relative_error(*part) for part in parts), " ".join(advices) or None
+
+
+def _table(body: Sequence[Sequence[str]], total: Sequence[str]) -> list[str]:
+    """Lines of a plain text table: the last two columns, which are numbers, flush right."""
+    head = ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate")
+    widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
+    aligns = "<<<<>>"
+
+    def line(cells: Sequence[str]) -> str:
+        padded = zip(cells, aligns, widths, strict=True)
+        return "  ".join(f"{cell:{align}{width}}" for cell, align, width in padded)
+
+    rule = "-" * len(line(head))
+    return [line(head), rule, *map(line, body), rule, line(total)]
 
 
 def _row(leaf, bucket, route, wire_bytes, share) -> Row:

@@ -1,4 +1,4 @@
-"""Reports of the benchmarks: a table on the terminal, JSON in a file, a plot."""
+"""Rows of the benchmarks as a table on the terminal, JSON in a file, or a plot."""
 
 import dataclasses
 import json
@@ -143,7 +143,7 @@ def write_json(
 def require_matplotlib() -> None:
     """Raises ValueError, naming the extra to install, where matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[train]'")
+        raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[cli]'")
 
 
 def plot_all_reduce(path: Path, rows: Sequence[Any], title: str) -> None:

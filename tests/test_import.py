@@ -1,0 +1,76 @@
+"""What `import dynamiq_jax` loads and shows, and what works without the extra `[cli]`."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BLOCKED = "import sys; sys.modules[{!r}] = None\n"
+
+
+def python(code, *arguments):
+    """Runs ``code`` in a fresh interpreter, on the CPU."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_importing_the_library_loads_no_command_line():
+    heavy = ("rich", "typer", "matplotlib", "dynamiq_jax.bench", "dynamiq_jax.simulate")
+    heavy += ("dynamiq_jax.cli", "dynamiq_jax.__main__")
+    code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
+    result = python(code)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_explain_prints_without_rich():
+    code = BLOCKED.format("rich") + BLOCKED.format("typer")
+    code += "import jax, dynamiq_jax as dq\n"
+    code += "dq.explain({'weight': jax.ShapeDtypeStruct((2048, 256), 'float32')}, 8)"
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    for text in ("['weight']", "2048x256", "compressed, bucket 0", "total"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize("missing", ["rich", "typer"])
+def test_command_says_what_to_install(missing):
+    code = BLOCKED.format(missing)
+    code += "import runpy; runpy.run_module('dynamiq_jax', run_name='__main__')"
+    result = python(code, "--help")
+    assert result.returncode == 1
+    assert result.stderr == f"dynamiq-jax needs {missing}: pip install 'dynamiq_jax[cli]'\n"
+
+
+def test_module_runs_as_the_command():
+    command = [sys.executable, "-m", "dynamiq_jax", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for name in ("bench", "error", "simulate"):
+        assert name in result.stdout
+
+
+def test_script_and_extras_of_the_package():
+    """The script is not called `dynamiq`, a command that another package installs."""
+    assert list(PROJECT["scripts"]) == ["dynamiq-jax"]
+    module, name = PROJECT["scripts"]["dynamiq-jax"].split(":")
+    assert callable(getattr(import_module(module), name))
+    extras = PROJECT["optional-dependencies"]
+    assert {"rich", "typer", "matplotlib"} == set(extras["cli"])
+    assert not set(extras["cli"]) & set(PROJECT["dependencies"])
+    assert all("dynamiq_jax[cli]" in extras[name] for name in ("train", "dev"))
+
+
+def test_completion_shows_the_public_names_alone():
+    import dynamiq_jax.bench.contenders  # noqa: F401  # a submodule that becomes an attribute
+
+    shown = [name for name in dir(dq) if not name.startswith("__")]
+    assert shown == sorted(dq.__all__)
+    assert "__doc__" in dir(dq)
+    assert all(hasattr(dq, name) for name in dir(dq))
