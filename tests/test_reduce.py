@@ -1,0 +1,185 @@
+"""`dq.reduce`: states, metrics, error feedback over all hops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, first_state, gradient
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+N, SIZE = 4, 48 * 256 - 30
+KEY = jax.random.key(0)
+ROUTES = {"ring": dq.Ring(unroll_up_to=1), "direct": dq.Direct()}
+
+
+@functools.cache
+def reducer(method, topology, **options):
+    """jit of (tree with leading worker axis, key, state) -> what every worker gets."""
+
+    def one(tree, key, state):
+        return dq.reduce(
+            tree, "data", method=method, topology=topology, key=key, state=state, **options
+        )
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
+
+
+def relative_error(estimate, exact):
+    exact = np.asarray(exact, np.float64)
+    return np.sum((np.asarray(estimate, np.float64) - exact) ** 2) / np.sum(exact**2)
+
+
+class TestErrorFeedback:
+    """What all encodings of a step lose, those of partial sums included, is in the next."""
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_delivered_and_remembered_make_up_the_inputs(self, route):
+        method, topology = dq.DynamiQ(bits=3.5, error_feedback=True, **SMALL), ROUTES[route]
+        x, steps = gradient(1, N, SIZE), 8
+        state, run = first_state(method, x, N, topology), reducer(method, topology, op="sum")
+        exact, delivered = np.sum(np.asarray(x, np.float64), axis=0), 0.0
+        for step in range(steps):
+            total, state, _ = run(x, jax.random.fold_in(KEY, step), state)
+            assert_replicas_equal(total)
+            delivered = delivered + np.asarray(total[0], np.float64)
+            if step == 0:
+                once = relative_error(total[0], exact)
+        remembered = np.sum(np.asarray(state[0], np.float64), axis=0)
+        np.testing.assert_allclose(
+            delivered + remembered, steps * exact, rtol=0, atol=1e-4 * np.abs(exact).max()
+        )
+        assert relative_error(delivered / steps, exact) < 2 * once / steps**2
+        assert run._cache_size() == 1
+
+    def test_bad_super_groups_leave_the_memory_as_it_was(self):
+        method, topology = dq.DynamiQ(error_feedback=True, **SMALL), ROUTES["direct"]
+        x = gradient(2, N, SIZE)
+        run = reducer(method, topology, op="sum")
+        _, state, _ = run(x, KEY, first_state(method, x, N, topology))
+        bad = x.at[1, 5 * 256 + 7].set(jnp.nan)
+        total, after, _ = run(bad, KEY, state)
+        sick = np.arange(SIZE) // 256 == 5
+        np.testing.assert_array_equal(np.isnan(total[0]), sick)
+        assert_same_bits(np.asarray(after[0])[:, sick], np.asarray(state[0])[:, sick])
+        assert np.all(np.isfinite(after[0]))
+        assert np.mean(np.asarray(after[0] != state[0])[:, ~sick]) > 0.9
+
+    def test_without_memory_it_is_refused(self):
+        method = dq.DynamiQ(error_feedback=True, **SMALL)
+        x = jnp.ones((2, 8192))
+        for reduce in (dq.psum, dq.reduce):
+            with pytest.raises(ValueError, match=r"state=dq\.init_state"):
+                jax.vmap(lambda x, r=reduce: r(x, "data", method=method), axis_name="data")(x)
+        for half in (dq.psum_scatter, dq.all_gather):
+            with pytest.raises(NotImplementedError, match="without error feedback"):
+                jax.vmap(lambda x, h=half: h(x, "data", method=method), axis_name="data")(x)
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("topology", "method"),
+        [
+            (dq.Ring(unroll_up_to=1), dq.DynamiQ(**SMALL)),
+            (dq.Butterfly(), dq.DynamiQ(floor=None, levels="piecewise", **SMALL)),
+            (dq.Direct(), dq.DynamiQ(bits=4, **SMALL)),
+        ],
+        ids=["ring", "butterfly", "direct"],
+    )
+    def test_they_say_what_happened(self, topology, method):
+        size = 96 * 2048
+        x = jax.random.normal(KEY, (N, size)) * jnp.repeat(jnp.exp(jnp.arange(96) / 20), 2048)
+        tree = {"w": x.at[2, 7].set(jnp.inf), "b": jnp.ones((N, 3), jnp.int32)}
+        found = reducer(method, topology, op="mean", metrics=True)(tree, KEY, None)
+        assert found.state is None
+        assert_replicas_equal(found)
+        metrics = jax.tree.map(lambda m: np.asarray(m[0]), found.metrics)
+        good = np.arange(size) >= 256
+        lost = relative_error(found.tree["w"][0][good], np.mean(x[:, good], axis=0))
+        assert metrics.vnmse == pytest.approx(lost, rel=0.25)
+        assert metrics.nonfinite == 256
+        assert metrics.saturated == 0
+        promised = dq.explain(
+            jax.tree.map(lambda v: v[0], tree), N, method=method, topology=topology, verbose=False
+        )
+        assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
+        assert metrics.bits_per_coord == pytest.approx(promised.bits_per_coord)
+        layout = method.layout(size, N, topology)
+        assert np.sum(metrics.widths) == pytest.approx(1)
+        sent = {w for w in range(17) if metrics.widths[w] > 0}
+        assert sent <= set(layout.fmt.widths)
+        words = sum(metrics.widths[w] * layout.fmt.tile_words(w) for w in sent)
+        payloads = zip(layout.payload_words, layout.payloads_sent, strict=True)
+        room = sum(w * s for w, s in payloads) / sum(layout.payloads_sent) / layout.chunk_tiles
+        assert 0.97 * room < words <= room
+
+    def test_they_change_nothing_and_cost_nothing_where_they_are_off(self):
+        method, x = dq.DynamiQ(**SMALL), gradient(3, N, SIZE)
+        on, off = (
+            reducer(method, ROUTES["direct"], op="sum", metrics=m)(x, KEY, None)
+            for m in (True, False)
+        )
+        assert_same_bits(on.tree, off.tree)
+        assert off.metrics is None
+        expected = jax.jit(
+            jax.vmap(
+                lambda x: dq.psum(x, "data", method=method, topology=ROUTES["direct"], key=KEY),
+                axis_name="data",
+            )
+        )(x)
+        assert_same_bits(expected, off.tree)
+
+    def test_methods_that_cannot_say_say_nan(self):
+        x = gradient(3, N, SIZE).at[0, 0].set(jnp.nan)
+        method = dq.MXFP8(sum="shared-scale", **SMALL)
+        state = first_state(method, x, N, ROUTES["direct"])
+        state = jax.tree.map(lambda mu: 100 * mu, state)
+        found = reducer(method, ROUTES["direct"], op="sum", metrics=True)(x, KEY, state)
+        metrics = jax.tree.map(lambda m: np.asarray(m[0]), found.metrics)
+        assert np.isnan(metrics.vnmse)
+        assert metrics.nonfinite == 32
+        assert 0 < metrics.saturated < SIZE
+        np.testing.assert_array_equal(metrics.widths, 0)
+        assert np.all(np.asarray(found.state[0].mu) < np.asarray(state[0].mu))
+
+    def test_of_a_hierarchy_and_under_jaxs_own_check(self):
+        """Scalars of all slices; JAX counts them as replicated."""
+        mesh = jax.make_mesh((2, 2), ("node", "gpu"), devices=jax.devices()[:4])
+        x, topology = gradient(4, 4, 96 * 1024), dq.Hierarchical(outer=dq.Direct())
+        method = dq.DynamiQ(**SMALL)
+
+        def one(x):
+            options = {"op": "sum", "method": method, "topology": topology, "metrics": True}
+            return dq.reduce(x[0], ("node", "gpu"), **options)[::2]
+
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
+        total, metrics = jax.jit(mapped)(x)
+        lost = relative_error(total, np.sum(np.asarray(x, np.float64), axis=0))
+        assert metrics.vnmse == pytest.approx(lost, rel=0.3)
+        assert np.sum(metrics.widths) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_operations(op):
+    x = jnp.arange(3 * 4096.0).reshape(3, -1)
+    found = jax.vmap(lambda x: dq.reduce(x, "data", op=op, method=dq.F32()).tree, axis_name="data")(
+        x
+    )
+    np.testing.assert_allclose(found[0], x.sum(axis=0) if op == "sum" else x.mean(axis=0))
+
+
+def test_unknown_operations_are_refused():
+    with pytest.raises(ValueError, match="op='max'; expected one of"):
+        jax.vmap(lambda x: dq.reduce(x, "data", op="max"), axis_name="data")(jnp.ones((2, 9)))
+
+
+def test_a_stacked_state_is_every_workers():
+    x = jax.ShapeDtypeStruct((70_000,), jnp.float32)
+    method = dq.DynamiQ(error_feedback=True)
+    (own,), (all_of,) = (dq.init_state(x, 3, method=method, stacked=s) for s in (False, True))
+    assert (own.shape, all_of.shape) == ((70_000,), (3, 70_000))
+    mesh = auto_mesh(2)
+    assert dq.init_state(x, mesh.size, method=dq.DynamiQ()) == ((),)

@@ -1,0 +1,178 @@
+"""Schedules say who encodes what when; any that keeps their promises can be run."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_replicas_equal, assert_same_bits, gradient, vmapped
+
+import dynamiq_jax as dq
+from dynamiq_jax.executors.sequential import tree_of
+from dynamiq_jax.topologies import Rounds, Stage, Step, steps_of
+
+SCHEDULES = [
+    (topology, n)
+    for topology in (dq.Direct(), dq.Ring(), dq.Ring(stage_per_hop=True), dq.Butterfly())
+    for n in (1, 2, 3, 4, 7, 8, 16)
+    if not isinstance(topology, dq.Butterfly) or n & (n - 1) == 0
+]
+
+
+def encodings(topology, n):
+    """(worker, owner of the chunk, stage, slot, receiver) of all encodings but the sinks."""
+    for step in steps_of(topology.schedule(n)):
+        for worker in range(n):
+            for owner in step.chunks(worker).tolist():
+                to = owner if step.to is None else step.to(worker)
+                if step.to is not None or owner != worker:
+                    yield worker, owner, step.stage, int(step.slot(worker)), to
+
+
+@pytest.mark.parametrize(("topology", "n"), SCHEDULES, ids=str)
+def test_every_worker_sends_every_chunk_of_others_once_and_owners_get_all(topology, n):
+    stages, found = topology.stages(n), list(encodings(topology, n))
+    once = Counter((worker, owner) for worker, owner, *_ in found)
+    assert once == Counter((w, c) for w in range(n) for c in range(n) if w != c)
+    sent = Counter((worker, stage) for worker, _, stage, *_ in found)
+    assert all(sent[w, i] == s.sent for w in range(n) for i, s in enumerate(stages[:-1]))
+    sinks = [(c, stages[-1].slots.start) for c in range(n)]
+    slots = Counter([(owner, slot) for _, owner, _, slot, _ in found] + sinks)
+    assert set(slots.values()) == {1}
+    assert all(slot in stages[stage].slots for _, _, stage, slot, _ in found)
+    for chunk in range(n):
+        held = [{w} for w in range(n)]  # whose gradients a worker's sum has
+        for worker, owner, _, _, to in found:
+            if owner == chunk:
+                assert not held[to] & held[worker]
+                held[to], held[worker] = held[to] | held[worker], set()
+        assert held[chunk] == set(range(n))
+
+
+@pytest.mark.parametrize(("topology", "n"), SCHEDULES, ids=str)
+def test_trees_of_chunks_are_those_of_the_encodings(topology, n):
+    for chunk in (0, n - 1):
+        tree = tree_of(topology, n, chunk)
+        expected = {
+            w: (stage, slot, to) for w, c, stage, slot, to in encodings(topology, n) if c == chunk
+        }
+        found = {
+            w: (int(tree.stage[w]), int(tree.slot[w]), int(tree.to[w]))
+            for w in range(n)
+            if w != chunk
+        }
+        assert found == expected
+        assert tree.to[chunk] == -1
+        senders = tree.senders()
+        assert sorted(w for some in senders for w in some) == [w for w in range(n) if w != chunk]
+        assert all((np.diff(tree.step[some]) >= 0).all() for some in senders)
+
+
+def test_energies_of_a_ring_are_those_of_its_hops():
+    for n in (3, 8, 16):
+        whole, apart = dq.Ring().stages(n), dq.Ring(stage_per_hop=True).stages(n)
+        assert sum(s.error for s in apart) == pytest.approx(sum(s.error for s in whole))
+        assert sum(s.sent for s in apart) == sum(s.sent for s in whole)
+    assert dq.Ring(stage_per_hop=True, unroll_up_to=4).stages(8) == dq.Ring().stages(8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoArms:
+    """Chunks come to their owner from both sides, through half as many hops each."""
+
+    balance: float | None = None
+
+    def check(self, n_workers: int) -> None:
+        """Any number will do."""
+
+    def stages(self, n_workers: int) -> tuple[Stage, ...]:
+        n = n_workers
+        return Stage(n - 1, range(n - 1), (n + 1) / 8), Stage(n - 1, range(n - 1, n), 1.0)
+
+    def chunks_per_worker(self, size: int) -> int:
+        return 1
+
+    def schedule(self, n_workers: int):
+        n, one = n_workers, np.zeros(1, np.int32)
+        rounds, first = [], 0
+        for hops, way in (((n - 1) // 2, 1), (n // 2, -1)):
+
+            def step(t, hops=hops, way=way, first=first):
+                chunks, to = lambda w: (w + way * (hops - t)) % n + one, lambda w: (w + way) % n
+                return Step(0, chunks, slot=lambda w: first + t, to=to)
+
+            rounds.append(Rounds(hops, step))
+            first += hops
+        return tuple(rounds)
+
+
+@pytest.mark.parametrize("n", [2, 5, 6])
+def test_a_topology_of_ones_own(n):
+    """Its schedule keeps the promises, and everything else follows."""
+    topology: Any = TwoArms()
+    test_every_worker_sends_every_chunk_of_others_once_and_owners_get_all(topology, n)
+    x = np.random.default_rng(n).integers(-99, 100, (n, 1000)).astype(np.float32)
+    found = vmapped(dq.F32(**SMALL), topology)(x, None)
+    np.testing.assert_array_equal(found, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+def test_hops_of_a_ring_may_have_bits_of_their_own():
+    """Later hops get more, and the whole errs less where their rounding is independent."""
+    n, x = 6, gradient(0, 6, 1536 * 256)
+    own, shared = dq.Ring(stage_per_hop=True), dq.Ring(unroll_up_to=1)
+    options = {"floor": None, "levels": "piecewise", "rounding": "independent"}
+    method = dq.DynamiQ(**options, **SMALL)
+    words = method.layout(x.shape[1], n, own).payload_words
+    assert len(words) == n
+    assert words[0] < words[n - 2]
+    assert (
+        abs(method.wire_bits(x.shape[1], n, own) / method.wire_bits(x.shape[1], n, shared) - 1)
+        < 0.01
+    )
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+    lost = {}
+    for topology in (own, shared):
+        runs = [np.asarray(vmapped(method, topology)(x, jax.random.key(i))) for i in range(3)]
+        assert_replicas_equal(runs[0])
+        lost[topology] = np.mean([np.sum((run[0] - exact) ** 2) for run in runs])
+    assert lost[own] < lost[shared]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partial(TwoArms):
+    """Sends in one step what is encoded with other chunks in the next."""
+
+    def schedule(self, n_workers: int):
+        first = Step(
+            0,
+            lambda w: (w + 1) % n_workers + np.zeros(1, np.int32),
+            lambda w: 0,
+            lambda w: (w + 1) % n_workers,
+        )
+        second = Step(
+            0,
+            lambda w: w + np.arange(2, dtype=np.int32) & 3,
+            lambda w: 1,
+            lambda w: (w + 1) % n_workers,
+        )
+        return Rounds(1, lambda t: first), Rounds(1, lambda t: second)
+
+
+def test_schedules_that_break_their_promises_are_refused():
+    x = jnp.ones((4, 4096))
+    broken: Any = Partial()
+    with pytest.raises(ValueError, match="encode in one step chunks that arrived together"):
+        vmapped(dq.F32(**SMALL), broken)(x, None)
+    with pytest.raises(ValueError, match="sends chunk 0 twice"):
+        tree_of(broken, 4)
+
+
+def test_a_loop_gives_the_bits_of_its_rounds():
+    x = gradient(2, 5, 3000)
+    unrolled, looped = (dq.Ring(unroll_up_to=up_to, streams=2, stream_size=0) for up_to in (9, 1))
+    method = dq.MXFP4(rounding="stochastic", **SMALL)
+    key = jax.random.key(0)
+    assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))
