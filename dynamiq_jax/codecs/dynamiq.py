@@ -58,44 +58,30 @@ def chunk_ops(
     """
     noise = pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding)
     common = {"fmt": layout.fmt, "backend": backend}
-    result = {"dtype": x.dtype, "divisor": divisor, **common}
+    source = pk.Source(x, plan.mean, plan.order)
+
+    def result(rows, start, into):
+        return pk.Result(plan.mean_sum, plan.order, rows, x.dtype, divisor, start, into)
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
         return tuple(pk.Input(a.payloads, plan.tiles[a.stage], a.skip) for a in arrived)
 
     def encode(arrived, chunks, stage, slot, skip=None):
-        out = {"payload_words": layout.payload_words[stage], **common}
-        rest = x, plan.mean, plan.order, plan.tiles[stage], chunks, noise[slot]
+        target = pk.Target(plan.tiles[stage], noise[slot], layout.payload_words[stage])
         if not arrived:
-            return pk.compress(*rest, skip, **out)
-        return pk.decompress_accumulate_recompress(inputs(arrived), *rest, **out)
+            return pk.compress(source, chunks, target, skip, **common)
+        return pk.decompress_accumulate_recompress(
+            inputs(arrived), source, chunks, target, **common
+        )
 
     def decode(payloads, chunks, into):
-        return pk.decompress(
-            payloads,
-            plan.mean_sum,
-            plan.order,
-            plan.tiles[-1],
-            chunks,
-            into,
-            rows=layout.rows,
-            **result,
-        )
+        whole = result(layout.rows, None, into)
+        return pk.decompress(payloads, plan.tiles[-1], chunks, whole, **common)
 
     def finish(arrived, chunks, into):
         assert slice_start is not None
-        return pk.decompress_accumulate(
-            inputs(arrived),
-            x,
-            plan.mean,
-            plan.mean_sum,
-            plan.order,
-            chunks,
-            slice_start,
-            into,
-            rows=layout.shard_rows,
-            **result,
-        )
+        own = result(layout.shard_rows, slice_start, into)
+        return pk.decompress_accumulate(inputs(arrived), source, chunks, own, **common)
 
     return ChunkOps(encode=encode, decode=decode, finish=finish)
 
@@ -114,14 +100,7 @@ def encode_slice(
     mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
     fmt = dataclasses.replace(layout.fmt, rounding="independent")
     noise = pk.slot_noise(plan.seed, layout.n_workers, fmt.rounding)[me]
-    return pk.compress(
-        x,
-        mean,
-        own[None],
-        lax.dynamic_slice_in_dim(plan.tiles[0], me, 1),
-        jnp.zeros(1, jnp.int32),
-        noise,
-        payload_words=layout.payload_words[0],
-        fmt=fmt,
-        backend=backend,
-    )[0]
+    source = pk.Source(x, mean, own[None])
+    tiles = lax.dynamic_slice_in_dim(plan.tiles[0], me, 1)
+    target = pk.Target(tiles, noise, layout.payload_words[0])
+    return pk.compress(source, jnp.zeros(1, jnp.int32), target, fmt=fmt, backend=backend)[0]

@@ -26,7 +26,7 @@ from dynamiq_jax.layout import Collective, Layout, make_layout
 from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
 from dynamiq_jax.topologies import ChunkOps, Direct, Stage, Topology
 from dynamiq_jax.topologies.base import all_reduce, n_slots, reduce_scatter
-from pallas_kernels import Backend, WireFormat
+from pallas_kernels import Backend, WireFormat, check_backend
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
 MIN_BUCKET_SIZE = 65536
@@ -103,7 +103,7 @@ class DynamiQ:
         check_choice("levels", self.levels, get_args(Levels))
         check_choice("rounding", self.rounding, get_args(Rounding))
         check_choice("group_scale", self.group_scale, get_args(GroupScale))
-        check_choice("backend", self.backend, (None, *get_args(Backend)))
+        check_backend(self.backend)
         self._check_floor()
         self._check_bits()
         names = ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes")

@@ -119,51 +119,32 @@ class DynamiQCodec:
     def encode(self, shared: SharedPlan, x: Values, stage: int, slot, arrived=None) -> Array:
         """See `Codec`."""
         plan = shared.plan
-        rest = (
-            x,
-            self._no_mean(),
-            plan.order,
-            plan.tiles[stage],
-            jnp.zeros(1, jnp.int32),
-            shared.noise[slot],
-        )
-        out = {"payload_words": self.layout.payload_words[stage], **self._common()}
+        source, chunk = pk.Source(x, self._no_mean(), plan.order), jnp.zeros(1, jnp.int32)
+        words = self.layout.payload_words[stage]
+        target = pk.Target(plan.tiles[stage], shared.noise[slot], words)
         if arrived is None:
-            return pk.compress(*rest, **out)[0]
-        inputs = self._inputs(plan, arrived)
-        return pk.decompress_accumulate_recompress(inputs, *rest, **out)[0]
+            return pk.compress(source, chunk, target, **self._common())[0]
+        return pk.decompress_accumulate_recompress(
+            self._inputs(plan, arrived), source, chunk, target, **self._common()
+        )[0]
 
     def add(self, shared: SharedPlan, x: Values, arrived: Arrived) -> Values:
         """See `Codec`."""
-        plan, zeros, start = shared.plan, self._no_mean(), jnp.int32(0)
+        plan, zeros, chunk = shared.plan, self._no_mean(), jnp.zeros(1, jnp.int32)
+        source = pk.Source(x, zeros, plan.order)
+        whole = pk.Result(zeros, plan.order, self.layout.rows, jnp.float32, start=jnp.int32(0))
         total = pk.decompress_accumulate(
-            self._inputs(plan, arrived),
-            x,
-            zeros,
-            zeros,
-            plan.order,
-            jnp.zeros(1, jnp.int32),
-            start,
-            rows=self.layout.rows,
-            dtype=jnp.float32,
-            **self._common(),
+            self._inputs(plan, arrived), source, chunk, whole, **self._common()
         )
         return total.reshape(-1)
 
     def finish(self, shared: SharedPlan, payload: Array) -> Values:
         """See `Codec`."""
         plan = shared.plan
-        result = pk.decompress(
-            payload[None],
-            plan.mean_sum,
-            plan.order,
-            plan.tiles[-1],
-            jnp.zeros(1, jnp.int32),
-            rows=self.layout.rows,
-            dtype=jnp.float32,
-            **self._common(),
-        )
-        return result.reshape(-1)
+        whole = pk.Result(plan.mean_sum, plan.order, self.layout.rows, jnp.float32)
+        chunk = jnp.zeros(1, jnp.int32)
+        total = pk.decompress(payload[None], plan.tiles[-1], chunk, whole, **self._common())
+        return total.reshape(-1)
 
     def _inputs(self, plan: Plan, arrived: Arrived) -> tuple[pk.Input, ...]:
         return (pk.Input(arrived.payload[None, None], plan.tiles[arrived.stage]),)
