@@ -15,8 +15,8 @@ def check_backend(backend: Backend | None) -> None:
     """
     if backend == "pallas":
         raise ValueError(
-            "backend='pallas' is no longer a name, since every kernel for an accelerator is "
-            "written in Pallas; pass backend='triton', or None for the fastest that runs here"
+            "backend='pallas' is called 'triton'; pass backend='triton', or None (the fastest "
+            "that runs here)"
         )
     if backend is not None and backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r}; expected None or one of {get_args(Backend)}")

@@ -237,7 +237,7 @@ def test_decompress_divides_and_poisons():
     np.testing.assert_array_equal(np.isnan(whole).any(axis=1), np.arange(8) == 3)
 
 
-def test_only_sums_of_a_slice_have_a_start():
+def test_a_start_is_refused_but_for_sums_of_a_slice():
     chunk = Chunk(WireFormat(widths=(8,)), (8,))
     x, mean = normal(chunk)
     chunks, placed = jnp.zeros(1, jnp.int32), chunk.result(mean, start=jnp.int32(0))
