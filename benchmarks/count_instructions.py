@@ -36,7 +36,7 @@ def worker(width: int) -> None:
 
     fmt = pk.WireFormat() if width < 0 else pk.WireFormat(widths=(width,))
     layout, x, y, mean, order, tiles, noise = inputs(fmt, 5.0 if width < 0 else width + 1, COORDS)
-    fs = calls(fmt, layout, "pallas", jnp.bfloat16)
+    fs = calls(fmt, layout, "triton", jnp.bfloat16)
     payload = fs["compress"](x, mean, order, tiles, noise[0])
     hop = fs["decompress_accumulate_recompress"]
     jax.block_until_ready(hop(payload, y, mean, order, tiles, noise[1]))

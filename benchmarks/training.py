@@ -361,7 +361,7 @@ def main(
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="peak (default: by optimiser and initialisation)")
     ] = None,
-    backend: Annotated[str, typer.Option(help="DynamiQ's kernels: jnp, pallas, interpret")] = "jnp",
+    backend: Annotated[str, typer.Option(help="DynamiQ's kernels: jnp, triton, interpret")] = "jnp",
     seeds_at_once: Annotated[
         int | None, typer.Option(min=1, help="in one program (default: the model's; on CPU 2)")
     ] = None,

@@ -45,23 +45,23 @@ def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
 
 def calls(fmt, layout, backend, dtype):
     """Jitted kernels of one backend."""
-    kw = {"payload_words": layout.payload_words[0], "fmt": fmt, "backend": backend}
+    kw = {"fmt": fmt, "backend": backend}
     one = jnp.zeros((1,), jnp.int32)
-    rows = -(-layout.size // fmt.super_group_size)
+    rows, words = -(-layout.size // fmt.super_group_size), layout.payload_words[0]
     return {
         "statistics": jax.jit(
             lambda x: pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
         ),
-        "compress": jax.jit(lambda x, m, o, t, z: pk.compress(x, m, o, t, one, z, **kw)),
+        "compress": jax.jit(
+            lambda x, m, o, t, z: pk.compress(pk.Source(x, m, o), one, pk.Target(t, z, words), **kw)
+        ),
         "decompress_accumulate_recompress": jax.jit(
             lambda p, x, m, o, t, z: pk.decompress_accumulate_recompress(
-                (pk.Input(p[None], t),), x, m, o, t, one, z, **kw
+                (pk.Input(p[None], t),), pk.Source(x, m, o), one, pk.Target(t, z, words), **kw
             )
         ),
         "decompress": jax.jit(
-            lambda p, m, o, t: pk.decompress(
-                p, m, o, t, one, rows=rows, dtype=dtype, fmt=fmt, backend=backend
-            )
+            lambda p, m, o, t: pk.decompress(p, t, one, pk.Result(m, o, rows, dtype), **kw)
         ),
     }
 
@@ -71,7 +71,7 @@ def check(fmt, bits, coords, dtype) -> int:
     layout, x, y, mean, order, tiles, noise = inputs(fmt, bits, coords, dtype=dtype)
     results = []
     payload = None
-    for backend, device in (("jnp", jax.devices("cpu")[0]), ("pallas", jax.devices()[0])):
+    for backend, device in (("jnp", jax.devices("cpu")[0]), ("triton", jax.devices()[0])):
         fs = calls(fmt, layout, backend, dtype)
         put = lambda *a, device=device: jax.device_put(a, device)  # noqa: E731
         with jax.default_device(device):
@@ -128,7 +128,7 @@ def main() -> None:
         for warps in map(int, args.warps.split(",")):
             for name, value in base.items():
                 tuning._HOPPER[name] = value._replace(num_warps=warps)
-            fs = calls(fmt, layout, "pallas", jnp.bfloat16)
+            fs = calls(fmt, layout, "triton", jnp.bfloat16)
             payload = fs["compress"](x, mean, order, tiles, noise[0])
             row = {
                 "statistics": time_ms(fs["statistics"], x),

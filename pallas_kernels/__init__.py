@@ -1,26 +1,34 @@
 """The kernels of compressed all-reduce: statistics, compress, decompress and the fused hops.
 
 Each operation has two implementations that produce the same integers: `pallas_kernels.reference`
-(jax.numpy, any device) and `pallas_kernels.triton` (Pallas, NVIDIA GPUs). ``backend`` names one:
-"jnp", "pallas", or "interpret" (the Pallas kernels on Pallas' interpreter, for tests). ``None``
-takes "pallas" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is
-never replaced by another.
+(jax.numpy, any device) and `pallas_kernels.triton` (Pallas through Triton, NVIDIA GPUs).
+``backend`` names one: "jnp", "triton", or "interpret" (the Triton kernels on Pallas' interpreter,
+for tests). ``None`` takes "triton" where JAX's default backend is an NVIDIA GPU and "jnp"
+elsewhere; a named backend is never replaced by another.
 
-Shapes used throughout (S = super-group size, R = `TILE_ROWS`): ``x`` is one flat gradient of d
-coordinates (f32, bf16 or f16); its M = C*m super-groups (those past the end of ``x`` read as
-zeros) are dealt to C chunks: ``order: int32[C, m]``; ``mean: f32[M]`` is what is subtracted from
-every coordinate of a super-group before encoding; ``tiles: int32[C, m / R]`` holds word offset and
-width of each tile's record in a chunk's payload ``uint32[P]``; ``noise: uint32[NOISE_WORDS]`` is
-one row of `hashing.slot_noise`.
+Operands that belong together travel together: `Input`, `Source`, `Target`, `Result`. Shapes used
+throughout (S = super-group size, R = `TILE_ROWS`): a gradient has d coordinates, and M = C*m
+super-groups (those past its end read as zeros), which are dealt to C chunks of m super-groups and
+T = m / R tiles each. A call encodes or decodes the c of them that ``chunks: int32[c]`` names, with
+one payload ``uint32[P]`` each.
 """
 
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
-from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.format import TILE_ROWS, Input, WireFormat, distortion
+from pallas_kernels.backend import Backend, check_backend, resolve_backend
+from pallas_kernels.format import (
+    TILE_ROWS,
+    Input,
+    Result,
+    Source,
+    Target,
+    WireFormat,
+    distortion,
+    pack_tiles,
+    unpack_tiles,
+)
 from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, seed_words, slot_noise
-from pallas_kernels.reference import pack_tiles, unpack_tiles
 
 
 def _implementation(backend: Backend | None):
@@ -46,15 +54,11 @@ def statistics(
 
 
 def compress(
-    x: Float[Array, " d"],
-    mean: Float[Array, " M"],
-    order: Int[Array, "C m"],
-    tiles: Int[Array, "C T"],
+    source: Source,
     chunks: Int[Array, " c"],
-    noise: UInt[Array, " 8"],
+    target: Target,
     skip: Int[Array, ""] | None = None,
     *,
-    payload_words: int,
     fmt: WireFormat,
     backend: Backend | None = None,
 ) -> UInt[Array, "c P"]:
@@ -64,59 +68,15 @@ def compress(
     (a position in ``chunks``), if there is one.
     """
     module, options = _implementation(backend)
-    static = {"payload_words": payload_words, "fmt": fmt}
-    return module.compress(x, mean, order, tiles, chunks, noise, skip, **static, **options)
-
-
-def decompress_accumulate(
-    inputs: tuple[Input, ...],
-    x: Float[Array, " d"],
-    mean: Float[Array, " M"],
-    mean_sum: Float[Array, " M"],
-    order: Int[Array, "C m"],
-    chunks: Int[Array, " c"],
-    start: Int[Array, ""],
-    into: Float[Array, "rows S"] | None = None,
-    *,
-    rows: int,
-    dtype,
-    divisor: int = 1,
-    fmt: WireFormat,
-    backend: Backend | None = None,
-) -> Float[Array, "rows S"]:
-    """Sums at their owner: ``x - mean`` plus all inputs plus ``mean_sum``, over ``divisor``.
-
-    Sums of the chunks ``chunks`` go to the rows ``start ..`` of the gradient, the owner's slice;
-    the other arguments are those of `decompress_accumulate_recompress` and `decompress`.
-    """
-    module, options = _implementation(backend)
-    return module.decompress_accumulate(
-        inputs,
-        x,
-        mean,
-        mean_sum,
-        order,
-        chunks,
-        start,
-        into,
-        rows=rows,
-        dtype=dtype,
-        divisor=divisor,
-        fmt=fmt,
-        **options,
-    )
+    return module.compress(source, chunks, target, skip, fmt=fmt, **options)
 
 
 def decompress_accumulate_recompress(
     inputs: tuple[Input, ...],
-    x: Float[Array, " d"],
-    mean: Float[Array, " M"],
-    order: Int[Array, "C m"],
-    tiles: Int[Array, "C T"],
+    source: Source,
     chunks: Int[Array, " c"],
-    noise: UInt[Array, " 8"],
+    target: Target,
     *,
-    payload_words: int,
     fmt: WireFormat,
     backend: Backend | None = None,
 ) -> UInt[Array, "c P"]:
@@ -124,42 +84,50 @@ def decompress_accumulate_recompress(
 
     Args:
       inputs: what arrived, each with tiles of its own.
-      x: this worker's gradient.
-      mean: what is subtracted from its super-groups.
-      order: super-groups of every chunk.
-      tiles: offsets and widths of the new payloads' records.
+      source: this worker's gradient.
       chunks: which chunks are encoded; the i-th uses ``payloads[:, i]`` of every input.
-      noise: the slot's randomness.
-      payload_words: length of a new payload.
+      target: the new payloads.
       fmt: the wire format.
       backend: which implementation runs.
     """
     module, options = _implementation(backend)
     return module.decompress_accumulate_recompress(
-        inputs,
-        x,
-        mean,
-        order,
-        tiles,
-        chunks,
-        noise,
-        payload_words=payload_words,
-        fmt=fmt,
-        **options,
+        inputs, source, chunks, target, fmt=fmt, **options
     )
+
+
+def decompress_accumulate(
+    inputs: tuple[Input, ...],
+    source: Source,
+    chunks: Int[Array, " c"],
+    result: Result,
+    *,
+    fmt: WireFormat,
+    backend: Backend | None = None,
+) -> Float[Array, "rows S"]:
+    """Sums at their owner: ``x - mean`` plus all inputs plus ``mean_sum``, over ``divisor``.
+
+    Super-group g of ``chunks`` goes to row ``g - start``, if the owner's slice has it; the other
+    arguments are those of `decompress_accumulate_recompress`.
+
+    Raises:
+      ValueError: ``result`` has no ``start``.
+    """
+    if result.start is None:
+        raise ValueError(
+            "decompress_accumulate got result.start=None; pass the number of the super-group that "
+            "is row 0 of the result, 0 for a whole gradient"
+        )
+    module, options = _implementation(backend)
+    return module.decompress_accumulate(inputs, source, chunks, result, fmt=fmt, **options)
 
 
 def decompress(
     payloads: UInt[Array, "c P"],
-    mean_sum: Float[Array, " M"],
-    order: Int[Array, "C m"],
     tiles: Int[Array, "C T"],
     chunks: Int[Array, " c"],
-    into: Float[Array, "rows S"] | None = None,
+    result: Result,
     *,
-    rows: int,
-    dtype,
-    divisor: int = 1,
     fmt: WireFormat,
     backend: Backend | None = None,
 ) -> Float[Array, "rows S"]:
@@ -167,32 +135,21 @@ def decompress(
 
     Args:
       payloads: one per chunk.
-      mean_sum: n times the mean that was subtracted, NaN for super-groups to be poisoned.
-      order: super-groups of every chunk.
-      tiles: offsets and widths of the records.
+      tiles: offsets and widths of their records; see `pack_tiles`.
       chunks: which chunks the payloads are of.
-      into: the result so far, written in place where XLA can; rows of other chunks keep its
-        values, or are unspecified without it.
-      rows: super-groups of the gradient, ceil(d / S).
-      dtype: the result's dtype.
-      divisor: what the sum is divided by.
+      result: where the sums go, and what is added to them.
       fmt: the wire format.
       backend: which implementation runs.
+
+    Raises:
+      ValueError: ``result`` has a ``start``.
     """
+    if result.start is not None:
+        raise ValueError(
+            "decompress got a result.start, but writes rows of a whole gradient; pass start=None"
+        )
     module, options = _implementation(backend)
-    return module.decompress(
-        payloads,
-        mean_sum,
-        order,
-        tiles,
-        chunks,
-        into,
-        rows=rows,
-        dtype=dtype,
-        divisor=divisor,
-        fmt=fmt,
-        **options,
-    )
+    return module.decompress(payloads, tiles, chunks, result, fmt=fmt, **options)
 
 
 __all__ = [
@@ -201,7 +158,11 @@ __all__ = [
     "Backend",
     "Input",
     "Noise",
+    "Result",
+    "Source",
+    "Target",
     "WireFormat",
+    "check_backend",
     "compress",
     "decompress",
     "decompress_accumulate",

@@ -4,7 +4,22 @@ from typing import Literal, get_args
 
 import jax
 
-Backend = Literal["pallas", "jnp", "interpret"]
+Backend = Literal["triton", "jnp", "interpret"]
+
+
+def check_backend(backend: Backend | None) -> None:
+    """Checks that ``backend`` is known, not that it runs here.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if backend == "pallas":
+        raise ValueError(
+            "backend='pallas' is called 'triton'; pass backend='triton', or None (the fastest "
+            "that runs here)"
+        )
+    if backend is not None and backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r}; expected None or one of {get_args(Backend)}")
 
 
 def resolve_backend(backend: Backend | None) -> Backend:
@@ -12,18 +27,17 @@ def resolve_backend(backend: Backend | None) -> Backend:
 
     Raises:
       ValueError: ``backend`` is none of the known ones.
-      NotImplementedError: "pallas" was asked for where no NVIDIA GPU is the default platform.
+      NotImplementedError: "triton" is named where no NVIDIA GPU is the default platform.
     """
-    if backend is not None and backend not in get_args(Backend):
-        raise ValueError(f"backend={backend!r}; expected None or one of {get_args(Backend)}")
+    check_backend(backend)
     on_nvidia = _on_nvidia()
     if backend is None:
-        return "pallas" if on_nvidia else "jnp"
-    if backend == "pallas" and not on_nvidia:
+        return "triton" if on_nvidia else "jnp"
+    if backend == "triton" and not on_nvidia:
         raise NotImplementedError(
-            f"backend='pallas' needs an NVIDIA GPU, and JAX's default platform here is "
+            f"backend='triton' needs an NVIDIA GPU, and JAX's default platform here is "
             f"{jax.default_backend()!r}; pass backend=None (the fastest that runs here), 'jnp', "
-            "or 'interpret' (the Pallas kernels on an interpreter, slow)"
+            "or 'interpret' (the Triton kernels on Pallas' interpreter, slow)"
         )
     return backend
 

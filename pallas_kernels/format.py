@@ -27,10 +27,10 @@ gives the same bits whether or not a compiler contracts a multiply and an add in
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 TILE_ROWS = 8
 """Super-groups in a tile: the granularity of width assignment and of the kernels."""
@@ -57,6 +57,16 @@ def planes_of(width: int) -> tuple[int, ...]:
 def plane_shift(width: int, plane: int) -> int:
     """The position, in a code of ``width`` bits, of the lowest bit that ``plane`` holds."""
     return sum(p for p in planes_of(width) if p > plane)
+
+
+def pack_tiles(offset, width):
+    """``word_offset / 4 << 5 | width`` as int32; offsets are multiples of 4 words."""
+    return (offset // 4 << 5) | width
+
+
+def unpack_tiles(tiles):
+    """The (word_offset, width) of packed tile entries."""
+    return (tiles >> 5) * 4, tiles & 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +191,49 @@ class Input(NamedTuple):
     """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
     skip: Int[Array, ""] | None = None
     """One of the k that is left out, if any."""
+
+
+class Source(NamedTuple):
+    """One worker's gradient, and how its super-groups are dealt to chunks."""
+
+    x: Float[Array, " d"]
+    """The flat gradient, f32, bf16 or f16; super-groups past its end read as zeros."""
+    mean: Float[Array, " M"]
+    """What is subtracted from every coordinate of a super-group before encoding, f32."""
+    order: Int[Array, "C m"]
+    """The super-groups of every chunk."""
+
+
+class Target(NamedTuple):
+    """Payloads to be written."""
+
+    tiles: Int[Array, "C T"]
+    """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
+    noise: UInt[Array, " 8"]
+    """The slot's randomness, one row of `hashing.slot_noise`."""
+    payload_words: int
+    """Length P of a payload; static."""
+
+
+class Result(NamedTuple):
+    """Finished sums to be written, as rows of super-groups."""
+
+    mean_sum: Float[Array, " M"]
+    """What is added to every coordinate of a super-group: n times the mean that was subtracted,
+    NaN for super-groups to be poisoned; f32."""
+    order: Int[Array, "C m"]
+    """The super-groups of every chunk; `decompress_accumulate` goes by that of its source."""
+    rows: int
+    """Super-groups that are written: ceil(d / S), or those of the owner's slice; static."""
+    dtype: Any
+    """Of the result; static."""
+    divisor: int = 1
+    """What the sum is divided by; static."""
+    start: Int[Array, ""] | None = None
+    """The first row of the owner's slice, for `decompress_accumulate` alone."""
+    into: Float[Array, "rows S"] | None = None
+    """The result so far, written in place where XLA can; rows of other chunks keep its values, or
+    are unspecified without it."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,10 +1,9 @@
 """The five operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
 
 Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
-``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. ``tiles[t]`` packs a
-tile's record as ``word_offset / 4 << 5 | width`` (`pack_tiles`). Super-groups beyond the end of
-``x`` read as zeros and are not written. See `pallas_kernels.format` for the payload's layout and
-`pallas_kernels.hashing` for ``noise`` rows.
+``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. Super-groups beyond the
+end of ``x`` read as zeros and are not written. See `pallas_kernels.format` for the operands and the
+payload's layout, and `pallas_kernels.hashing` for ``noise`` rows.
 """
 
 import jax
@@ -17,23 +16,16 @@ from pallas_kernels.format import (
     SCALE_SLACK,
     TILE_ROWS,
     Input,
+    Result,
+    Source,
+    Target,
     WireFormat,
     plane_shift,
-    planes_of,
+    unpack_tiles,
 )
 from pallas_kernels.hashing import Noise, noise_words
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-
-
-def pack_tiles(offset, width):
-    """``word_offset / 4 << 5 | width`` as int32; offsets are multiples of 4 words."""
-    return (offset // 4 << 5) | width
-
-
-def unpack_tiles(tiles):
-    """The (word_offset, width) of packed tile entries."""
-    return (tiles >> 5) * 4, tiles & 31
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -67,11 +59,12 @@ def statistics(
     return mean, jnp.sum(rows * rows, axis=1)
 
 
-def _tile_rows(x, mean, order, fmt: WireFormat) -> Array:
-    """``x - mean`` of the super-groups ``order[m]``: f32[T, R, S]."""
-    rows = _rows(x, fmt.super_group_size)
+def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:
+    """``x - mean`` of the super-groups of ``chunk``: f32[T, R, S]."""
+    order = source.order[chunk]
+    rows = _rows(source.x, fmt.super_group_size)
     values = rows.at[order].get(mode="fill", fill_value=0).astype(jnp.float32)
-    values = values - mean[order][:, None]
+    values = values - source.mean[order][:, None]
     return values.reshape(-1, TILE_ROWS, fmt.super_group_size)
 
 
@@ -297,18 +290,14 @@ def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
     return words.reshape(-1, TILE_ROWS, fmt.super_group_size)
 
 
-def compress(
-    x, mean, order, tiles, chunks, noise, skip=None, *, payload_words: int, fmt: WireFormat
-):
+def compress(source: Source, chunks, target: Target, skip=None, *, fmt: WireFormat) -> Array:
     """See `pallas_kernels.compress`; what ``skip`` leaves unspecified is encoded as well."""
-    return decompress_accumulate_recompress(
-        (), x, mean, order, tiles, chunks, noise, payload_words=payload_words, fmt=fmt
-    )
+    return decompress_accumulate_recompress((), source, chunks, target, fmt=fmt)
 
 
-def _sum_of_chunk(inputs: tuple[Input, ...], x, mean, order, chunk, i, fmt: WireFormat) -> Array:
+def _sum_of_chunk(inputs: tuple[Input, ...], source: Source, chunk, i, fmt: WireFormat) -> Array:
     """f32[T, R, S]: ``x - mean`` on ``chunk`` plus what all inputs hold for it, as their i-th."""
-    total = _tile_rows(x, mean, order[chunk], fmt)
+    total = _tile_rows(source, chunk, fmt)
     for payloads, tiles, skip in inputs:
         for k in range(payloads.shape[0]):
             added = total + _decode_tiles(payloads[k, i], tiles[chunk], fmt)
@@ -325,48 +314,46 @@ def _map_chunks(function, chunks) -> Array:
 
 
 def decompress_accumulate_recompress(
-    inputs, x, mean, order, tiles, chunks, noise, *, payload_words, fmt: WireFormat
-):
+    inputs: tuple[Input, ...], source: Source, chunks, target: Target, *, fmt: WireFormat
+) -> Array:
     """See `pallas_kernels.decompress_accumulate_recompress`."""
 
     def one(chunk, i):
-        total = _sum_of_chunk(inputs, x, mean, order, chunk, i, fmt)
-        words = _tile_noise(order[chunk], noise, fmt)
-        return _encode_tiles(total, tiles[chunk], words, payload_words, fmt)
+        total = _sum_of_chunk(inputs, source, chunk, i, fmt)
+        words = _tile_noise(source.order[chunk], target.noise, fmt)
+        return _encode_tiles(total, target.tiles[chunk], words, target.payload_words, fmt)
 
     return _map_chunks(one, chunks)
 
 
 def decompress_accumulate(
-    inputs, x, mean, mean_sum, order, chunks, start, into=None, *, rows, dtype, divisor,
-    fmt: WireFormat,
-):  # fmt: skip
+    inputs: tuple[Input, ...], source: Source, chunks, result: Result, *, fmt: WireFormat
+) -> Array:
     """See `pallas_kernels.decompress_accumulate`."""
-    values = _map_chunks(lambda c, i: _sum_of_chunk(inputs, x, mean, order, c, i, fmt), chunks)
-    at = order[chunks].reshape(-1)
-    return _place(values, mean_sum[at], at - start, into, rows, dtype, divisor, fmt)
+    values = _map_chunks(lambda chunk, i: _sum_of_chunk(inputs, source, chunk, i, fmt), chunks)
+    return _place(values, source.order[chunks].reshape(-1), result, fmt)
 
 
-def decompress(
-    payloads, mean_sum, order, tiles, chunks, into=None, *, rows, dtype, divisor, fmt: WireFormat
-):
+def decompress(payloads, tiles, chunks, result: Result, *, fmt: WireFormat) -> Array:
     """See `pallas_kernels.decompress`."""
 
     def one(chunk, i):
         return _decode_tiles(payloads[i], tiles[chunk], fmt)
 
-    at = order[chunks].reshape(-1)
-    return _place(_map_chunks(one, chunks), mean_sum[at], at, into, rows, dtype, divisor, fmt)
+    return _place(_map_chunks(one, chunks), result.order[chunks].reshape(-1), result, fmt)
 
 
-def _place(values, mean_sum, at, into, rows, dtype, divisor, fmt: WireFormat) -> Array:
-    """Finished super-groups, written to the rows ``at`` of the result that exist."""
-    values = values.reshape(-1, fmt.super_group_size) + mean_sum[:, None]
-    if divisor != 1:
-        values = values * (1.0 / divisor)
-    out = jnp.zeros((rows, fmt.super_group_size), dtype) if into is None else into
+def _place(values, super_groups, result: Result, fmt: WireFormat) -> Array:
+    """Finished ``super_groups``, written to those rows of the result that exist."""
+    rows = result.rows
+    values = values.reshape(-1, fmt.super_group_size) + result.mean_sum[super_groups][:, None]
+    if result.divisor != 1:
+        values = values * (1.0 / result.divisor)
+    at = super_groups if result.start is None else super_groups - result.start
     at = jnp.where((at >= 0) & (at < rows), at, rows + jnp.arange(at.shape[0]))
-    return out.at[at].set(values.astype(dtype), mode="drop", unique_indices=True)
+    shape = rows, fmt.super_group_size
+    out = jnp.zeros(shape, result.dtype) if result.into is None else result.into
+    return out.at[at].set(values.astype(result.dtype), mode="drop", unique_indices=True)
 
 
 __all__ = [
@@ -374,8 +361,5 @@ __all__ = [
     "decompress",
     "decompress_accumulate",
     "decompress_accumulate_recompress",
-    "pack_tiles",
-    "planes_of",
     "statistics",
-    "unpack_tiles",
 ]

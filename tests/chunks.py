@@ -49,14 +49,18 @@ class Chunk:
         return pk.slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
 
     def encode(self, x, mean, seed, slot=1):
-        static = {"payload_words": self.payload_words, "fmt": self.fmt}
-        chunks, noise = jnp.zeros(1, jnp.int32), self.noise(seed, slot)
-        return pk.compress(x, mean, self.order, self.tiles, chunks, noise, **static)
+        source, chunks = pk.Source(x, mean, self.order), jnp.zeros(1, jnp.int32)
+        return pk.compress(source, chunks, self.target(seed, slot), fmt=self.fmt)
 
     def decode(self, payload, mean):
-        chunks = jnp.zeros(1, jnp.int32)
-        static = {"rows": self.rows, "dtype": jnp.float32, "fmt": self.fmt}
-        return pk.decompress(payload, mean, self.order, self.tiles, chunks, **static).reshape(-1)
+        chunks, result = jnp.zeros(1, jnp.int32), self.result(mean)
+        return pk.decompress(payload, self.tiles, chunks, result, fmt=self.fmt).reshape(-1)
+
+    def target(self, seed, slot=1):
+        return pk.Target(self.tiles, self.noise(seed, slot), self.payload_words)
+
+    def result(self, mean_sum, **others):
+        return pk.Result(mean_sum, self.order, self.rows, jnp.float32, **others)
 
     @functools.cached_property
     def round_trip(self):

@@ -52,9 +52,7 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     stages = dq.Ring().stages(2)
     options = {"widths": fmt.widths, "floor": None, "balance": 0.8}
     allocation = allocate(stages, fmt, bits=bits, **options)
-    layout = make_layout(
-        size, 2, stages, bits=bits, allocation=allocation, stats_per_super_group=2
-    )
+    layout = make_layout(size, 2, stages, bits=bits, allocation=allocation, stats_per_super_group=2)
 
     @jax.jit
     def make(key):
@@ -83,7 +81,6 @@ def programs(layout: Layout, fmt, dtype, backend):
     of the second.
     """
     kw = {"fmt": fmt, "backend": backend}
-    finished = kw | {"dtype": dtype}
     rows = layout.rows
     start, part = 2, rows - 4  # a slice without the first and last two super-groups
 
@@ -91,42 +88,47 @@ def programs(layout: Layout, fmt, dtype, backend):
         first, second = p.first[:, chunks], p.second[:, chunks]
         return pk.Input(first, o.tiles[0]), pk.Input(second, o.tiles[1], jnp.int32(1))
 
+    def source(o: Operands, worker):
+        return pk.Source(o.x[worker], o.mean, o.order)
+
+    def target(o: Operands, stage, slot):
+        return pk.Target(o.tiles[stage], o.noise[slot], layout.payload_words[stage])
+
     def compress(o: Operands, p):
-        rest = o.mean, o.order, o.tiles[0], jnp.asarray(BOTH), o.noise[0]
-        return pk.compress(o.x[0], *rest, payload_words=layout.payload_words[0], **kw)
+        return pk.compress(source(o, 0), jnp.asarray(BOTH), target(o, 0, 0), **kw)
 
     def compress_one(o: Operands, p):
-        rest = o.mean, o.order, o.tiles[1], jnp.asarray(SWAPPED), o.noise[2], jnp.int32(0)
-        return pk.compress(o.x[0], *rest, payload_words=layout.payload_words[1], **kw)[1:]
+        chunks, skip = jnp.asarray(SWAPPED), jnp.int32(0)
+        return pk.compress(source(o, 0), chunks, target(o, 1, 2), skip, **kw)[1:]
 
     def hop(o: Operands, p: Payloads):
-        rest = o.mean, o.order, o.tiles[1], jnp.asarray(SWAPPED), o.noise[1]
-        words = layout.payload_words[1]
+        chunks = jnp.asarray(SWAPPED)
         return pk.decompress_accumulate_recompress(
-            inputs(o, p), o.x[1], *rest, payload_words=words, **kw
+            inputs(o, p), source(o, 1), chunks, target(o, 1, 1), **kw
         )
 
     def sums(o: Operands, p: Payloads):
         # As in a reduce-scatter, its chunks hold nothing that comes before it.
         order = jnp.where(o.order < start, layout.super_groups - start + o.order, o.order)
-        rest = o.mean, o.mean_sum, order, jnp.asarray(SWAPPED), jnp.int32(start)
-        return pk.decompress_accumulate(inputs(o, p), o.x[1], *rest, rows=part, **finished)
+        own = source(o, 1)._replace(order=order)
+        result = pk.Result(o.mean_sum, order, part, dtype, start=jnp.int32(start))
+        return pk.decompress_accumulate(inputs(o, p), own, jnp.asarray(SWAPPED), result, **kw)
 
     def sums_into(o: Operands, p: Payloads):
         into = jnp.full((rows, fmt.super_group_size), 7, dtype)
-        rest = o.mean, o.mean_sum, o.order, jnp.asarray(BOTH[1:]), jnp.int32(0), into
+        result = pk.Result(o.mean_sum, o.order, rows, dtype, 3, jnp.int32(0), into)
         return pk.decompress_accumulate(
-            inputs(o, p, slice(0, 1)), o.x[1], *rest, rows=rows, divisor=3, **finished
+            inputs(o, p, slice(0, 1)), source(o, 1), jnp.asarray(BOTH[1:]), result, **kw
         )
 
     def decompress(o: Operands, p: Payloads):
-        rest = o.mean_sum, o.order, o.tiles[1], jnp.asarray(SWAPPED)
-        return pk.decompress(p.second[0], *rest, rows=rows, divisor=3, **finished)
+        result = pk.Result(o.mean_sum, o.order, rows, dtype, divisor=3)
+        return pk.decompress(p.second[0], o.tiles[1], jnp.asarray(SWAPPED), result, **kw)
 
     def decompress_into(o: Operands, p: Payloads):
         into = jnp.full((rows, fmt.super_group_size), 7, dtype)
-        rest = o.mean_sum, o.order, o.tiles[0], jnp.asarray(BOTH[1:]), into
-        return pk.decompress(p.first[0, :1], *rest, rows=rows, **finished)
+        result = pk.Result(o.mean_sum, o.order, rows, dtype, into=into)
+        return pk.decompress(p.first[0, :1], o.tiles[0], jnp.asarray(BOTH[1:]), result, **kw)
 
     return {
         "compress": compress,
@@ -142,12 +144,14 @@ def programs(layout: Layout, fmt, dtype, backend):
 def payloads(layout: Layout, fmt, o: Operands) -> Payloads:
     """What the reference encodes of workers 0 and 1 in stage 0, of 1 to 3 in stage 1."""
 
+    @functools.partial(jax.jit, static_argnums=3)
+    def compress(source, tiles, noise, words):
+        target = pk.Target(tiles, noise, words)
+        return pk.compress(source, jnp.asarray(SWAPPED), target, fmt=fmt, backend="jnp")
+
     def encode(worker, stage):
-        static = {"payload_words": layout.payload_words[stage], "fmt": fmt, "backend": "jnp"}
-        rest = o.mean, o.order, o.tiles[stage], jnp.asarray(SWAPPED)
-        return jax.jit(functools.partial(pk.compress, **static))(
-            o.x[worker], *rest, o.noise[worker]
-        )
+        source = pk.Source(o.x[worker], o.mean, o.order)
+        return compress(source, o.tiles[stage], o.noise[worker], layout.payload_words[stage])
 
     first, second = ([encode(i, stage) for i in of] for stage, of in enumerate(((0, 1), (1, 2, 3))))
     return Payloads(jnp.stack(first), jnp.stack(second))

@@ -27,7 +27,8 @@ FIELDS = [
     ({"levels": "log"}, ["levels='log'", "companded", "piecewise", "geometric", "uniform"]),
     ({"rounding": "nearest"}, ["rounding='nearest'", "antithetic", "correlated", "independent"]),
     ({"group_scale": "fp8"}, ["group_scale='fp8'", "uint8", "bf16"]),
-    ({"backend": "cuda"}, ["backend='cuda'", "None", "pallas", "jnp", "interpret"]),
+    ({"backend": "cuda"}, ["backend='cuda'", "None", "triton", "jnp", "interpret"]),
+    ({"backend": "pallas"}, ["backend='pallas'", "pass backend='triton'"]),
     (
         {"levels": "geometric", "widths": (4, 11), "bits": 8},
         ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"],
@@ -154,10 +155,12 @@ def test_bad_keys():
 
 
 def test_a_backend_that_cannot_run_here():
-    with raises(NotImplementedError, "backend='pallas'", "NVIDIA GPU", "'cpu'", "backend=None"):
-        psum_of_ones(method=dq.DynamiQ(backend="pallas"))
-    with raises(ValueError, "backend='triton'", "pallas", "jnp", "interpret"):
-        resolve_backend("triton")
+    with raises(NotImplementedError, "backend='triton'", "NVIDIA GPU", "'cpu'", "backend=None"):
+        psum_of_ones(method=dq.DynamiQ(backend="triton"))
+    with raises(ValueError, "backend='rocm'", "triton", "jnp", "interpret"):
+        resolve_backend("rocm")
+    with raises(ValueError, "backend='pallas'", "pass backend='triton'"):
+        resolve_backend("pallas")
     assert resolve_backend(None) == "jnp"
     assert resolve_backend("interpret") == "interpret"
 

@@ -1,4 +1,4 @@
-"""The Pallas kernels give the reference's bits on the interpreter, and still lower for GPUs."""
+"""The Triton kernels give the reference's bits on the interpreter, and still lower for GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_kernels_lower_for_cuda(name, monkeypatch):
     monkeypatch.setattr(pk, "_implementation", lambda backend: (triton, {}))
     kernels = {
         "statistics": lambda o, p: triton.statistics(o.x[0], super_group_size=fmt.super_group_size),
-        **programs(layout, fmt, jnp.float32, "pallas"),
+        **programs(layout, fmt, jnp.float32, "triton"),
     }
     for kernel, program in kernels.items():
         lowered = _lowered_for_cuda(program, given, arrived)

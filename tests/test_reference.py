@@ -93,20 +93,25 @@ def test_hop_is_accumulate_then_compress():
     payload, sent = before.round_trip(other, mean, seed)
     inputs = (pk.Input(payload[None], before.tiles),)
 
-    static = {"rows": before.rows, "dtype": jnp.float32, "fmt": fmt}
-    accumulate = jax.jit(functools.partial(pk.decompress_accumulate, **static))
-    zero = jnp.zeros_like(mean)
-    total = accumulate(inputs, x, mean, zero, before.order, chunks, jnp.int32(0))
+    source, zero = pk.Source(x, mean, before.order), jnp.zeros_like(mean)
+
+    @jax.jit
+    def accumulate(inputs, source):
+        result = before.result(zero, start=jnp.int32(0))
+        return pk.decompress_accumulate(inputs, source, chunks, result, fmt=fmt)
+
+    @jax.jit
+    def hop(inputs, source):
+        target = after.target(seed)
+        return pk.decompress_accumulate_recompress(inputs, source, chunks, target, fmt=fmt)
+
+    total = accumulate(inputs, source)
     own, sent = (np.asarray(a).reshape(before.rows, -1) for a in (x, sent))
     both = own + sent - 2 * np.asarray(mean)[:, None]
     np.testing.assert_allclose(total, both, rtol=1e-5, atol=1e-5)
 
-    hop = functools.partial(
-        pk.decompress_accumulate_recompress, payload_words=after.payload_words, fmt=fmt
-    )
-    fused = jax.jit(hop)(inputs, x, mean, after.order, after.tiles, chunks, after.noise(seed))
     apart, _ = after.round_trip(total.reshape(-1), zero, seed)
-    np.testing.assert_array_equal(fused, apart)
+    np.testing.assert_array_equal(hop(inputs, source), apart)
 
 
 def test_inputs_of_a_hop_are_added_one_after_another():
@@ -117,12 +122,12 @@ def test_inputs_of_a_hop_are_added_one_after_another():
     x, mean = normal(wide, seed=9)
     zero, start = jnp.zeros_like(mean), jnp.int32(0)
     others = [normal(wide, seed=20 + i)[0] for i in range(5)]
-    static = {"rows": wide.rows, "dtype": jnp.float32, "fmt": fmt}
 
     @functools.partial(jax.jit, static_argnames="divisor")
     def total(inputs, x, mean, mean_sum, divisor=1):
-        rest = x, mean, mean_sum, wide.order, chunks, start
-        return pk.decompress_accumulate(inputs, *rest, divisor=divisor, **static)
+        source = pk.Source(x, mean, wide.order)
+        result = wide.result(mean_sum, divisor=divisor, start=start)
+        return pk.decompress_accumulate(inputs, source, chunks, result, fmt=fmt)
 
     first = jnp.stack([wide.round_trip(o, zero, seed)[0] for o in others[:3]])
     second = jnp.stack([narrow.round_trip(o, zero, seed)[0] for o in others[3:]])
@@ -154,13 +159,12 @@ def test_sums_are_placed_in_the_slice_of_their_owner():
     x, mean = normal(chunk, seed=7)
     # Three chunks of two tiles; the slice holds the super-groups 20 .. 39.
     order = chunk.order.reshape(3, 16)
-    static = {"rows": 20, "dtype": jnp.float32, "fmt": fmt}
+    source, zero = pk.Source(x, mean, order), jnp.zeros_like(mean)
 
     @jax.jit
     def finished(chunks, into):
-        return pk.decompress_accumulate(
-            (), x, mean, jnp.zeros_like(mean), order, chunks, jnp.int32(20), into, **static
-        )
+        result = pk.Result(zero, order, 20, jnp.float32, start=jnp.int32(20), into=into)
+        return pk.decompress_accumulate((), source, chunks, result, fmt=fmt)
 
     exact = np.asarray(x).reshape(48, -1) - np.asarray(mean)[:, None]
     into = jnp.full((20, 256), 7.0)
@@ -185,18 +189,16 @@ def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
 
     # The same super-groups as two chunks of three tiles, encoded and decoded one at a time.
     order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:, :3].repeat(2, axis=0)
-    words, static = sum(shuffled.words[:3]), {"rows": 48, "dtype": jnp.float32, "fmt": fmt}
 
     @jax.jit
     def in_two_chunks(noise):
-        payloads = pk.compress(
-            x, mean, order, tiles, jnp.arange(2), noise, payload_words=words, fmt=fmt
-        )
-        result = None
+        target = pk.Target(tiles, noise, sum(shuffled.words[:3]))
+        payloads = pk.compress(pk.Source(x, mean, order), jnp.arange(2), target, fmt=fmt)
+        so_far = None
         for c in (1, 0):
-            args = payloads[c : c + 1], mean, order, tiles, jnp.array([c])
-            result = pk.decompress(*args, result, **static)
-        return result.reshape(-1)
+            result = pk.Result(mean, order, 48, jnp.float32, into=so_far)
+            so_far = pk.decompress(payloads[c : c + 1], tiles, jnp.array([c]), result, fmt=fmt)
+        return so_far.reshape(-1)
 
     np.testing.assert_array_equal(in_two_chunks(straight.noise(seed)), expected)
 
@@ -222,10 +224,26 @@ def test_decompress_divides_and_poisons():
     x, mean = normal(chunk, seed=8)
     mean_sum = (mean * 4).at[3].set(jnp.nan)
     payload, _ = chunk.round_trip(x, mean, jnp.array([1, 1], jnp.uint32))
-    static = {"rows": chunk.rows, "dtype": jnp.float32, "fmt": chunk.fmt}
-    run = jax.jit(functools.partial(pk.decompress, **static), static_argnames="divisor")
-    args = (payload, mean_sum, chunk.order, chunk.tiles, jnp.zeros(1, jnp.int32))
-    whole, quarter = np.asarray(run(*args)), np.asarray(run(*args, divisor=4))
+
+    @functools.partial(jax.jit, static_argnames="divisor")
+    def run(divisor):
+        result = chunk.result(mean_sum, divisor=divisor)
+        chunks = jnp.zeros(1, jnp.int32)
+        return pk.decompress(payload, chunk.tiles, chunks, result, fmt=chunk.fmt)
+
+    whole, quarter = (np.asarray(run(divisor)) for divisor in (1, 4))
     np.testing.assert_array_equal(quarter * 4, whole)  # a power of two: exact
     np.testing.assert_array_equal(np.isnan(whole).all(axis=1), np.arange(8) == 3)
     np.testing.assert_array_equal(np.isnan(whole).any(axis=1), np.arange(8) == 3)
+
+
+def test_a_start_is_refused_but_for_sums_of_a_slice():
+    chunk = Chunk(WireFormat(widths=(8,)), (8,))
+    x, mean = normal(chunk)
+    chunks, placed = jnp.zeros(1, jnp.int32), chunk.result(mean, start=jnp.int32(0))
+    with pytest.raises(ValueError, match="result.start=None.* 0 for a whole gradient"):
+        source, result = pk.Source(x, mean, chunk.order), chunk.result(mean)
+        pk.decompress_accumulate((), source, chunks, result, fmt=chunk.fmt)
+    with pytest.raises(ValueError, match="whole gradient; pass start=None"):
+        payload = jnp.zeros((1, chunk.payload_words), jnp.uint32)
+        pk.decompress(payload, chunk.tiles, chunks, placed, fmt=chunk.fmt)

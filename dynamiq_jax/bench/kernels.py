@@ -27,6 +27,9 @@ from dynamiq_jax.topologies import Direct, Stage
 from pallas_kernels import (
     Backend,
     Input,
+    Result,
+    Source,
+    Target,
     WireFormat,
     compress,
     decompress,
@@ -212,16 +215,28 @@ def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) ->
 
     static: dict[str, Any] = {"fmt": fmt, "backend": backend}
     words = layout.payload_words
-    encode = jax.jit(partial(compress, payload_words=words[0], **static))
-    hop = jax.jit(partial(decompress_accumulate_recompress, payload_words=words[1], **static))
     rows = math.ceil(x.size / fmt.super_group_size)
-    decode = jax.jit(partial(decompress, rows=rows, dtype=x.dtype, **static))
-    chunks = jnp.zeros(1, jnp.int32)
-    encode_args = (x, mean, order, tiles[0], chunks, first)
+
+    @jax.jit
+    def encode(source, chunks, tiles, noise):
+        return compress(source, chunks, Target(tiles, noise, words[0]), **static)
+
+    @jax.jit
+    def hop(inputs, source, chunks, tiles, noise):
+        target = Target(tiles, noise, words[1])
+        return decompress_accumulate_recompress(inputs, source, chunks, target, **static)
+
+    @jax.jit
+    def decode(payloads, tiles, chunks, mean_sum, order):
+        result = Result(mean_sum, order, rows, x.dtype)
+        return decompress(payloads, tiles, chunks, result, **static)
+
+    source, chunks = Source(x, mean, order), jnp.zeros(1, jnp.int32)
+    encode_args = (source, chunks, tiles[0], first)
     sent = encode(*encode_args)
-    hop_args = ((Input(sent[None], tiles[0]),), x, mean, order, tiles[1], chunks, second)
+    hop_args = ((Input(sent[None], tiles[0]),), source, chunks, tiles[1], second)
     gathered = hop(*hop_args)
-    decode_args = (gathered, mean, order, tiles[1], chunks)
+    decode_args = (gathered, tiles[1], chunks, mean, order)
 
     plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
     return [

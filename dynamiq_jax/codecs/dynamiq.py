@@ -81,89 +81,52 @@ def chunk_codec(
     """
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
-    result = {"dtype": dtype, "divisor": divisor, **common}
     nothing = jnp.zeros_like(plan.mean)
+    own = pk.Source(x, plan.mean, plan.order)
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
         return tuple(pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip) for a in arrived)
 
-    def share(total):
-        """The values to add to, and what is to be subtracted from them."""
-        return (x, plan.mean) if total is None else (total.reshape(-1), nothing)
+    def so_far(total) -> pk.Source:
+        return own if total is None else pk.Source(total.reshape(-1), nothing, plan.order)
+
+    def centred(start=None) -> pk.Result:
+        """All rows of f32 values from which means are subtracted."""
+        return pk.Result(nothing, plan.order, layout.rows, jnp.float32, start=start)
+
+    def summed(rows: int, start, into) -> pk.Result:
+        return pk.Result(plan.mean_sum, plan.order, rows, dtype, divisor, start, into)
 
     def add(arrived, chunks, total=None):
-        values, mean = share(total)
-        return pk.decompress_accumulate(
-            inputs(arrived),
-            values,
-            mean,
-            nothing,
-            plan.order,
-            chunks,
-            jnp.int32(0),
-            rows=layout.rows,
-            dtype=jnp.float32,
-            **common,
-        )
+        result = centred(start=jnp.int32(0))
+        return pk.decompress_accumulate(inputs(arrived), so_far(total), chunks, result, **common)
 
     def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
         if keep_error:
             total, arrived = add(arrived, chunks, total), ()
-        values, mean = share(total)
-        tiles = plan.tiles[encoder.stage]
-        rest = values, mean, plan.order, tiles, chunks, noise[encoder.slot]
-        out = {"payload_words": layout.payload_words[encoder.stage], **common}
+        words = layout.payload_words[encoder.stage]
+        target = pk.Target(plan.tiles[encoder.stage], noise[encoder.slot], words)
         if arrived:
-            payloads = pk.decompress_accumulate_recompress(inputs(arrived), *rest, **out)
+            payloads = pk.decompress_accumulate_recompress(
+                inputs(arrived), so_far(total), chunks, target, **common
+            )
         else:
-            payloads = pk.compress(*rest, skip, **out)
+            payloads = pk.compress(so_far(total), chunks, target, skip, **common)
         if keep_error:
-            carry = _with_error(carry, total, payloads, tiles, chunks)
+            sent = pk.decompress(payloads, target.tiles, chunks, centred(), **common)
+            rows = plan.order[chunks].reshape(-1)
+            lost = (total - sent).at[rows].get(mode="clip")
+            carry = carry.at[rows].set(lost, mode="drop", unique_indices=True)
         return payloads, carry
 
-    def _with_error(errors, total, payloads, tiles, chunks):
-        sent = pk.decompress(
-            payloads,
-            nothing,
-            plan.order,
-            tiles,
-            chunks,
-            rows=layout.rows,
-            dtype=jnp.float32,
-            **common,
-        )
-        rows = plan.order[chunks].reshape(-1)
-        lost = (total - sent).at[rows].get(mode="clip")
-        return errors.at[rows].set(lost, mode="drop", unique_indices=True)
-
     def decode(payloads, chunks, encoders, into, carry: Carry):
-        done = pk.decompress(
-            payloads,
-            plan.mean_sum,
-            plan.order,
-            plan.tiles[-1],
-            chunks,
-            into,
-            rows=layout.rows,
-            **result,
-        )
-        return done, carry
+        result = summed(layout.rows, None, into)
+        return pk.decompress(payloads, plan.tiles[-1], chunks, result, **common), carry
 
     def finish(arrived, chunks, into, carry: Carry):
         assert slice_start is not None
-        done = pk.decompress_accumulate(
-            inputs(arrived),
-            x,
-            plan.mean,
-            plan.mean_sum,
-            plan.order,
-            chunks,
-            slice_start,
-            into,
-            rows=layout.shard_rows,
-            **result,
-        )
-        return done, carry
+        result = summed(layout.shard_rows, slice_start, into)
+        return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common), carry
 
     carry = jnp.zeros((layout.rows, layout.super_group_size), jnp.float32) if keep_error else ()
     return ChunkCodec(encode, add, decode, finish, carry)
@@ -224,14 +187,7 @@ def encode_slice(
     mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
     fmt = dataclasses.replace(layout.fmt, rounding="independent")
     noise = pk.slot_noise(plan.seed, layout.n_workers, fmt.rounding)[me]
-    return pk.compress(
-        x,
-        mean,
-        own[None],
-        lax.dynamic_slice_in_dim(plan.tiles[0], me, 1),
-        jnp.zeros(1, jnp.int32),
-        noise,
-        payload_words=layout.payload_words[0],
-        fmt=fmt,
-        backend=backend,
-    )[0]
+    source = pk.Source(x, mean, own[None])
+    tiles = lax.dynamic_slice_in_dim(plan.tiles[0], me, 1)
+    target = pk.Target(tiles, noise, layout.payload_words[0])
+    return pk.compress(source, jnp.zeros(1, jnp.int32), target, fmt=fmt, backend=backend)[0]

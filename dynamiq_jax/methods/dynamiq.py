@@ -45,7 +45,7 @@ from dynamiq_jax.methods.base import (
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.topologies.base import n_slots
-from pallas_kernels import Backend, WireFormat
+from pallas_kernels import Backend, WireFormat, check_backend
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
 MIN_BUCKET_SIZE = 65536
@@ -127,7 +127,7 @@ class DynamiQ(HopMethod):
         check_choice("levels", self.levels, get_args(Levels))
         check_choice("rounding", self.rounding, get_args(Rounding))
         check_choice("group_scale", self.group_scale, get_args(GroupScale))
-        check_choice("backend", self.backend, (None, *get_args(Backend)))
+        check_backend(self.backend)
         self._check_floor()
         self._check_bits()
         names = ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes")

@@ -20,7 +20,7 @@ def test_same_bits_as_the_reference(name, dtype):
         arrived = payloads(layout, fmt, given)
         expected = run(kernels_of(name), layout, fmt, dtype, "jnp", given, arrived)
     on_gpu = jax.device_put((given, arrived), jax.devices()[0])
-    actual = run(kernels_of(name), layout, fmt, dtype, "pallas", *on_gpu)
+    actual = run(kernels_of(name), layout, fmt, dtype, "triton", *on_gpu)
     for kernel, value in expected.items():
         np.testing.assert_array_equal(actual[kernel], value, err_msg=kernel)
 
@@ -29,6 +29,6 @@ def test_same_bits_as_the_reference(name, dtype):
 def test_statistics_agree_to_rounding(size):
     x = jax.random.normal(jax.random.key(0), (size,)) + 0.5
     expected = pk.statistics(jax.device_put(x, jax.devices("cpu")[0]), backend="jnp")
-    actual = pk.statistics(x, backend="pallas")
+    actual = pk.statistics(x, backend="triton")
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-6, atol=1e-6)

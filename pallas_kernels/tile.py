@@ -1,0 +1,287 @@
+"""The arithmetic of one tile on values in registers, shared by kernels of every lowering of Pallas.
+
+A tile's values are f32 [R, groups, group_size] (R = `TILE_ROWS`) from the first load to the last
+store, and its width is static: a kernel reads the width at run time and takes the branch compiled
+for it (`by_width`), in which every shift, mask and level constant is static.
+
+The arithmetic is that of `pallas_kernels.reference`, operation by operation where rounding could
+differ: no product of inexact operands meets an addition, so that FMA contraction cannot change a
+bit. Nothing here touches memory or knows of a lowering: what is done differently by each, `Tile`
+and `Payload` hold.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.format import SCALE_SLACK, TILE_ROWS, WireFormat, plane_shift, planes_of
+from pallas_kernels.hashing import Noise, noise_words
+
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+class Tile(NamedTuple):
+    """What the arithmetic needs to know of its tile and of the lowering; static."""
+
+    fmt: WireFormat
+    levels: Callable[[jax.Array], jax.Array]
+    """The entries f32 of `level_tables` at indices int32 of any shape."""
+    inverse: Callable[[jax.Array], jax.Array]
+    """1/x, correctly rounded, of normal positive f32."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[R, groups, group_size]."""
+        return TILE_ROWS, self.fmt.groups, self.fmt.group_size
+
+
+class Payload(Protocol):
+    """How a kernel reads and writes one payload, by sections of packed fields.
+
+    A section starts at a word offset; see `pallas_kernels.format` for how fields fill its words.
+    """
+
+    def load_scales(self, offset, count: int, bits: int) -> jax.Array:
+        """Fields uint32[R, count] of ``bits`` bits each."""
+        ...
+
+    def load_plane(self, offset, bits: int, shape: tuple[int, int, int]) -> jax.Array:
+        """Fields uint32[shape] of ``bits`` bits each; bits above those are unspecified."""
+        ...
+
+    def store(self, offset, fields: jax.Array, bits: int) -> None:
+        """Writes fields uint32[rows, count], each below 2^bits."""
+        ...
+
+
+def _u32(x) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _f32(bits) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def as_word(value: int):
+    """``value`` modulo 2^32 as uint32."""
+    return jnp.uint32(value & 0xFFFFFFFF)
+
+
+def field_shifts(shape: tuple[int, ...], bits: int):
+    """0, bits, 2*bits, ... along the last axis: uint32[shape]."""
+    return lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * as_word(bits)
+
+
+def pack(fields, bits: int):
+    """Fields uint32[rows, k] of ``bits`` bits as words uint32[rows, k * bits / 32]."""
+    rows, count = fields.shape
+    per_word = 32 // bits
+    fields = fields.reshape(rows, count // per_word, per_word)
+    return jnp.sum(fields << field_shifts(fields.shape, bits), axis=2, dtype=jnp.uint32)
+
+
+def spread(words, bits: int):
+    """The inverse of `pack`, but for the bits above each field: uint32[rows, words, 32 / bits]."""
+    shape = (*words.shape, 32 // bits)
+    return jnp.broadcast_to(words[:, :, None], shape) >> field_shifts(shape, bits)
+
+
+def by_width(width, widths: tuple[int, ...], branch, *operands):
+    """``branch(w)(*operands)`` for the ``w`` in ``widths`` that ``width`` equals."""
+    if len(widths) == 1:
+        return branch(widths[0])(*operands)
+    return lax.cond(
+        width == widths[0],
+        branch(widths[0]),
+        lambda *rest: by_width(width, widths[1:], branch, *rest),
+        *operands,
+    )
+
+
+def coordinates(rows, tile: Tile):
+    """Indices [R, groups, group_size], each, of row and column of super-groups ``rows[R]``."""
+    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * tile.fmt.group_size
+    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
+    return jnp.broadcast_to(rows[:, None, None], tile.shape), column
+
+
+def noise_of(rows, noise: Noise, tile: Tile):
+    """Noise words [R, groups, group_size] of the super-groups ``rows[R]``."""
+    fmt = tile.fmt
+    quads = fmt.super_group_size // 4
+    quad = lax.broadcasted_iota(jnp.uint32, (TILE_ROWS, quads, 1), 1)
+    counter = rows.astype(jnp.uint32)[:, None, None] * as_word(quads) + quad
+    rotation = field_shifts((TILE_ROWS, quads, 4), 8)
+    return noise_words(counter, rotation, noise, fmt.rounding).reshape(tile.shape)
+
+
+def finished(value, mean_sum, divisor: int):
+    """The sum to be returned: ``value + mean_sum`` over ``divisor``."""
+    value = value + mean_sum
+    return value if divisor == 1 else value * np.float32(1.0 / divisor)
+
+
+def decode(payload: Payload, offset, width: int, tile: Tile):
+    """The decoded coordinates f32[R, groups, group_size] of the record at word ``offset``."""
+    fmt, shape = tile.fmt, tile.shape
+    if width == 0:
+        return jnp.zeros(shape, jnp.float32)
+    code = jnp.uint32(0)
+    for plane in planes_of(width):
+        fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane, shape)
+        if plane < 16:
+            fields = fields & as_word((1 << plane) - 1)
+        fields = fields << as_word(plane_shift(width, plane))
+        code = fields | code
+    if width == 16:
+        magnitude = jnp.minimum(code & as_word(0x7FFF), as_word(0x7F7F))
+        return _f32((magnitude << 16) | (code >> 15 << 31))
+    scale = _decode_scales(payload, offset, width, tile)
+    if width == 1:
+        return _f32(_u32(jnp.broadcast_to(scale, shape)) | ((code ^ 1) << 31))
+    sign = (code << as_word(32 - width)) & as_word(1 << 31)
+    level = code & as_word((1 << (width - 1)) - 1)
+    return _f32(_u32(_decode_levels(level, width, tile)) | sign) * scale
+
+
+def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
+    """Group scales f32[R, groups, 1] of a record."""
+    fmt = tile.fmt
+    if fmt.group_scale == "bf16":
+        fields = payload.load_scales(offset, fmt.groups, 16)
+        return _finite_scale(fields, width, fmt)[:, :, None]
+    super_scale = _finite_scale(payload.load_scales(offset, 1, 16), width, fmt)
+    start = offset + fmt.super_scale_words(width)
+    fraction = payload.load_scales(start, fmt.groups, 8)
+    return _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)[:, :, None]
+
+
+def _finite_scale(fields, width: int, fmt: WireFormat):
+    """A bf16 scale as f32: whatever the bits, not negative, finite and at most the cap."""
+    cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
+    return _f32(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
+
+
+def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
+    """super_scale * fraction / 256, rounded up to the width's significant bits."""
+    scale = super_scale * (fraction.astype(jnp.float32) * (1.0 / 256))
+    drop = (1 << (24 - fmt.scale_bits(width))) - 1
+    if fmt.scale_bits(width) >= 16:
+        return scale
+    return _f32((_u32(scale) + as_word(drop)) & as_word(~drop))
+
+
+def level_tables(fmt: WireFormat) -> jax.Array:
+    """The levels of all widths of "geometric" levels, one after another: f32; else one zero."""
+    tables = [fmt.level_table(w) for w in fmt.widths if 1 < w < 16]
+    if fmt.levels != "geometric" or not tables:
+        return jnp.zeros((1,), jnp.float32)
+    return jnp.asarray(np.concatenate(tables), jnp.float32)
+
+
+def _table_start(width: int, fmt: WireFormat) -> int:
+    smaller = [w for w in fmt.widths if 1 < w < 16 and w < width]
+    return sum(1 << (w - 1) for w in smaller)
+
+
+def _decode_levels(level, width: int, tile: Tile):
+    fmt = tile.fmt
+    if fmt.levels == "geometric":
+        return tile.levels(level.astype(jnp.int32) + _table_start(width, fmt))
+    bits = fmt.octave_bits(width)
+    low = np.float32((1 << bits) + fmt.level_start(width))
+    return _f32((level << as_word(23 - bits)) + as_word(int(low.view(np.uint32)))) - low
+
+
+def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> None:
+    """Encodes f32[R, groups, group_size] and stores the record at word ``offset``."""
+    if width == 0:
+        return
+    fmt = tile.fmt
+    if width == 16:
+        own = _u32(values)
+        rounding = (noise ^ (as_word(0) - (own >> 31))) >> 16
+        raw = jnp.minimum((own & as_word(0x7FFFFFFF)) + rounding, as_word(0x7F7FFFFF)) >> 16
+        code = raw | (own >> 31 << 15)
+    else:
+        inverse = _encode_scales(values, payload, offset, width, tile)
+        z = values * inverse
+        code = _round(z, noise, width, tile)
+    for plane in planes_of(width):
+        fields = code >> as_word(plane_shift(width, plane))
+        if plane < width:
+            fields = fields & as_word((1 << plane) - 1)
+        fields = fields.reshape(TILE_ROWS, fmt.super_group_size)
+        payload.store(offset + fmt.plane_offset(width, plane), fields, plane)
+
+
+def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
+    """Chooses and stores the scales; returns the reciprocals [R, groups, 1] to encode with."""
+    fmt = tile.fmt
+    cap, to_scale = fmt.super_scale_cap(width), SCALE_SLACK / fmt.level_top(width)
+    top = jnp.max(jnp.abs(values), axis=2)
+    if fmt.group_scale == "bf16":
+        scale = _bf16_up(top * to_scale, cap)
+        payload.store(offset, _u32(scale) >> 16, 16)
+        return _reciprocal(scale, tile)[:, :, None]
+    super_scale = _bf16_up(jnp.max(top, axis=1) * to_scale, cap)
+    payload.store(offset, (_u32(super_scale) >> 16).reshape(1, TILE_ROWS), 16)
+    inverse = _reciprocal(super_scale, tile)
+    fraction = top * inverse[:, None] * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
+    fraction = jnp.clip(jnp.ceil(fraction), 1.0, 256.0).astype(jnp.int32)
+    start = offset + fmt.super_scale_words(width)
+    payload.store(start, (fraction - 1).astype(jnp.uint32), 8)
+    scale = _group_scale(super_scale[:, None], fraction, width, fmt)
+    return _reciprocal(scale, tile)[:, :, None]
+
+
+def _bf16_up(x, cap: float):
+    bits = jnp.minimum(_u32(x), as_word(0x7F7F0000)) + as_word(0xFFFF)
+    return jnp.minimum(_f32(bits & as_word(0xFFFF0000)), cap)
+
+
+def _reciprocal(x, tile: Tile):
+    """1/x correctly rounded; 0 where x is too small for that to be finite."""
+    safe = x >= _SMALLEST_NORMAL
+    return jnp.where(safe, tile.inverse(jnp.where(safe, x, 1.0)), 0.0)
+
+
+def _round(z, noise, width: int, tile: Tile):
+    """The codes of values in units of levels, rounded by ``noise``."""
+    fmt = tile.fmt
+    if width == 1:
+        two = int(np.float32(2.0).view(np.uint32))
+        up = _u32(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(two) + (noise >> 9)
+        return jnp.minimum(up >> 23, as_word(1))
+    sign = _u32(z) >> 31
+    noise = noise ^ (as_word(0) - sign)
+    last = as_word((1 << (width - 1)) - 1)
+    if fmt.levels == "geometric":
+        level = _round_to_table(jnp.abs(z), noise, width, tile)
+    else:
+        bits = fmt.octave_bits(width)
+        low = np.float32((1 << bits) + fmt.level_start(width))
+        steps = _u32(jnp.abs(z) + low) - as_word(int(low.view(np.uint32)))
+        level = (steps + (noise >> as_word(9 + bits))) >> as_word(23 - bits)
+    return jnp.minimum(level, last) | (sign << as_word(width - 1))
+
+
+def _round_to_table(z, noise, width: int, tile: Tile):
+    """Binary search in the level table, then one random step up."""
+    start, count = _table_start(width, tile.fmt), 1 << (width - 1)
+    below = jnp.zeros(z.shape, jnp.int32)
+    step = count // 2
+    while step:
+        candidate = below + step
+        below = jnp.where(tile.levels(candidate + start) <= z, candidate, below)
+        step //= 2
+    below = jnp.minimum(below, max(count - 2, 0))
+    lower = tile.levels(below + start)
+    upper = tile.levels(below + (start + 1))
+    scaled = (jnp.int32(0xFFFF) - (noise >> 16).astype(jnp.int32)).astype(jnp.float32)
+    threshold = scaled * ((upper - lower) * 2**-16)
+    return jnp.where(z - lower > threshold, below + 1, below).astype(jnp.uint32)
