@@ -102,22 +102,20 @@ def chunk_codec(
         return pk.decompress_accumulate(inputs(arrived), so_far(total), chunks, result, **common)
 
     def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
-        if keep_error:
-            total, arrived = add(arrived, chunks, total), ()
         words = layout.payload_words[encoder.stage]
         target = pk.Target(plan.tiles[encoder.stage], noise[encoder.slot], words)
-        if arrived:
-            payloads = pk.decompress_accumulate_recompress(
-                inputs(arrived), so_far(total), chunks, target, **common
-            )
-        else:
-            payloads = pk.compress(so_far(total), chunks, target, skip, **common)
         if keep_error:
+            total = add(arrived, chunks, total)
+            payloads = pk.compress(so_far(total), chunks, target, skip, **common)
             sent = pk.decompress(payloads, target.tiles, chunks, centred(), **common)
             rows = plan.order[chunks].reshape(-1)
             lost = (total - sent).at[rows].get(mode="clip")
-            carry = carry.at[rows].set(lost, mode="drop", unique_indices=True)
-        return payloads, carry
+            return payloads, carry.at[rows].set(lost, mode="drop", unique_indices=True)
+        if not arrived:
+            return pk.compress(so_far(total), chunks, target, skip, **common), carry
+        return pk.decompress_accumulate_recompress(
+            inputs(arrived), so_far(total), chunks, target, **common
+        ), carry
 
     def decode(payloads, chunks, encoders, into, carry: Carry):
         result = summed(layout.rows, None, into)
