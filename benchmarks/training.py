@@ -13,7 +13,8 @@ Methods are those of `dynamiq-jax error` (``f32`` and ``bf16`` sum uncompressed 
 and
 
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
-* ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error.
+* ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
+* ``dynamiq-memory:3``: the default with error feedback over all hops.
 
 Every finished row is kept in ``--json`` at once. Rows that the file has are not trained again, so
 that an interrupted command goes on where it was. Several commands may share the file.
@@ -255,8 +256,8 @@ def ahead(builds: Sequence[Callable[[], Any]], threads: int) -> Iterator[Future]
 def compile_program(program: Program) -> Compiled:
     """Compiles a program for the shapes of its rows."""
     task, first, start = program.task, program.settings[0], time.perf_counter()
-    average = program.mean.average
-    trainer = make_trainer(task.shape, program.optimiser, average, task.n_workers, task.steps)
+    mean = program.mean
+    trainer = make_trainer(task.shape, program.optimiser, mean, task.n_workers, task.steps)
     seeds = batches_of_seeds(first["seeds"], program.at_once)[0]
     run = trainer.lower(*arguments(task, first["init"], 0.0, seeds)).compile()
     return Compiled(run, time.perf_counter() - start)

@@ -32,6 +32,7 @@ EXACT, BF16 = "exact", "bf16-psum"
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
+    "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
 }
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")
@@ -47,23 +48,29 @@ class Mean(NamedTuple):
     topology: str
     options: str
     """What the result depends on besides the names."""
-    average: Callable[[Tree, Array], Tree]
-    """(one worker's gradients, key) -> their mean over `AXIS`."""
+    average: Callable[[Tree, Array, Any], tuple[Tree, Any]]
+    """(one worker's gradients, key, its state) -> their mean over `AXIS`, the next state."""
     bits_per_coord: Callable[[Tree, int], float]
     """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
+    init: Callable[[Tree, int], Any] = lambda grads, n_workers: ()
+    """(gradients, workers) -> all workers' first state."""
 
 
 def exact_mean() -> Mean:
     """The f32 mean."""
-    return Mean(EXACT, "native", "", lambda g, key: lax.pmean(g, AXIS), lambda g, n: 32.0)
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        return lax.pmean(grads, AXIS), state
+
+    return Mean(EXACT, "native", "", average, lambda g, n: 32.0)
 
 
 def bf16_mean() -> Mean:
     """`lax.pmean` in bf16, and back to the gradients' dtype."""
 
-    def average(grads: Tree, key: Array) -> Tree:
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
         narrow = lax.pmean(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), AXIS)
-        return jax.tree.map(lambda m, g: m.astype(g.dtype), narrow, grads)
+        return jax.tree.map(lambda m, g: m.astype(g.dtype), narrow, grads), state
 
     return Mean(BF16, "native", "", average, lambda g, n: 16.0)
 
@@ -106,13 +113,16 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
         route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
     chosen: dict[str, Any] = {"method": method, "topology": route}
 
-    def average(grads: Tree, key: Array) -> Tree:
-        return dq.pmean(grads, AXIS, key=key, **chosen)
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        return dq.reduce(grads, AXIS, key=key, state=state, **chosen)[:2]
+
+    def init_state(grads: Tree, n_workers: int) -> Any:
+        return dq.init_state(grads, n_workers, stacked=True, **chosen)
 
     def bits_per_coord(grads: Tree, n_workers: int) -> float:
         return dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
 
-    return Mean(name, topology, f"{method!r} {route!r}", average, bits_per_coord)
+    return Mean(name, topology, f"{method!r} {route!r}", average, bits_per_coord, init_state)
 
 
 def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
@@ -184,7 +194,7 @@ def squares(tree: Tree) -> Array:
 
 
 def make_trainer(
-    shape: Shape, optimiser: str, average: Callable[[Tree, Array], Tree], n_workers: int, steps: int
+    shape: Shape, optimiser: str, mean: Mean, n_workers: int, steps: int
 ) -> Callable[..., dict[str, Array]]:
     """Returns the program that trains one model for every seed.
 
@@ -196,32 +206,35 @@ def make_trainer(
     """
     optimizer = make_optimizer(optimiser, steps)
 
-    def worker(params: Tree, tokens: Array, key: Array) -> tuple[Array, Tree, Tree]:
+    def worker(params: Tree, tokens: Array, key: Array, memory: Any):
         own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
         grads = unstack(grads)
-        return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), average(grads, key)
+        averaged = mean.average(grads, key, memory)
+        return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
 
-    workers = jax.vmap(worker, (None, 0, None), (None, None, 0), axis_name=AXIS)
+    workers = jax.vmap(worker, (None, 0, None, 0), (None, None, 0), axis_name=AXIS)
 
     def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
         start_key, key = jax.random.split(jax.random.key(seed))
 
         def step(carry, now):
-            params, state = carry
+            params, state, memory = carry
             number, own = now
             tokens = text[own[:, None] + jnp.arange(shape.seq_len + 1)]
             tokens = tokens.reshape(n_workers, -1, shape.seq_len + 1)
-            mean_loss, exact, copies = workers(params, tokens, jax.random.fold_in(key, number))
-            mean = jax.tree.map(lambda x: x[0], copies)
-            error = jax.tree.map(jnp.subtract, mean, exact)
-            updates, state = optimizer.update(stack(mean), state, params)
+            step_key = jax.random.fold_in(key, number)
+            mean_loss, exact, (copies, memory) = workers(params, tokens, step_key, memory)
+            found = jax.tree.map(lambda x: x[0], copies)
+            error = jax.tree.map(jnp.subtract, found, exact)
+            updates, state = optimizer.update(stack(found), state, params)
             params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
             measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
-            return (params, state), measured
+            return (params, state, memory), measured
 
         params = init(shape, start_key, kind)
-        carry = params, optimizer.init(params)
-        (params, _), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
+        memory = mean.init(unstack(params), n_workers)
+        carry = params, optimizer.init(params), memory
+        (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
         rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
         validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
         return measured | {"validation": validation}

@@ -15,7 +15,7 @@ class Metrics(NamedTuple):
     vnmse: Float[Array, ""] | float
     """Expected |error|² / |result|² of the compressed leaves, from the widths and energies that the
     plan knows: for Gaussian coordinates, and gradients that are unrelated between workers until
-    their sum is encoded. NaN where the method cannot say."""
+    their sum is encoded; right within a factor of two. NaN where the method cannot say."""
     nonfinite: Float[Array, ""] | float
     """Coordinates of compressed leaves that came out NaN or infinite."""
     saturated: Float[Array, ""] | float

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, first_state, gradient
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
-N, SIZE = 4, 48 * 256 - 30
+N, SIZE = 4, 128 * 256 - 30
 KEY = jax.random.key(0)
 ROUTES = {"ring": dq.Ring(unroll_up_to=1), "direct": dq.Direct()}
 
@@ -38,7 +39,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize("route", ROUTES)
     def test_delivered_and_remembered_make_up_the_inputs(self, route):
-        method, topology = dq.DynamiQ(bits=3.5, error_feedback=True, **SMALL), ROUTES[route]
+        method, topology = dq.DynamiQ(error_feedback=True, **SMALL), ROUTES[route]
         x, steps = gradient(1, N, SIZE), 8
         state, run = first_state(method, x, N, topology), reducer(method, topology, op="sum")
         exact, delivered = np.sum(np.asarray(x, np.float64), axis=0), 0.0
@@ -147,7 +148,8 @@ class TestMetrics:
 
     def test_of_a_hierarchy_and_under_jaxs_own_check(self):
         """Scalars of all slices; JAX counts them as replicated."""
-        mesh = jax.make_mesh((2, 2), ("node", "gpu"), devices=jax.devices()[:4])
+        auto = (AxisType.Auto,) * 2
+        mesh = jax.make_mesh((2, 2), ("node", "gpu"), devices=jax.devices()[:4], axis_types=auto)
         x, topology = gradient(4, 4, 96 * 1024), dq.Hierarchical(outer=dq.Direct())
         method = dq.DynamiQ(**SMALL)
 
@@ -158,7 +160,7 @@ class TestMetrics:
         mapped = jax.shard_map(one, mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
         total, metrics = jax.jit(mapped)(x)
         lost = relative_error(total, np.sum(np.asarray(x, np.float64), axis=0))
-        assert metrics.vnmse == pytest.approx(lost, rel=0.3)
+        assert 0.5 < metrics.vnmse / lost < 2
         assert np.sum(metrics.widths) == pytest.approx(1)
 
 
@@ -177,9 +179,9 @@ def test_unknown_operations_are_refused():
 
 
 def test_a_stacked_state_is_every_workers():
-    x = jax.ShapeDtypeStruct((70_000,), jnp.float32)
+    x = jax.ShapeDtypeStruct((200_000,), jnp.float32)
     method = dq.DynamiQ(error_feedback=True)
     (own,), (all_of,) = (dq.init_state(x, 3, method=method, stacked=s) for s in (False, True))
-    assert (own.shape, all_of.shape) == ((70_000,), (3, 70_000))
+    assert (own.shape, all_of.shape) == ((200_000,), (3, 200_000))
     mesh = auto_mesh(2)
     assert dq.init_state(x, mesh.size, method=dq.DynamiQ()) == ((),)

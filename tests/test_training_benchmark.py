@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -138,15 +139,16 @@ def test_methods_and_their_routes_by_name():
 
 def test_bf16_psum_rounds_to_bf16_and_comes_back_in_f32():
     x = jax.random.normal(jax.random.key(0), (8, 512))
-    average = jax.vmap(training_run.bf16_mean().average, (0, None), axis_name=training_run.AXIS)
-    found = average({"leaf": x}, jax.random.key(1))["leaf"][0]
+    average = partial(training_run.bf16_mean().average, key=jax.random.key(1), state=())
+    found = jax.vmap(average, axis_name=training_run.AXIS)({"leaf": x})[0]["leaf"][0]
     assert found.dtype == jnp.float32
     assert 1e-4 < float(jnp.abs(found - x.mean(axis=0)).max()) < 2**-6
 
 
 def test_workers_have_gradients_of_their_own(task):
     """A "mean" that is worker 0's own gradient is far from the mean."""
-    own = training_run.make_trainer(task.shape, "sgd", lambda grads, key: grads, 8, 2)
+    alone = training_run.exact_mean()._replace(average=lambda grads, key, state: (grads, state))
+    own = training_run.make_trainer(task.shape, "sgd", alone, 8, 2)
     two_steps = task._replace(steps=2)
     result = training_run.run_seeds(own, two_steps, "unit", 0.1, 1, 1)
     by_leaf = training.leaf_errors(result["errors"], result["norms"])

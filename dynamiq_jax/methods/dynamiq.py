@@ -336,11 +336,12 @@ class DynamiQ(HopMethod):
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
 
     def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
-        """What the encodings lost; where that is not finite, what they lost before."""
+        """What the encodings lost; of super-groups that come out NaN, what they lost before."""
         if not self.error_feedback:
             return state
-        lost = carry.reshape(-1)[: bound.layout.size]
-        return jnp.where(jnp.isfinite(lost), lost, state)
+        poisoned = jnp.isnan(shared.plan.mean_sum[: bound.layout.rows, None])
+        poisoned = jnp.broadcast_to(poisoned, carry.shape).reshape(-1)[: bound.layout.size]
+        return jnp.where(poisoned, state, carry.reshape(-1)[: bound.layout.size])
 
     def facts(
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
