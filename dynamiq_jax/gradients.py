@@ -1,12 +1,13 @@
 """Gradients for pjit'd training steps, where there is no psum to replace."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
@@ -28,7 +29,7 @@ def value_and_grad(
 
     Args:
       loss_fn: ``loss_fn(params, *batch) -> loss``, a mean over the examples it is given; or
-        ``-> (loss, aux)`` with ``has_aux``.
+        ``-> (loss, aux)`` with ``has_aux``. Pure, as for `jax.jit`.
       mesh: a mesh with Auto or Explicit axes; its axes other than ``axis_name`` have size 1.
       axis_name: the data-parallel axis, or a tuple of axes that together are.
       method: as for `psum`.
@@ -37,9 +38,11 @@ def value_and_grad(
 
     Returns:
       ``f(params, *batch, key=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
-      ``has_aux``), to be called inside or outside `jax.jit`. Parameters are replicated; every
-      array of ``batch`` is split along its leading axis; loss, gradients and the floating-point
-      leaves of aux are means over workers, other leaves of aux are sums.
+      ``has_aux``), to be called inside or outside `jax.jit`; outside it is one program, compiled
+      once for all calls with the same shapes and dtypes. Parameters are replicated; every array of
+      ``batch`` is split along its leading axis, and both are brought there however they are
+      sharded over the mesh. Loss, gradients and the floating-point leaves of aux are means over
+      workers, other leaves of aux are sums.
 
     Raises:
       ValueError: ``axis_name`` is not in the mesh, or a batch axis does not divide by its size.
@@ -65,10 +68,18 @@ def value_and_grad(
         grads = pmean(grads, axis_name, method=method, topology=topology, key=key)
         return jax.tree.map(lambda x: _reduce_value(x, axis_name), value), grads
 
+    @functools.partial(jax.jit, inline=True)
+    def mapped(params, key, *batch):
+        specs = (P(), P(), *(P(axis_name) for _ in batch))
+        args = params, key, *batch
+        if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+            # There the types of arguments say how they are sharded, and must fit the specs.
+            shardings = (NamedSharding(mesh, spec) for spec in specs)
+            args = tuple(jax.reshard(x, s) for x, s in zip(args, shardings, strict=True))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(*args)
+
     def reduced(params, *batch, key=None):
         _check_batch(batch, n_workers, axis_name)
-        specs = (P(), P(), *(P(axis_name) for _ in batch))
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
         return mapped(params, key, *batch)
 
     return reduced
