@@ -23,7 +23,13 @@ from dynamiq_jax.allocation import (
 from dynamiq_jax.codecs.dynamiq import chunk_ops, encode_slice, plan_for
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.layout import Collective, Layout, make_layout
-from dynamiq_jax.methods.base import Limits, State, check_choice, check_not_negative
+from dynamiq_jax.methods.base import (
+    Limits,
+    State,
+    check_choice,
+    check_not_negative,
+    half_precision,
+)
 from dynamiq_jax.topologies import ChunkOps, Direct, Stage, Topology
 from dynamiq_jax.topologies.base import all_reduce, n_slots, reduce_scatter
 from pallas_kernels import Backend, WireFormat
@@ -175,6 +181,10 @@ class DynamiQ:
     def needs_state(self) -> bool:
         """Nothing is carried from step to step."""
         return False
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """16 bits."""
+        return half_precision(dtype)
 
     def init(self, size: int, n_workers: int) -> tuple[()]:
         """No state."""
