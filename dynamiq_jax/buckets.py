@@ -42,6 +42,11 @@ class Bucket(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     @property
+    def dtype(self) -> np.dtype:
+        """That of every leaf."""
+        return self.leaves[0].dtype
+
+    @property
     def size(self) -> int:
         """Coordinates."""
         return sum(leaf.size for leaf in self.leaves)

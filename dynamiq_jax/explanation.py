@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dynamiq_jax import hierarchy
 from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
-from dynamiq_jax.buckets import COMPRESSED_DTYPES, describe_leaves, group_leaves
+from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, describe_leaves, group_leaves
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Hierarchical
 
@@ -114,7 +114,7 @@ def explain(
         rows[leaf.index] = _row(leaf, None, f"exact: {reason}", share * leaf.nbytes, share)
         outer += share * leaf.nbytes
     for number, bucket in enumerate(grouping.buckets):
-        inner_bits, outer_bits = _wire_bits(bucket.size, resolved)
+        inner_bits, outer_bits = _wire_bits(bucket, resolved)
         outer += outer_bits / 8
         for leaf in bucket.leaves:
             part = (inner_bits + outer_bits) / 8 * leaf.size / bucket.size
@@ -153,12 +153,12 @@ def wire_bits(
     return round(8 * explanation.wire_bytes)
 
 
-def _wire_bits(size: int, resolved: Resolved) -> tuple[int, int]:
+def _wire_bits(bucket: Bucket, resolved: Resolved) -> tuple[int, int]:
     """Bits that one worker sends for a bucket within the inner axis, and in all other ways."""
     method, topology, _, sizes = resolved
     if isinstance(topology, Hierarchical):
-        return hierarchy.wire_bits(size, sizes, method, topology)
-    return 0, method.wire_bits(size, resolved.n_workers, topology)
+        return hierarchy.wire_bits(bucket.size, bucket.dtype, sizes, method, topology)
+    return 0, method.wire_bits(bucket.size, resolved.n_workers, topology)
 
 
 def _expected_error(resolved: Resolved) -> tuple[float | None, str | None]:

@@ -1,18 +1,20 @@
 """Gradients for pjit'd training steps, where there is no psum to replace."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
 from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
-from dynamiq_jax.collectives import pmean
+from dynamiq_jax.collectives import reduce
 from dynamiq_jax.methods import Method
+from dynamiq_jax.metrics import Reduced
 
 
 def value_and_grad(
@@ -23,23 +25,29 @@ def value_and_grad(
     method: Method | None = None,
     topology: AnyTopology | None = None,
     has_aux: bool = False,
+    metrics: bool = False,
 ) -> Callable[..., Any]:
     """Data-parallel `jax.value_and_grad` whose gradient mean is compressed.
 
     Args:
       loss_fn: ``loss_fn(params, *batch) -> loss``, a mean over the examples it is given; or
-        ``-> (loss, aux)`` with ``has_aux``.
+        ``-> (loss, aux)`` with ``has_aux``. Pure, as for `jax.jit`.
       mesh: a mesh with Auto or Explicit axes; its axes other than ``axis_name`` have size 1.
       axis_name: the data-parallel axis, or a tuple of axes that together are.
       method: as for `psum`.
       topology: as for `psum`.
       has_aux: whether ``loss_fn`` returns more than the loss.
+      metrics: whether ``f`` returns the `Metrics` of the mean.
 
     Returns:
-      ``f(params, *batch, key=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
-      ``has_aux``), to be called inside or outside `jax.jit`. Parameters are replicated; every
-      array of ``batch`` is split along its leading axis; loss, gradients and the floating-point
-      leaves of aux are means over workers, other leaves of aux are sums.
+      ``f(params, *batch, key=None, state=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
+      ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` stands in the place of ``grads``, as
+      `reduce` returns it), to be called inside or outside `jax.jit`; outside it is one program,
+      compiled once for all calls with the same shapes and dtypes. Parameters are replicated; every array of
+      ``batch`` is split along its leading axis, and both are brought there however they are
+      sharded over the mesh. A state is `init_state`'s with ``stacked=True``, then that of the step
+      before: its leading axis is that of the workers. Loss, gradients and the floating-point leaves
+      of aux are means over workers, other leaves of aux are sums.
 
     Raises:
       ValueError: ``axis_name`` is not in the mesh, or a batch axis does not divide by its size.
@@ -59,17 +67,33 @@ def value_and_grad(
             "as well; call dq.pmean inside your own jax.shard_map over all axes"
         )
 
-    def local(params, key, *batch):
+    def local(params, key, state, *batch):
         params = to_varying(params, axis_name)
         value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
-        grads = pmean(grads, axis_name, method=method, topology=topology, key=key)
-        return jax.tree.map(lambda x: _reduce_value(x, axis_name), value), grads
+        own = jax.tree.map(lambda x: x[0], state)
+        options = {"method": method, "topology": topology, "metrics": metrics}
+        found = reduce(grads, axis_name, key=key, state=own, **options)
+        after = jax.tree.map(lambda x: to_varying(x, axis_name)[None], found.state)
+        value = jax.tree.map(lambda x: _reduce_value(x, axis_name), value)
+        return value, found._replace(state=after)
 
-    def reduced(params, *batch, key=None):
+    @functools.partial(jax.jit, inline=True)
+    def mapped(params, key, state, *batch):
+        specs = (P(), P(), P(axis_name), *(P(axis_name) for _ in batch))
+        args = params, key, state, *batch
+        if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+            # There the types of arguments say how they are sharded, and must fit the specs.
+            shardings = (NamedSharding(mesh, spec) for spec in specs)
+            args = tuple(jax.reshard(x, s) for x, s in zip(args, shardings, strict=True))
+        spec_of: Any = Reduced
+        out_specs = P(), spec_of(tree=P(), state=P(axis_name), metrics=P())
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
+
+    def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
-        specs = (P(), P(), *(P(axis_name) for _ in batch))
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-        return mapped(params, key, *batch)
+        _check_stacked(state, n_workers)
+        value, found = mapped(params, key, state, *batch)
+        return value, found if metrics or state is not None else found.tree
 
     return reduced
 
@@ -79,6 +103,16 @@ def _reduce_value(x, axis_name: AxisNames):
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.pmean(x, axis_name)
     return lax.psum(x, axis_name)
+
+
+def _check_stacked(state, n_workers: int) -> None:
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
+    wrong = [shape for shape in shapes if shape[:1] != (n_workers,)]
+    if wrong:
+        raise ValueError(
+            f"state has a leaf of shape {wrong[0]}, whose leading axis is not that of the "
+            f"{n_workers} workers; pass dq.init_state(params, {n_workers}, ..., stacked=True)"
+        )
 
 
 def _check_batch(batch, n_workers: int, axis_name: AxisNames) -> None:

@@ -24,19 +24,14 @@ def slice_size(size: int, n_inner: int) -> int:
     return -(-size // (n_inner * UNIT)) * UNIT
 
 
-def native_dtype(dtype) -> jnp.dtype:
-    """What travels on the inner axis where it is not compressed."""
-    return jnp.dtype(dtype) if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)
-
-
 def wire_bits(
-    size: int, sizes: tuple[int, ...], method: Method, topology: Hierarchical
+    size: int, dtype, sizes: tuple[int, ...], method: Method, topology: Hierarchical
 ) -> tuple[int, int]:
-    """Bits that one worker sends on the inner and on the outer axis."""
+    """Bits that one worker sends of ``dtype[size]`` on the inner and on the outer axis."""
     n_inner, n_outer = sizes[-1], math.prod(sizes[:-1])
     part = slice_size(size, n_inner)
     if topology.inner is None:
-        inner = 2 * (n_inner - 1) * part * 16
+        inner = 2 * (n_inner - 1) * part * 8 * method.native_dtype(dtype).itemsize
     else:
         halves = cast(ShardedMethod, method)
         inner = halves.sharded_wire_bits(part, n_inner, topology.inner)
@@ -89,7 +84,7 @@ def all_reduce(
 
     with jax.named_scope("dynamiq_inner_scatter"):
         if inner is None:
-            mine = psum_scatter(slices.astype(native_dtype(x.dtype)), inner_axis)
+            mine = psum_scatter(slices.astype(method.native_dtype(x.dtype)), inner_axis)
         else:
             mine = cast(ShardedMethod, method).reduce_scatter(
                 slices, inner_axis, n_workers=n_inner, topology=inner, seed=seeds[0]

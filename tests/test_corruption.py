@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -11,7 +14,6 @@ import pytest
 from cases import SMALL, assert_replicas_equal, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.topologies import base
 
 N, SIZE = 4, 4 * 2048 * 3
 METHODS = {
@@ -23,34 +25,33 @@ METHODS = {
 TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flipping:
-    """A topology on whose wires the payloads that worker 1 sends are XORed with a mask."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Flipping(dq.DynamiQ):
+    """DynamiQ on a wire that XORs the payloads that worker 1 sends with a mask."""
 
-    inner: Any
-    mask: jax.Array
+    mask: Any
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+    def codec(self, x, shared, bound, **options):
+        codec = dq.DynamiQ.codec(self, x, shared, bound, **options)
 
-    def reduce(self, ops, axis_name, n_workers, streams):
-        def encode(arrived, chunks, stage, slot, **rest):
-            payloads = ops.encode(arrived, chunks, stage, slot, **rest)
-            hit = (jax.lax.axis_index(axis_name) == 1) & (jnp.asarray(stage) == 0)
+        def encode(arrived, chunks, encoder, carry, **rest):
+            payloads, carry = codec.encode(arrived, chunks, encoder, carry, **rest)
+            hit = (encoder.worker == 1) & (encoder.stage == 0)
             mask = jnp.where(hit, self.mask[: payloads.shape[1]], 0).astype(jnp.uint32)
-            return payloads ^ mask
+            return payloads ^ mask, carry
 
-        return self.inner.reduce(ops._replace(encode=encode), axis_name, n_workers, streams)
+        return codec._replace(encode=encode)
 
 
 @functools.cache
 def flipped(method_name, topology_name):
     """jit of (x, mask) -> every worker's sum."""
-    method, inner = METHODS[method_name], TOPOLOGIES[topology_name]
+    plain, topology = METHODS[method_name], TOPOLOGIES[topology_name]
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
 
     def one(x, mask):
-        key = jax.random.key(3)
-        return dq.psum(x, "data", method=method, topology=Flipping(inner, mask), key=key)
+        method, key = Flipping(**fields, mask=mask), jax.random.key(3)
+        return dq.psum(x, "data", method=method, topology=topology, key=key)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
@@ -99,21 +100,49 @@ def test_noise_instead_of_payloads_stays_finite(method_name, topology_name):
         assert_replicas_equal(result)
 
 
-def test_what_one_receiver_alone_got_wrong_is_found_by_debug_checks(monkeypatch):
-    """Corruption of the all-gather makes replicas differ: only a comparison can see it."""
-    from dynamiq_jax.fingerprint import fingerprint
+FLIPPED = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import dynamiq_jax as dq
+from dynamiq_jax.codecs import dynamiq as codec
+from dynamiq_jax.executors import collectives as executor
 
-    good = base.all_gather_invarying
+def flip_on_worker_1(x):
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1)
+    bit = (jax.lax.axis_index("data") == 1).astype(words.dtype) << 4
+    words = words.at[5].set(words[5] ^ bit)
+    return jax.lax.bitcast_convert_type(words.reshape(x.shape), x.dtype)
 
-    def gather(x, axis_name):
-        hit = (jax.lax.axis_index(axis_name) == 2).astype(jnp.uint32)
-        return good(x, axis_name).at[0, 40].add(hit << 4)
+good_plan, good_gather = codec.make_plan, executor.all_gather_invarying
+if sys.argv[1] == "statistics":
+    codec.make_plan = lambda stats, *rest: good_plan(flip_on_worker_1(stats), *rest)
+else:
+    executor.all_gather_invarying = lambda *args: flip_on_worker_1(good_gather(*args))
 
-    monkeypatch.setattr(base, "all_gather_invarying", gather)
+method = dq.DynamiQ(debug_checks=True, min_leaf_size=1, min_bucket_size=1)
+mesh = jax.make_mesh((2,), ("data",))
+step = lambda x: dq.psum(x, "data", method=method, topology=dq.Direct())
+mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+x = jax.device_put(jnp.arange(8192.0), jax.NamedSharding(mesh, P("data")))
+jax.block_until_ready(jax.jit(mapped)(x))
+jax.effects_barrier()
+"""
 
-    def one(x):
-        return dq.psum(x, "data", method=METHODS["default"], topology=dq.Ring())
 
-    result = jax.vmap(one, axis_name="data")(gradient(2, N, SIZE))
-    hashes = [int(fingerprint(row)) for row in result]
-    assert [h == hashes[0] for h in hashes] == [True, True, False, True]
+@pytest.mark.parametrize(("received", "found"), [("statistics", "plan"), ("sums", "result")])
+def test_what_one_receiver_alone_got_wrong_is_found_by_debug_checks(received, found):
+    """Corruption of what all are to hold makes replicas differ: only a comparison can see it.
+
+    In a process of its own: what a failed step leaves behind would outlive the test.
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        [sys.executable, "-c", FLIPPED, received],
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode != 0
+    assert f"the {found} differs between the workers of axis 'data'" in ran.stderr

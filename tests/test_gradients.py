@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOOP, SMALL, assert_same_bits, auto_mesh, gradient
+from cases import LOOP, SMALL, assert_same_bits, auto_mesh, compilations, gradient
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -158,19 +158,77 @@ def test_parameters_stay_equal_on_all_devices(trained):
 
 def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
     mesh = mesh_of("auto")
-    exact = dq.DynamiQ()  # everything here is too small to compress
-    f = dq.value_and_grad(model_with_aux, mesh=mesh, axis_name="data", method=exact, has_aux=True)
+    f = dq.value_and_grad(
+        model_with_aux, mesh=mesh, axis_name="data", method=METHOD, topology=LOOP, has_aux=True
+    )
+    params, batch = placed(mesh, *problem())
+    with compilations() as compiled:
+        (loss, aux), grads = f(params, *batch)
+        assert 1 <= len(compiled) <= 3  # one program, not one for each operation
+        compiled.clear()
+        assert_same_bits(f(params, *batch), ((loss, aux), grads))
+        assert not compiled
     params, batch = problem()
-    (loss, aux), grads = f(params, *batch)
     expected_loss, expected = jax.value_and_grad(model)(params, *batch)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    for found, plain in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-6)
+    assert 1e-7 < float(dq.vnmse(jax.device_get(grads), expected)) < 1e-3  # compressed
     x, y = batch
     largest = jnp.max(x.reshape(8, 4, 5), axis=(1, 2))
     assert float(aux["largest"]) == pytest.approx(float(jnp.mean(largest)), rel=1e-6)
     assert float(aux["mean"]) == pytest.approx(float(jnp.mean(y)), rel=1e-5)
     assert int(aux["examples"]) == 32
+
+
+def test_outside_of_jit_arguments_may_be_numbers_numpy_and_absent():
+    f = dq.value_and_grad(
+        lambda params, x, absent: (params["scale"] * jnp.mean(x @ params["w"]), {"none": absent}),
+        mesh=auto_mesh(),
+        axis_name="data",
+        has_aux=True,
+    )
+    params = {"scale": 2.0, "w": np.arange(4, dtype=np.float32)}
+    for key in (None, jax.random.key(0)):
+        (loss, aux), grads = f(params, np.ones((16, 4)), None, key=key)
+        assert float(loss) == 12.0
+        assert aux == {"none": None}
+        assert float(grads["scale"]) == 6.0
+        np.testing.assert_array_equal(grads["w"], np.full(4, 2.0, np.float32))
+
+
+SPLIT = {"in": P(None, "gpu"), "bias": P("gpu"), "out": P(("node", "gpu"))}
+PLACES = {
+    "nowhere": (None, None),
+    "replicated": (P(), P()),
+    "split along other axes": (SPLIT, P("gpu")),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("axis", ["node", ("node", "gpu")])
+def test_explicit_meshes_take_arguments_from_anywhere(axis, place):
+    sizes = (4, 2) if isinstance(axis, tuple) else (8, 1)
+    mesh = jax.make_mesh(sizes, ("node", "gpu"))
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    f = dq.value_and_grad(model, mesh=mesh, axis_name=axis)  # all is too small to compress
+    params, batch = problem()
+    expected = jax.value_and_grad(model)(params, *batch)
+    spec_of_params, spec_of_batch = PLACES[place]
+    if spec_of_batch is not None:
+        specs = spec_of_params, spec_of_batch
+        params, batch = (
+            jax.device_put(tree, jax.tree.map(functools.partial(NamedSharding, mesh), spec))
+            for tree, spec in zip((params, batch), specs, strict=True)
+        )
+
+    def check(found):
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+        for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+    check(f(params, *batch))
+    with jax.set_mesh(mesh):
+        check(f(params, *batch))
+        check(jax.jit(f)(params, *batch))
 
 
 def test_batches_may_be_trees_and_gradients_of_low_precision():

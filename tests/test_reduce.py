@@ -185,3 +185,33 @@ def test_a_stacked_state_is_every_workers():
     assert (own.shape, all_of.shape) == ((200_000,), (3, 200_000))
     mesh = auto_mesh(2)
     assert dq.init_state(x, mesh.size, method=dq.DynamiQ()) == ((),)
+
+
+def test_value_and_grad_takes_and_returns_state_and_metrics():
+    """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
+    mesh, method = auto_mesh(N), dq.DynamiQ(error_feedback=True, **SMALL)
+    topology, x = ROUTES["direct"], gradient(5, N, SIZE)
+    w = jnp.zeros(SIZE)
+
+    def loss(w, x):
+        return jnp.sum(w * x[0])  # its gradient is the worker's row
+
+    options = {"mesh": mesh, "axis_name": "data", "topology": topology}
+    step = dq.value_and_grad(loss, method=method, metrics=True, **options)
+    state = dq.init_state(w, N, method=method, topology=topology, stacked=True)
+    expected = first_state(method, x, N, topology)
+    run = reducer(method, topology, op="mean", metrics=True)
+    for key in jax.random.split(KEY, 2):
+        value, found = step(w, x, key=key, state=state)
+        own = run(x, key, expected)
+        state, expected = found.state, own.state
+        assert value == 0
+        np.testing.assert_allclose(found.tree, own.tree[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(state[0], expected[0], rtol=0, atol=1e-4)
+        assert found.metrics.vnmse == pytest.approx(float(own.metrics.vnmse[0]), rel=1e-3)
+    with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 4 workers.*stacked=True"):
+        step(w, x, state=(jnp.zeros((3, SIZE)),))
+    plain = dq.value_and_grad(loss, method=dq.F32(), metrics=True, **options)
+    value, found = plain(w, x)
+    assert found.state is None
+    np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)

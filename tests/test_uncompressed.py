@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.bench import contenders
-from dynamiq_jax.codecs.plain import PlainCodec, chunk_layout, chunk_ops
-from dynamiq_jax.topologies.base import reduce_scatter
+from dynamiq_jax.codecs.plain import PlainCodec, chunk_codec, chunk_layout
+from dynamiq_jax.executors import reduce_scatter
 
 BF16, F32 = dq.BF16(**SMALL), dq.F32(**SMALL)
 SIZE = 1000 - 3
@@ -134,7 +134,7 @@ def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
 
 
 def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
-    """`ChunkOps.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
+    """`ChunkCodec.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
     n, streams, size = 4, 2, 96
     topology = dq.Direct(streams=streams, stream_size=0)
     layout = chunk_layout(n * size, n, topology)
@@ -145,8 +145,8 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
     x = gradient(6, n, n * size)
 
     def one(v):
-        ops = chunk_ops(v, codec, layout, dtype=v.dtype, divisor=2)
-        return reduce_scatter(topology, ops, "data", n, streams).reshape(-1)
+        bound = chunk_codec(v, codec, layout, dtype=v.dtype, divisor=2)
+        return reduce_scatter(topology, bound, "data", n, streams)[0].reshape(-1)
 
     found = np.asarray(jax.vmap(one, axis_name="data")(x))
     cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)
@@ -158,22 +158,33 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
         assert_same_bits(found[me], total / 2)
 
 
+def over_two_levels(method, x, inner=None):
+    topology = dq.Hierarchical(inner=inner, outer=dq.Ring())
+
+    def one(v):
+        return dq.psum(v, ("node", "gpu"), method=method, topology=topology)
+
+    return jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")(x)
+
+
 @pytest.mark.parametrize("method", [BF16, F32])
 def test_hierarchies_may_use_it_across_but_not_inside(method):
-    x = np.random.default_rng(7).integers(-9, 10, (4, SIZE)).astype(np.float32).reshape(2, 2, -1)
-
-    def reduce(inner):
-        topology = dq.Hierarchical(inner=inner, outer=dq.Ring())
-
-        def one(v):
-            return dq.psum(v, ("node", "gpu"), method=method, topology=topology)
-
-        return jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")(x)
-
+    limit = 32 if method is BF16 else 2**20  # sums are what bf16 and f32 hold exactly, and no less
+    x = np.random.default_rng(7).integers(-limit, limit + 1, (2, 2, SIZE)).astype(np.float32)
     total = x.sum(axis=(0, 1), keepdims=True)
-    np.testing.assert_array_equal(reduce(None), np.broadcast_to(total, x.shape))
+    np.testing.assert_array_equal(over_two_levels(method, x), np.broadcast_to(total, x.shape))
     with pytest.raises(NotImplementedError, match="the halves that Hierarchical"):
-        reduce(dq.Direct())
+        over_two_levels(method, x, inner=dq.Direct())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_hierarchies_of_f32_round_once_to_the_leafs_dtype(dtype):
+    """Also inside; in the leaf's dtype, the sums of pairs would be rounded."""
+    most = 2 ** (jnp.finfo(dtype).nmant + 1)  # what the dtype holds exactly
+    x = np.random.default_rng(8).integers(-most, most + 1, (2, 2, SIZE)).astype(np.float32)
+    total = x.sum(axis=(0, 1), keepdims=True).astype(dtype)
+    found = over_two_levels(F32, jnp.asarray(x, dtype))
+    assert_same_bits(np.asarray(found), np.broadcast_to(total, x.shape))
 
 
 def test_what_cannot_be_is_refused():

@@ -165,6 +165,13 @@ CASES = {
         dq.Hierarchical(),
         {"reduce-scatter", *HALVES},
     ),
+    "hierarchy, f32": (
+        TREE,
+        (2, 4),
+        dq.F32(**LOW_LIMITS),
+        dq.Hierarchical(),
+        {"reduce-scatter", *HALVES},
+    ),
     "hierarchy, compressed inside": (
         ONE,
         (2, 4),

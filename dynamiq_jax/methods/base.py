@@ -70,6 +70,11 @@ def check_not_negative(**values: float) -> None:
             raise ValueError(f"{name}={value} must not be negative; pass 0")
 
 
+def half_precision(dtype) -> jnp.dtype:
+    """The 16-bit floats for gradients of ``dtype``: f16 for f16, else bf16."""
+    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
+
+
 def saturated(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """f32 values up to `LARGEST`, which infinities become; NaN stays."""
     return jnp.clip(x, -LARGEST, LARGEST)
@@ -100,6 +105,10 @@ class Method(Protocol):
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Raises ValueError or NotImplementedError where it cannot serve."""
+        ...
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """What travels of gradients of ``dtype`` on links that are too fast to compress for."""
         ...
 
     def init(self, size: int, n_workers: int) -> State:
@@ -156,6 +165,10 @@ class BucketedMethod:
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Serves any number of workers on any topology."""
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """16 bits."""
+        return half_precision(dtype)
 
     def init(self, size: int, n_workers: int) -> State:
         """No state."""

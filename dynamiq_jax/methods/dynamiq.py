@@ -40,6 +40,7 @@ from dynamiq_jax.methods.base import (
     State,
     check_choice,
     check_not_negative,
+    half_precision,
     with_memory,
 )
 from dynamiq_jax.methods.hops import Bound, HopMethod
@@ -199,6 +200,10 @@ class DynamiQ(HopMethod):
     def needs_state(self) -> bool:
         """Error feedback is nothing without its memory."""
         return self.error_feedback
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """16 bits."""
+        return half_precision(dtype)
 
     def init(self, size: int, n_workers: int) -> State:
         """Nothing lost yet: f32[size], where there is error feedback."""

@@ -39,6 +39,10 @@ class _Uncompressed(BucketedMethod, HopMethod):
         """`None` is `lax.psum`."""
         return True
 
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """The method's own, whatever the gradient's."""
+        return jnp.dtype(self.wire_dtype)
+
     def all_reduce(
         self,
         x: Float[Array, " d"],

@@ -14,9 +14,9 @@ class Hierarchical:
     Only 1/n_inner of the gradient crosses the outer links.
 
     Attributes:
-      inner: how the inner axis scatters and gathers; `None`: natively and in bf16 (f16 gradients
-        in f16), for links on which compression does not pay. A topology compresses there, too,
-        at the cost of two more encodings.
+      inner: how the inner axis scatters and gathers; `None`: natively, for links on which
+        compression does not pay, in bf16 (f16 gradients in f16; all in what `BF16` and `F32` are
+        named for). A topology compresses there, too, at the cost of two more encodings.
       outer: how the outer axis reduces; `None` chooses `Butterfly` for powers of two, else `Ring`.
     """
 
