@@ -74,7 +74,7 @@ def simulation_table(found: Iterable[tuple[ours.Simulation, Sequence[float]]]) -
     body = []
     for simulation, (vnmse, lowest, highest) in found:
         spread = f"{_figure(vnmse)} ({_figure(lowest)}–{_figure(highest)})"
-        bits, paper = f"{simulation.case.method.bits:g}", simulation.published
+        bits, paper = f"{simulation.case.bits:g}", simulation.published
         theirs = ["", ""] if paper is None else [_figure(paper), _figure(vnmse / paper)]
         body.append([simulation.topology, simulation.label, bits, spread, *theirs])
     return _table(["topology", "method", "bits", "vNMSE", "paper", "ours / paper"], body)

@@ -43,11 +43,11 @@ def value_and_grad(
       ``f(params, *batch, key=None, state=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
       ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` stands in the place of ``grads``, as
       `reduce` returns it), to be called inside or outside `jax.jit`; outside it is one program,
-      compiled once for all calls with the same shapes and dtypes. Parameters are replicated; every array of
-      ``batch`` is split along its leading axis, and both are brought there however they are
-      sharded over the mesh. A state is `init_state`'s with ``stacked=True``, then that of the step
-      before: its leading axis is that of the workers. Loss, gradients and the floating-point leaves
-      of aux are means over workers, other leaves of aux are sums.
+      compiled once for all calls with the same shapes and dtypes. Parameters are replicated; every
+      array of ``batch`` is split along its leading axis, and both are brought there however they
+      are sharded over the mesh. A state is `init_state`'s with ``stacked=True``, then that of the
+      step before: its leading axis is that of the workers. Loss, gradients and the floating-point
+      leaves of aux are means over workers, other leaves of aux are sums.
 
     Raises:
       ValueError: ``axis_name`` is not in the mesh, or a batch axis does not divide by its size.
