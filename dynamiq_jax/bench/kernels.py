@@ -200,7 +200,7 @@ def single_chunk(coords: int, bits: float, allocation: Allocation) -> Layout:
 def _plan_case(x: jax.Array, layout: Layout, label: str, backend: Backend) -> _Case:
     _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
     plan = jax.jit(lambda energy: order_and_tiles(energy, layout))
-    order, (tiles, _) = plan(sqnorm)
+    order, (tiles, _), _ = plan(sqnorm)
     moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
     return _Case("plan", label, partial(plan, sqnorm), moved_bytes, "xla")
 
