@@ -14,9 +14,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dynamiq_jax._compat import AxisNames, axis_tuple
-from dynamiq_jax.arguments import AnyTopology, check_axis, key_words, resolve
+from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
 from dynamiq_jax.buckets import describe_leaves
 from dynamiq_jax.methods import Method
+from dynamiq_jax.seeds import key_words
 
 FACT_BYTES = 4096
 """What one process says of one fact, as text cut to this length and its hash."""

@@ -3,10 +3,7 @@
 import math
 from typing import NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import UInt
+from jax import lax
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, tracks_varying, varies_over
 from dynamiq_jax.buckets import Leaf
@@ -35,7 +32,11 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    method: Method | None, topology: AnyTopology | None, sizes: tuple[int, ...], *, levels: int = 2
+    method: Method | None,
+    topology: AnyTopology | None,
+    sizes: tuple[int, ...],
+    *,
+    hierarchies: bool = True,
 ) -> Resolved:
     """Fills in defaults for axes of ``sizes``, and refuses what does not go together.
 
@@ -43,18 +44,18 @@ def resolve(
       method: `None` is ``DynamiQ()``.
       topology: `None` chooses by `dynamiq_jax.topologies.choice`.
       sizes: workers on every axis, the outermost first.
-      levels: 1 where a hierarchy cannot serve.
+      hierarchies: whether they can serve.
     """
     check_kinds(method, topology)
     method = DynamiQ() if method is None else method
-    if topology is None and method.native:
+    if topology is None and method.native_by_default:
         reason = "native collectives, the method's default"
     elif topology is None:
-        topology, reason = automatic(sizes if levels > 1 else (math.prod(sizes),))
+        topology, reason = automatic(sizes if hierarchies else (math.prod(sizes),))
     else:
         reason = "as passed"
     if isinstance(topology, Hierarchical):
-        topology = _two_levels(topology, sizes, levels)
+        topology = _two_levels(topology, sizes, allowed=hierarchies)
     if isinstance(topology, Hierarchical):
         assert topology.outer is not None
         topology.outer.check(math.prod(sizes[:-1]))
@@ -89,9 +90,9 @@ def _check_sharded(method: Method, what: str) -> None:
         )
 
 
-def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], levels: int) -> AnyTopology:
+def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], *, allowed: bool) -> AnyTopology:
     """The hierarchy with its outer topology filled in; a level of one worker needs none."""
-    if levels < 2:
+    if not allowed:
         raise ValueError(
             "topology=Hierarchical() serves psum and pmean; for psum_scatter and all_gather pass "
             "dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a time"
@@ -160,32 +161,6 @@ def check_state(state, n_buckets: int, method: Method, n_workers: int) -> list:
 def axis_sizes(axis_name: AxisNames) -> tuple[int, ...]:
     """Workers on every axis."""
     return tuple(lax.axis_size(name) for name in axis_tuple(axis_name))
-
-
-def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
-    """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
-    if key is None:
-        return None
-    if not hasattr(key, "dtype"):
-        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
-    if key.dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
-        raise ValueError(
-            f"key has dtype {key.dtype} and shape {key.shape}; expected one PRNG key, such as "
-            "jax.random.key(seed) or jax.random.fold_in(key, step)"
-        )
-    words = key[:2]
-    for i in range(2, key.shape[0], 2):  # longer keys: hash, since their halves may be equal
-        words = fold_seed(words, key[i]) ^ fold_seed(words, key[min(i + 1, key.shape[0] - 1)])
-    return words
-
-
-def fold_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
-    """The seed of one bucket, or of one part of a collective: its key's words and a number."""
-    return jax.random.key_data(
-        jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
-    )
 
 
 def check_varying(leaves: list[Leaf], values, axis_name: AxisNames, n_workers: int) -> None:

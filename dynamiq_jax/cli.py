@@ -114,7 +114,7 @@ def bench_all_reduce(
         for text in methods.split(",")
         for route in routes
     ]
-    reference = _checked("--baseline", contenders.native, baseline, collective)
+    reference = _checked("--baseline", contenders.uncompressed, baseline, collective)
     if plot_file:
         _checked("--plot", tables.require_matplotlib)
     found = jax.devices()

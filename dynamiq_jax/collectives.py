@@ -17,8 +17,6 @@ from dynamiq_jax.arguments import (
     check_axis,
     check_state,
     check_varying,
-    fold_seed,
-    key_words,
     resolve,
 )
 from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
@@ -26,6 +24,7 @@ from dynamiq_jax.explanation import explain
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.metrics import BucketMetrics, Reduced, summarise
+from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
 
 Op = Literal["sum", "mean"]

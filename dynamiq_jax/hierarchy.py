@@ -9,10 +9,9 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import all_gather_invarying, psum_scatter
-from dynamiq_jax.arguments import fold_seed
-from dynamiq_jax.layout import Collective
 from dynamiq_jax.methods import Method, ShardedMethod, State
-from dynamiq_jax.methods.base import Outcome, PayloadFacts
+from dynamiq_jax.methods.base import Collective, Outcome, PayloadFacts
+from dynamiq_jax.seeds import fold_seed
 from dynamiq_jax.topologies import Hierarchical, Topology
 
 UNIT = 1024

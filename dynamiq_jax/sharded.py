@@ -13,14 +13,13 @@ from dynamiq_jax.arguments import (
     axis_sizes,
     check_axis,
     check_varying,
-    fold_seed,
-    key_words,
     resolve,
     sharded,
 )
 from dynamiq_jax.buckets import Bucket, Leaf, describe_leaves, group_leaves
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.methods import ShardedMethod
+from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
@@ -62,7 +61,7 @@ def psum_scatter(
       NotImplementedError: ``axis_index_groups``, or positional axes.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
-    resolved = resolve(method, topology, axis_sizes(axis_name), levels=1)
+    resolved = resolve(method, topology, axis_sizes(axis_name), hierarchies=False)
     n = resolved.n_workers
     values, treedef = jax.tree.flatten(tree)
     leaves = describe_leaves(tree)
@@ -140,7 +139,7 @@ def all_gather(
       NotImplementedError: ``axis_index_groups``, or positional axes.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
-    resolved = resolve(method, None, axis_sizes(axis_name), levels=1)
+    resolved = resolve(method, None, axis_sizes(axis_name), hierarchies=False)
     n = resolved.n_workers
     values, treedef = jax.tree.flatten(tree)
     leaves = describe_leaves(tree)

@@ -71,7 +71,7 @@ def quad_hash(counter, seed_a, seed_b):
     return x ^ (x >> 15)
 
 
-def rotate(x, bits):
+def rotate_bits(x, bits):
     """Rotate `uint32` left by ``bits`` (0, 8, 16 or 24; an array or a number)."""
     bits = jnp.uint32(bits) if isinstance(bits, int) else bits
     return (x << bits) | (x >> ((jnp.uint32(32) - bits) & jnp.uint32(31)))
@@ -124,12 +124,12 @@ def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
     Returns:
       `uint32` words of the broadcast shape.
     """
-    word = rotate(quad_hash(quad_counter, noise.seed_a, noise.seed_b), rotation)
+    word = rotate_bits(quad_hash(quad_counter, noise.seed_a, noise.seed_b), rotation)
     if rounding == "independent":
         return word
     if rounding == "antithetic":
         return word ^ noise.flip
-    shared = rotate(quad_hash(quad_counter, noise.shared_a, noise.shared_b), rotation)
+    shared = rotate_bits(quad_hash(quad_counter, noise.shared_a, noise.shared_b), rotation)
     return _permuted(word, shared, noise)
 
 

@@ -95,7 +95,7 @@ DISAGREEING = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
-from dynamiq_jax.methods import dynamiq
+from dynamiq_jax.methods.dynamiq import method as dynamiq
 
 good = dynamiq.shared_plan
 

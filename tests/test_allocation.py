@@ -12,8 +12,8 @@ import pytest
 from cases import SMALL, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.allocation import width_upgrades
-from dynamiq_jax.plan import assign_widths, make_plan, plan_widths
+from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
+from dynamiq_jax.methods.dynamiq.plan import assign_widths, make_plan, plan_widths
 from pallas_kernels import TILE_ROWS, WireFormat, distortion
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}

@@ -105,7 +105,7 @@ import sys
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
-from dynamiq_jax.codecs import dynamiq as codec
+from dynamiq_jax.methods.dynamiq import codec
 from dynamiq_jax.executors import collectives as executor
 
 def flip_on_worker_1(x):

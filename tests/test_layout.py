@@ -7,8 +7,8 @@ import pytest
 from cases import TOPOLOGIES
 
 import dynamiq_jax as dq
-from dynamiq_jax.allocation import allocate, stage_bits
-from dynamiq_jax.layout import make_layout
+from dynamiq_jax.methods.dynamiq.allocation import allocate, stage_bits
+from dynamiq_jax.methods.dynamiq.layout import make_layout
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat
 

@@ -25,7 +25,7 @@ quantize = jax.jit(mx.quantize, static_argnums=1)
 dequantize = jax.jit(mx.dequantize, static_argnums=1)
 block_exponent = jax.jit(mx.block_exponent, static_argnums=1)
 scale_codes = jax.jit(mx.scale_codes, static_argnums=1)
-saturated = jax.jit(mx.saturated, static_argnums=1)
+count_saturated = jax.jit(mx.count_saturated, static_argnums=1)
 
 
 def codes_as_floats(codes, element):
@@ -152,7 +152,7 @@ def test_stochastic_rounding_is_unbiased(element):
     x = normal((64, 32), seed=1)
     x[:, 5] = 1.5 * np.exp2(np.ceil(np.log2(np.abs(x).max(axis=1))))
     x = (x * np.exp2(np.arange(64) - 30)[:, None]).reshape(-1).astype(np.float32)
-    assert saturated(x, element) == 0
+    assert count_saturated(x, element) == 0
 
     @jax.jit
     @jax.vmap
@@ -336,13 +336,13 @@ def test_saturated_values_are_counted(element):
     u[5, 9:11] = np.nan, -np.inf
     power = np.array([-127, 0, 3, -20, 90, 0])
     x = (u * np.exp2(power.astype(np.float64))[:, None]).astype(np.float32).reshape(-1)[:-5]
-    assert saturated(x, element) == 3
+    assert count_saturated(x, element) == 3
     finite = u[:5]
     for multiplier in (2.0, 0.5):
         expected = np.sum(np.abs(finite.astype(np.float32)) * multiplier > element.max_value)
-        assert saturated(x, element, multiplier=multiplier) == expected
+        assert count_saturated(x, element, multiplier=multiplier) == expected
     doubled = jnp.minimum(scale_codes(x, element), 254) + 1
-    assert saturated(x, element, scale_code=doubled) == 0
+    assert count_saturated(x, element, scale_code=doubled) == 0
     # What is counted decodes to max_value.
     found = decode(encode(x, element), x.size, element)[32:64] / 2.0 ** power[1]
     np.testing.assert_array_equal(found[3:5], [element.max_value, -element.max_value])
@@ -394,7 +394,7 @@ def test_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="4 blocks of 32"):
         mx.encode(x, element, scale_code=jnp.zeros(3, jnp.uint8))
     with pytest.raises(ValueError, match="4 blocks of 32"):
-        mx.saturated(x, element, scale_code=jnp.zeros(5, jnp.uint8))
+        mx.count_saturated(x, element, scale_code=jnp.zeros(5, jnp.uint8))
     with pytest.raises(ValueError, match="one word per value"):
         mx.encode(x, element, noise=jnp.zeros(128, jnp.uint32))
     with pytest.raises(ValueError, match="100 e4m3 values take 33 words"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.allocation import width_upgrades
-from dynamiq_jax.plan import (
+from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
+from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,
     make_plan,
     pack_statistics,

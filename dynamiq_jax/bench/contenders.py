@@ -169,7 +169,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
     )
 
 
-def native(name: str, collective: Collective = "psum") -> Contender:
+def uncompressed(name: str, collective: Collective = "psum") -> Contender:
     """The baseline ``name``: `lax.psum` or `lax.psum_scatter` with that dtype on the wire.
 
     Raises:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dynamiq_jax.allocation import Allocation
 from dynamiq_jax.bench.timing import time_calls
-from dynamiq_jax.layout import Layout, make_layout
 from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.plan import order_and_tiles
+from dynamiq_jax.methods.dynamiq.allocation import Allocation
+from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
 from dynamiq_jax.topologies import Direct, Stage
 from pallas_kernels import (
     Backend,

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from dynamiq_jax.allocation import Floor
 from dynamiq_jax.bench import contenders
 from dynamiq_jax.methods import MXFP8, DynamiQ
+from dynamiq_jax.methods.dynamiq.allocation import Floor
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.topologies import Hierarchical, across_hosts
 

@@ -221,7 +221,7 @@ def from_elements(
     return jnp.where(scale_code == NAN_SCALE, jnp.nan, values)
 
 
-def saturated(
+def count_saturated(
     x: Float[Array, " m"],
     element: Element,
     *,

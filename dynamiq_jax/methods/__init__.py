@@ -3,9 +3,9 @@
 from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
-from dynamiq_jax.methods.native import BF16, F32
 from dynamiq_jax.methods.omnireduce import OmniReduce
 from dynamiq_jax.methods.thc import THC
+from dynamiq_jax.methods.uncompressed import BF16, F32
 
 __all__ = [
     "BF16",

@@ -5,7 +5,7 @@ file here, an export, a row in the common test table and a row in the benchmark 
 """
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,6 +17,8 @@ from dynamiq_jax.topologies import Topology
 State = Any
 """What a method carries from step to step for one bucket, a pytree of arrays of one worker; ``()``
 if nothing."""
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
@@ -75,7 +77,7 @@ def half_precision(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
 
 
-def saturated(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """f32 values up to `LARGEST`, which infinities become; NaN stays."""
     return jnp.clip(x, -LARGEST, LARGEST)
 
@@ -83,14 +85,14 @@ def saturated(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Array, " d"]:
     """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(x), saturated(x + residual), x)
+    return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
 
 class Method(Protocol):
     """The seam between pytrees and methods."""
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
         ...
 

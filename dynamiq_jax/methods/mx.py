@@ -27,14 +27,14 @@ from dynamiq_jax.codecs.plain import (
 from dynamiq_jax.executors import Carry, ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, PayloadFacts, check_choice
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.plan import statistics_seed
+from dynamiq_jax.seeds import statistics_seed
 from dynamiq_jax.topologies import Topology
 
 UNIT = 4 * mx.BLOCK
 """Coordinates of which chunks are multiples: whole words of scale codes."""
 
 Sum = Literal["recompress", "shared-scale"]
-Rounding = Literal["nearest", "stochastic"]
+ElementRounding = Literal["nearest", "stochastic"]
 
 
 class ScaleState(NamedTuple):
@@ -59,7 +59,7 @@ class MXShared(NamedTuple):
 class _MX(BucketedMethod, HopMethod):
     element: str
     sum: Sum = "recompress"
-    rounding: Rounding = "nearest"
+    rounding: ElementRounding = "nearest"
     max_saturated: float = 1e-5
     growth: float = 2 ** (1 / 1000)
     min_leaf_size: int = 4096
@@ -73,7 +73,7 @@ class _MX(BucketedMethod, HopMethod):
         """Checks every field."""
         check_choice("element", self.element, self.elements)
         check_choice("sum", self.sum, get_args(Sum))
-        check_choice("rounding", self.rounding, get_args(Rounding))
+        check_choice("rounding", self.rounding, get_args(ElementRounding))
         if not 0 <= self.max_saturated < 1:
             raise ValueError(f"max_saturated={self.max_saturated} is no fraction; pass 1e-5")
         if not 1 <= self.growth <= 2:
@@ -81,7 +81,7 @@ class _MX(BucketedMethod, HopMethod):
         self.check_limits()
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """`None` chooses a topology by the mesh."""
         return False
 

@@ -31,7 +31,7 @@ from dynamiq_jax.methods.base import (
     PayloadFacts,
     State,
     check_choice,
-    saturated,
+    clipped,
     with_memory,
 )
 from dynamiq_jax.topologies import Topology
@@ -45,7 +45,7 @@ GAIN = 0.25
 MAX_UINT8_WORKERS = 255
 
 
-class Memory(NamedTuple):
+class OmniReduceState(NamedTuple):
     """What is carried from step to step; what the method does not need is `None`."""
 
     residual: Float[Array, " d"] | None
@@ -92,7 +92,7 @@ class OmniReduce(BucketedMethod):
         self.check_limits()
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """It sums by `lax.psum`."""
         return True
 
@@ -114,7 +114,7 @@ class OmniReduce(BucketedMethod):
             return ()
         residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
         fraction = jnp.float32(self.density / n_workers) if self.select == "union" else None
-        return Memory(residual, fraction)
+        return OmniReduceState(residual, fraction)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -158,7 +158,7 @@ class OmniReduce(BucketedMethod):
             # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
             sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)
             total = lax.psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
-            total = saturated(total) / divisor
+            total = clipped(total) / divisor
             result = jnp.zeros(blocks.shape, x.dtype)
             result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
@@ -169,7 +169,7 @@ class OmniReduce(BucketedMethod):
                 left = blocks.at[chosen].add(-sent, unique_indices=True)
                 left = jnp.where(finite[:, None], left, self._cut(state.residual))
                 residual = left.reshape(-1)[:size]
-            return Outcome(result, Memory(residual, fraction), PayloadFacts())
+            return Outcome(result, OmniReduceState(residual, fraction), PayloadFacts())
 
     def _shape(self, size: int) -> tuple[int, int]:
         """Blocks, and how many of them are sent."""

@@ -34,10 +34,10 @@ from dynamiq_jax.methods.base import (
     PayloadFacts,
     State,
     check_choice,
-    saturated,
+    clipped,
     with_memory,
 )
-from dynamiq_jax.plan import statistics_seed
+from dynamiq_jax.seeds import statistics_seed
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
@@ -50,7 +50,7 @@ MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
 STEPS = 1 << 24  # step numbers travel as f32, which are exact below this
 
 
-class Memory(NamedTuple):
+class THCState(NamedTuple):
     """What error feedback carries from step to step, on every worker its own."""
 
     residual: Float[Array, " d"]
@@ -125,14 +125,14 @@ class THC(BucketedMethod):
         return (2 if self.table else 1) * (2**self.bits - 1)
 
     @property
-    def levels(self) -> Int[np.ndarray, " levels"]:
+    def integers(self) -> Int[np.ndarray, " levels"]:
         """The integers that an index may stand for."""
         if self.table:
             return thc.optimal_table(self.bits, self.g, self.p)
         return thc.uniform_table(self.g + 1)
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """It chooses among XLA's own collectives by ``form``."""
         return True
 
@@ -162,7 +162,7 @@ class THC(BucketedMethod):
         """Nothing lost yet."""
         if not self.error_feedback:
             return ()
-        return Memory(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
+        return THCState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -197,19 +197,19 @@ class THC(BucketedMethod):
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
             own = slot_noise(seed, n_workers, self.rounding)[lax.axis_index(axis_name)]
             noise = thc.rounding_noise(z.shape, own, self.rounding)
-            index = thc.quantize(z, self.levels, threshold, noise)
+            index = thc.quantize(z, self.integers, threshold, noise)
 
             def decode(total, n: int):
                 z = thc.dequantize_sum(total, n, self.g, threshold)
-                return saturated(thc.unstandardize(hadamard.unrotate(z, seed), scale))
+                return clipped(thc.unstandardize(hadamard.unrotate(z, seed), scale))
 
             mean = decode(self._total(index, axis_name, n_workers), n_workers)
-            result = saturated(hadamard.join(mean, x.shape[0]) * (n_workers / divisor))
+            result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / divisor))
             if self.error_feedback:
-                lost = saturated(pieces - decode(thc.lookup(index, self.levels), 1))
+                lost = clipped(pieces - decode(thc.lookup(index, self.integers), 1))
                 before = hadamard.cut(state.residual, piece_size=self.piece_size)
                 lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
-                state = Memory(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
+                state = THCState(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
             return Outcome(result.astype(x.dtype), state, PayloadFacts())
 
     def _agree(self, pieces, axis_name, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
@@ -228,12 +228,12 @@ class THC(BucketedMethod):
         """The sum of all workers' integers."""
         width, flat = self._sum_bits(n), index.reshape(-1)
         if self.form == "psum":
-            words = pack_lanes(thc.lookup(flat, self.levels), width, max_sum=n * self.g)
+            words = pack_lanes(thc.lookup(flat, self.integers), width, max_sum=n * self.g)
             return unpack_lanes(lax.psum(words, axis_name), flat.size, width).reshape(index.shape)
         part = _part_size(flat.size, n)
         parts = jnp.pad(flat, (0, n * part - flat.size)).reshape(n, part)
         arrived = all_to_all(pack_bits(parts, self.bits), axis_name)
-        integers = thc.lookup(unpack_bits(arrived, part, self.bits), self.levels)
+        integers = thc.lookup(unpack_bits(arrived, part, self.bits), self.integers)
         words = pack_bits(jnp.sum(integers, axis=0, dtype=jnp.uint32), width)
         total = unpack_bits(all_gather_invarying(words, axis_name), part, width)
         return total.reshape(-1)[: flat.size].reshape(index.shape)

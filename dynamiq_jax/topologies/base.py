@@ -76,8 +76,8 @@ class Topology(Protocol):
     def balance(self) -> float | None:
         """Bits per coordinate that the stages before the last get beyond the last one.
 
-        `None`: as `dynamiq_jax.allocation` shares them out. The average is the method's ``bits`` in
-        any case.
+        `None`: as `dynamiq_jax.methods.dynamiq.allocation` shares them out. The average is the
+        method's ``bits`` in any case.
         """
         ...
 

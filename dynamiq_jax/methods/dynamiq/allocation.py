@@ -3,7 +3,7 @@
 The rule, in three sentences. Every super-group gets at every encoding at least the *floor* of that
 stage: the widest width that the budget has for all stages, or the next wider one in those stages
 where that removes most error. What is left of the budget is spread evenly over all stages. There it
-widens the super-groups where it removes most squared error (`dynamiq_jax.plan`).
+widens the super-groups where it removes most squared error (`dynamiq_jax.methods.dynamiq.plan`).
 
 Squared error alone would leave the narrowest width to all super-groups of little energy, and their
 error would be as large as they are. Optimisers that divide by each coordinate's own scale, as Adam

@@ -1,11 +1,11 @@
 """From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
 
 The plan is a pure function of the light all-reduce's result, so that all workers hold the same
-plan without further talk. The super-groups of a shard (see `dynamiq_jax.layout`) are ordered by
-energy and dealt to its C chunks in turn (rank q goes to chunk q mod C, position q div C): they get
-the same tile widths, and every payload of a stage has the same static size. Within that size the
-widths minimise the expected squared error above the stage's floor: all tiles are widened to the
-floor, and then the next upgrade is always the one that removes most error per word.
+plan without further talk. The super-groups of a shard (see `dynamiq_jax.methods.dynamiq.layout`)
+are ordered by energy and dealt to its C chunks in turn (rank q goes to chunk q mod C, position q
+div C): they get the same tile widths, and every payload of a stage has the same static size. Within
+that size the widths minimise the expected squared error above the stage's floor: all tiles are
+widened to the floor, and then the next upgrade is always the one that removes most error per word.
 """
 
 import functools
@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from dynamiq_jax.allocation import width_upgrades
-from dynamiq_jax.layout import Layout
-from pallas_kernels import TILE_ROWS, WireFormat, mix, pack_tiles
+from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
+from dynamiq_jax.methods.dynamiq.layout import Layout
+from dynamiq_jax.seeds import statistics_seed
+from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
 from pallas_kernels.format import MAX_WIDTH
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -207,15 +208,6 @@ def _tiles_of_stages(
         tiles = pack_tiles(jnp.cumsum(words, axis=1) - words, width)
         found[payload_words, floor] = jnp.repeat(tiles, layout.shard_chunks, axis=0)
     return tuple(found[stage] for stage in stages)
-
-
-def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
-    """A seed that is the same on all workers and new in every step: a hash of the statistics."""
-    bits = lax.bitcast_convert_type(stats.astype(jnp.float32), jnp.uint32)
-    position = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    first = jnp.sum(mix(bits ^ mix(position + jnp.uint32(1))), dtype=jnp.uint32)
-    second = jnp.sum(mix(bits + mix(position ^ jnp.uint32(0x85EBCA6B))), dtype=jnp.uint32)
-    return jnp.stack([first, second])
 
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:

@@ -11,29 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying
-from dynamiq_jax.allocation import (
-    LARGEST_RELATIVE_ERROR,
-    NARROWEST_FLOOR,
-    WIDEST_FLOOR,
-    Allocation,
-    Floor,
-    allocate,
-    widest_floor,
-)
-from dynamiq_jax.codecs.dynamiq import (
-    SharedPlan,
-    chunk_codec,
-    coords_by_width,
-    encode_slice,
-    expected_error,
-    gathered_plan,
-    shared_plan,
-    statistics,
-)
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.fingerprint import assert_same_on_workers
-from dynamiq_jax.layout import Collective, Layout, make_layout
 from dynamiq_jax.methods.base import (
+    Collective,
     Limits,
     Outcome,
     PayloadFacts,
@@ -43,6 +24,26 @@ from dynamiq_jax.methods.base import (
     half_precision,
     with_memory,
 )
+from dynamiq_jax.methods.dynamiq.allocation import (
+    LARGEST_RELATIVE_ERROR,
+    NARROWEST_FLOOR,
+    WIDEST_FLOOR,
+    Allocation,
+    Floor,
+    allocate,
+    widest_floor,
+)
+from dynamiq_jax.methods.dynamiq.codec import (
+    SharedPlan,
+    chunk_codec,
+    coords_by_width,
+    encode_slice,
+    expected_error,
+    gathered_plan,
+    shared_plan,
+    statistics,
+)
+from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.topologies.base import n_slots
@@ -65,9 +66,10 @@ class DynamiQ(HopMethod):
       widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
         16 sends bf16. Default: the floors and some above them; without a floor (2, 4, 6, 8, 10).
       floor: the least width of a super-group. "auto": the widest that all can have, for every
-        stage so that the relative error of each super-group is least (`dynamiq_jax.allocation`,
-        `relative_error`); a width: that one in all stages; `None`: squared error alone decides, as
-        in the paper, which costs training with Adam 2 to 5% of the loss at 3 to 5 bits.
+        stage so that the relative error of each super-group is least
+        (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: that one in all
+        stages; `None`: squared error alone decides, as in the paper, which costs training with Adam
+        2 to 5% of the loss at 3 to 5 bits.
       group_size: coordinates that share a scale: 8, 16, 32 or 64.
       super_group_size: coordinates that share a width and statistics: 128, 256, 512 or 1024.
       levels: "companded" (steps of 1, 2, 4 and 8 from zero outwards, so that small coordinates of
@@ -192,7 +194,7 @@ class DynamiQ(HopMethod):
         )
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """`None` chooses a topology by the mesh."""
         return False
 

@@ -35,7 +35,7 @@ class _Uncompressed(BucketedMethod, HopMethod):
         self.check_limits()
 
     @property
-    def native(self) -> bool:
+    def native_by_default(self) -> bool:
         """`None` is `lax.psum`."""
         return True
 

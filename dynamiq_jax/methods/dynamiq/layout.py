@@ -1,7 +1,7 @@
 """Static sizes: how d coordinates on n workers become chunks, tiles and payload words.
 
 Everything here is a Python integer known at trace time. What depends on the data (which
-super-group gets which width) is in `dynamiq_jax.plan`.
+super-group gets which width) is in `dynamiq_jax.methods.dynamiq.plan`.
 
 A *shard* is a set of super-groups that get their widths from a budget of their own. An all-reduce
 has one shard. A reduce-scatter or an all-gather has one per worker, its slice, since a slice may
@@ -9,15 +9,14 @@ not leave its worker's chunks.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-from dynamiq_jax.allocation import Allocation
+from dynamiq_jax.methods.base import Collective
+from dynamiq_jax.methods.dynamiq.allocation import Allocation
 from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,7 @@ class Layout:
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
       payload_words: `uint32` words of one chunk's payload (P) in every stage.
       payloads_sent: payloads that one worker sends in every stage.
-      floors: the least width in every stage, see `dynamiq_jax.allocation`.
+      floors: the least width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
       fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
     """

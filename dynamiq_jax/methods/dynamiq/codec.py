@@ -12,8 +12,8 @@ from jaxtyping import Float, UInt
 import pallas_kernels as pk
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
-from dynamiq_jax.layout import Layout
-from dynamiq_jax.plan import Plan, make_plan, pack_statistics
+from dynamiq_jax.methods.dynamiq.layout import Layout
+from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
 
 
 class SharedPlan(NamedTuple):

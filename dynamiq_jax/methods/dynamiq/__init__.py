@@ -1,0 +1,5 @@
+"""The DynamiQ method: bits → floors and widths → plan → payloads."""
+
+from dynamiq_jax.methods.dynamiq.method import DynamiQ
+
+__all__ = ["DynamiQ"]

@@ -1,0 +1,43 @@
+"""Seeds of the rounding: the same on all workers, from a key or from what all workers know."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from pallas_kernels import mix
+
+
+def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
+    """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
+    if key is None:
+        return None
+    if not hasattr(key, "dtype"):
+        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if key.dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
+        raise ValueError(
+            f"key has dtype {key.dtype} and shape {key.shape}; expected one PRNG key, such as "
+            "jax.random.key(seed) or jax.random.fold_in(key, step)"
+        )
+    words = key[:2]
+    for i in range(2, key.shape[0], 2):  # longer keys: hash, since their halves may be equal
+        words = fold_seed(words, key[i]) ^ fold_seed(words, key[min(i + 1, key.shape[0] - 1)])
+    return words
+
+
+def fold_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
+    """The seed of one bucket, or of one part of a collective: its key's words and a number."""
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
+    )
+
+
+def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
+    """A seed that is the same on all workers and new in every step: a hash of the statistics."""
+    bits = lax.bitcast_convert_type(stats.astype(jnp.float32), jnp.uint32)
+    position = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    first = jnp.sum(mix(bits ^ mix(position + jnp.uint32(1))), dtype=jnp.uint32)
+    second = jnp.sum(mix(bits + mix(position ^ jnp.uint32(0x85EBCA6B))), dtype=jnp.uint32)
+    return jnp.stack([first, second])
