@@ -16,6 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
+OPTIMIZED = {"xla_backend_optimization_level": 3} | (
+    {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+)
+"""Compiler options as users have them, for `jax.jit`; tests have those of `conftest.FLAGS`."""
+
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
 
@@ -124,14 +129,16 @@ def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.A
 
 
 @functools.cache
-def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False):
+def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized: bool = False):
     """jit of (tree with leading worker axis, key) -> every worker's result, on one device."""
     reduce = dq.pmean if mean else dq.psum
 
     def one(tree, key):
         return reduce(tree, "data", method=method, topology=topology, key=key)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+    options = OPTIMIZED if optimized else None
+    mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
+    return jax.jit(mapped, compiler_options=options)
 
 
 @functools.cache
