@@ -11,15 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiler import AS_USERS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-
-OPTIMIZED = {"xla_backend_optimization_level": 3} | (
-    {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
-)
-"""Compiler options as users have them, for `jax.jit`; tests have those of `conftest.FLAGS`."""
 
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
@@ -136,7 +132,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
     def one(tree, key):
         return reduce(tree, "data", method=method, topology=topology, key=key)
 
-    options = OPTIMIZED if optimized else None
+    options = AS_USERS if optimized else None
     mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
     return jax.jit(mapped, compiler_options=options)
 

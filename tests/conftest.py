@@ -1,35 +1,46 @@
 """Eight CPU devices for every test, one file per test process, bounded memory maps.
 
-Programs are compiled with the least effort (`FLAGS`), and annotated shapes are checked as they run.
+Programs are compiled with the least effort, and annotated shapes are checked.
 """
 
-import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
 
 import jaxtyping
 import pytest
-
-FLAGS = [
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_force_host_platform_device_count=8",
-]
-"""Compilation takes most of the time of tests; results have the same bits (`test_optimized`)."""
-if importlib.metadata.version("jaxlib") < "0.11":  # newer XLA refuses it
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-
-# Must be set before jax is imported; what is set already stays in force.
-os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
+from compiler import FLAGS
 
 if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` does not
     jaxtyping.install_import_hook(["dynamiq_jax", "pallas_kernels"], "shapes.checked")
+
+SLOW = """
+    psum multihost kernels topologies accuracy ring optimized allocation every_method wire_bytes
+    sharded corruption simulate hierarchical bench_error training_benchmark soak
+""".split()
+"""Files of more than 20 seconds of a core, in the order in which they start, before all others:
+what starts last should be short. `make quick` leaves them out."""
 
 MAPS = Path("/proc/self/maps")
 MANY_MAPS = 20_000
 """XLA on CPU maps memory for every compiled program, and crashes where Linux allows no more: at
 65,530 maps of a process."""
+
+
+def pytest_configure(config):
+    """Before JAX starts its backend; what the environment has already stays in force."""
+    on_gpu = all("gpu" in Path(argument).parts for argument in config.args)
+    flags = "" if on_gpu else f"{FLAGS} --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def pytest_collection_modifyitems(items):
+    """Marks slow files and puts them first."""
+    order = {f"test_{name}.py": number for number, name in enumerate(SLOW)}
+    for item in items:
+        if item.path.name in order:
+            item.add_marker("slow")
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,4 +66,5 @@ def pytest_xdist_make_scheduler(config, log):
     """Tests of one file share compiled functions: keep them in one process, unless told not to."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False
     return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None
