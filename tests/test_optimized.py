@@ -39,6 +39,15 @@ def test_devices_of_their_own():
     assert_same_bits(*both(sharded(METHODS["paper"], dq.Ring(unroll_up_to=4), n=4), x, KEY))
 
 
+@pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
+def test_one_half_of_an_all_reduce(collective):
+    def one(x, key):
+        return collective(x, "data", method=METHODS["default"], key=key)
+
+    x = gradient(6, 4, 4 * 8 * 256 * 3)
+    assert_same_bits(*both(jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data")), x, KEY))
+
+
 STATELESS = [n for n, row in EVERY_METHOD.items() if not row.method.needs_state and "thc" not in n]
 """But for "thc", whose rotation adds up what is not exact."""
 
