@@ -16,7 +16,7 @@ if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` 
 
 SLOW = """
     psum multihost kernels topologies accuracy ring optimized allocation every_method wire_bytes
-    sharded corruption simulate hierarchical bench_error training_benchmark soak
+    sharded corruption simulate hierarchical bench_error training_benchmark cli mx_methods soak
 """.split()
 """Files of more than 20 seconds of a core, in the order in which they start, before all others:
 what starts last should be short. `make quick` leaves them out."""
@@ -34,13 +34,14 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
-def pytest_collection_modifyitems(items):
-    """Marks slow files and puts them first."""
+def pytest_collection_modifyitems(config, items):
+    """Marks slow files and, where several processes share the tests, puts them first."""
     order = {f"test_{name}.py": number for number, name in enumerate(SLOW)}
     for item in items:
         if item.path.name in order:
             item.add_marker("slow")
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(autouse=True, scope="module")
