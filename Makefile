@@ -1,5 +1,6 @@
 # make demo      train a tiny language model twice, with lax.psum and with DynamiQ (CPU is enough)
 # make test      lint, types and tests, as CI runs them
+# make quick     lint, types and the tests of files that are fast, for every change
 # make soak      2000 training steps under random models, methods and topologies
 # make errors    docs/errors.md from the tests
 # make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
 
-.PHONY: demo test soak errors test-gpu clean
+.PHONY: demo test quick soak errors test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -18,6 +19,11 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m pytest -q -n 2
+
+quick: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python -m pytest -q -n 2 -m "not slow"
 
 soak: $(VENV)/.installed-dev
 	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q tests/test_soak.py

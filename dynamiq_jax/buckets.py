@@ -5,6 +5,7 @@ bucket by itself (a reshape, no copy); smaller ones of one dtype are concatenate
 Independent buckets let XLA overlap the reduction of one with the computation of another.
 """
 
+import dataclasses
 import math
 import zlib
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from jaxtyping import Array
 COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Leaf(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Leaf:
     """Static description of one leaf."""
 
     index: int

@@ -34,7 +34,7 @@ def fold_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
     )
 
 
-def statistics_seed(stats: Float[Array, "k M"]) -> UInt[Array, " 2"]:
+def statistics_seed(stats: Float[Array, "*shape"]) -> UInt[Array, " 2"]:
     """A seed that is the same on all workers and new in every step: a hash of the statistics."""
     bits = lax.bitcast_convert_type(stats.astype(jnp.float32), jnp.uint32)
     position = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)

@@ -68,17 +68,17 @@ def _words_at(offset, rows: int, per_row: int):
 
 
 class _Payload(NamedTuple):
-    """A `pallas_kernels.tile.Payload` in memory: ``ref[*index]``."""
+    """A `pallas_kernels.tile.Payload` in memory: ``ref[*where]``."""
 
     ref: Any
-    index: tuple[Any, ...]
+    where: tuple[Any, ...]
 
     def load_scales(self, offset, count: int, bits: int):
         """One load for each field: scales are few."""
         row = lax.broadcasted_iota(jnp.int32, (TILE_ROWS, count), 0)
         column = lax.broadcasted_iota(jnp.int32, (TILE_ROWS, count), 1)
         at = row * count + column
-        words = plgpu.load(self.ref.at[(*self.index, offset + at // (32 // bits))])
+        words = plgpu.load(self.ref.at[(*self.where, offset + at // (32 // bits))])
         shift = (at % (32 // bits) * bits).astype(jnp.uint32)
         return (words >> shift) & as_word((1 << bits) - 1)
 
@@ -86,12 +86,12 @@ class _Payload(NamedTuple):
         """One load for each word."""
         rows, groups, group_size = shape
         at = _words_at(offset, rows, groups * group_size * bits // 32)
-        return spread(plgpu.load(self.ref.at[(*self.index, at)]), bits).reshape(shape)
+        return spread(plgpu.load(self.ref.at[(*self.where, at)]), bits).reshape(shape)
 
     def store(self, offset, fields, bits: int):
         """One store for each word."""
         words = pack(fields, bits)
-        plgpu.store(self.ref.at[(*self.index, _words_at(offset, *words.shape))], words)
+        plgpu.store(self.ref.at[(*self.where, _words_at(offset, *words.shape))], words)
 
 
 def _load_rows(x_ref, mean_ref, rows, n_rows: int, tile: Tile):

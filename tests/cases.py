@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiler import AS_USERS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -124,14 +125,16 @@ def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.A
 
 
 @functools.cache
-def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False):
+def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized: bool = False):
     """jit of (tree with leading worker axis, key) -> every worker's result, on one device."""
     reduce = dq.pmean if mean else dq.psum
 
     def one(tree, key):
         return reduce(tree, "data", method=method, topology=topology, key=key)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+    options = AS_USERS if optimized else None
+    mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
+    return jax.jit(mapped, compiler_options=options)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SMALL, auto_mesh, gradient
+from compiler import FLAGS
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -117,10 +118,10 @@ jax.effects_barrier()
 
 def test_debug_checks_stop_a_step_whose_plans_differ():
     """In a process of its own: what a failed step leaves behind would outlive the test."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=2"
     ran = subprocess.run(
         [sys.executable, "-c", DISAGREEING],
-        env=os.environ | flags,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -43,7 +43,7 @@ def test_rotation_keeps_norms_and_inverts(shape):
 
 
 def test_rotated_data_is_nearly_normal():
-    x = np.exp(normal((1, SIZE))) * normal((1, SIZE), 1000)
+    x = jnp.exp(normal((1, SIZE))) * normal((1, SIZE), 1000)
     z = np.asarray(rotate(thc.standardize(x, thc.scale_of(x)), SEED), np.float64)
     assert np.mean((x / np.std(x)) ** 4) > 50
     # Deviations expected of 2^17 true normal numbers: .0039, .0028 (the norm is fixed), .0135.
@@ -84,7 +84,7 @@ def test_signs_are_fair_and_differ_between_pieces_and_seeds():
     ],
 )
 def test_pieces(size, piece_size, shape):
-    x = normal((size,))
+    x = jnp.asarray(normal((size,)))
     pieces = hadamard.cut(x, piece_size=piece_size)
     assert pieces.shape == shape == hadamard.piece_shape(size, piece_size=piece_size)
     assert np.array_equal(hadamard.join(pieces, size), x)

@@ -15,18 +15,15 @@ import sys
 import time
 from typing import NamedTuple
 
-import jax
 import multihost_worker as worker
 import numpy as np
 import pytest
 from cases import assert_same_bits
+from compiler import FLAGS
 
 SILENCE = 60
 """Seconds without a new line from any process of a group, after which it counts as hanging."""
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
-FLAGS = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):  # newer XLA refuses it; it halves compile time again
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 DEVICES = "--xla_force_host_platform_device_count"
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 """Of the environment: neither proxies nor a cluster's variables, by which JAX would go."""

@@ -69,7 +69,7 @@ def test_parameters_of_the_elements(name, bits, bias, emax, largest, smallest_no
     element = mx.ELEMENTS[name]
     assert (element.name, element.bits, element.bias, element.emax) == (name, bits, bias, emax)
     assert element.max_value == largest
-    codes = np.array([element.max_code, 1 << element.mantissa_bits, 1])
+    codes = np.array([element.max_code, 1 << element.mantissa_bits, 1], np.uint32)
     found = dequantize(codes, element)
     np.testing.assert_array_equal(found, [largest, smallest_normal, smallest])
 
@@ -386,7 +386,7 @@ def test_squared_error_on_normal_values_is_pinned(name, nearest, stochastic):
         assert ratio == pytest.approx(expected, rel=0.02)
 
 
-def test_shapes_that_do_not_fit_are_errors():
+def test_shapes_that_do_not_fit_are_errors(unchecked_shapes):
     element = mx.ELEMENTS["e4m3"]
     x = jnp.arange(100.0)
     with pytest.raises(ValueError, match="last axis is 32"):

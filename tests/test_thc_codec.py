@@ -241,7 +241,8 @@ def draw(n, seed):
     x = jnp.asarray(lognormal_scaled(n, seed=seed))
     words = jnp.array([seed, 9], jnp.uint32)
     scale = jnp.max(thc.scale_of(x))
-    z = jax.vmap(rotate, (0, None))(thc.standardize(x, scale), words)
+    z = jax.vmap(thc.standardize, (0, None))(x, scale)
+    z = jax.vmap(rotate, (0, None))(z, words)
     return x, z, scale, words
 
 

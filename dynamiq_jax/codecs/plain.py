@@ -58,7 +58,7 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
-    count: Callable[[Payload, Array], Array] | None = None
+    tally: Callable[[Payload, Array], Array] | None = None
     """(payload of a finished sum, chunk) -> what is counted of it, int32 scalar. The counts of all
     chunks are the carry."""
 
@@ -109,15 +109,15 @@ def chunk_codec(
 
     def decode(payloads, chunks, encoders, into, carry: Carry):
         values = jax.vmap(codec.decode)(payloads, chunks)
-        if codec.count is not None:
-            carry = carry + jnp.sum(jax.vmap(codec.count)(payloads, chunks))
+        if codec.tally is not None:
+            carry = carry + jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
         return write(values, chunks, chunks, into, layout.chunks), carry
 
     def finish(arrived, chunks, into, carry: Carry):
         streams = layout.chunks_per_worker
         return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
 
-    carry = () if codec.count is None else jnp.int32(0)
+    carry = () if codec.tally is None else jnp.int32(0)
     return ChunkCodec(encode, add, decode, finish, carry)
 
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, UInt
+from jaxtyping import Bool, Float, Integer, UInt
 
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs.thc import scale_of
@@ -203,7 +203,7 @@ def _energy(scale: Float[Array, " N"], n_workers: int) -> Float[Array, " N"]:
 
 def _marks(
     scale: Float[Array, " N"], fraction: Float[Array, ""], n_workers: int
-) -> UInt[Array, " N"]:
+) -> Integer[Array, " N"]:
     """1 for the ``fraction`` of a worker's blocks that are largest, at least one; not for zeros."""
     rank = jnp.arange(scale.size, dtype=jnp.int32)
     count = jnp.maximum(jnp.round(fraction * scale.size).astype(jnp.int32), 1)

@@ -1,0 +1,51 @@
+"""Annotations of shapes and dtypes are checked while tests run, and so are true."""
+
+import jax.numpy as jnp
+import pytest
+import shapes
+from jaxtyping import Array, Float, Int, TypeCheckError, jaxtyped
+
+import dynamiq_jax as dq
+import pallas_kernels as pk
+from dynamiq_jax.codecs import hadamard, mx
+
+checked = jaxtyped(typechecker=shapes.checked)
+
+
+@checked
+def head(x: Float[Array, " d"], count: int = 1) -> Float[Array, " d"]:
+    return x[:count]
+
+
+@checked
+def first(order: Int[Array, "C m"], tiles: tuple[Int[Array, "C T"], ...]):
+    return order[0], tiles[0]
+
+
+def test_wrong_arguments_fail():
+    order = jnp.zeros((3, 8), int)
+    first(order, (jnp.zeros((3, 2), int), jnp.zeros((3, 2), int)))
+    with pytest.raises(TypeCheckError, match="'tiles'"):
+        first(order, (jnp.zeros((4, 2), int),))
+    with pytest.raises(TypeCheckError, match="'order'"):
+        first(order.astype(jnp.float32), ())
+
+
+def test_wrong_results_fail():
+    assert head(jnp.ones(1)) == 1
+    with pytest.raises(TypeCheckError, match="return value"):
+        head(jnp.ones(2))
+
+
+def test_other_annotations_are_left_to_pyright():
+    with pytest.raises(ValueError, match="sum='psum'; expected one of"):
+        dq.MXFP6(sum="psum")  # type: ignore
+
+
+def test_both_packages_are_checked():
+    with pytest.raises(TypeCheckError, match="'x'"):
+        pk.statistics(jnp.zeros((2, 256)))
+    with pytest.raises(TypeCheckError, match="'x'"):
+        hadamard.cut(jnp.zeros((2, 256)))
+    with pytest.raises(TypeCheckError, match="'codes'"):
+        mx.pack_codes(jnp.zeros(32), mx.ELEMENTS["e4m3"])
