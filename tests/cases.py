@@ -85,6 +85,7 @@ class Row(NamedTuple):
 
 EVERY_METHOD = {
     "dynamiq": Row(dq.DynamiQ(**LOW_LIMITS), OVER, 256, 0.05),
+    "dynamiq, memory": Row(dq.DynamiQ(error_feedback=True, **LOW_LIMITS), OVER, 256, 0.05),
     "bf16": Row(dq.BF16(**LOW_LIMITS), NATIVE | OVER, 1, 2e-05),
     "f32": Row(dq.F32(**LOW_LIMITS), NATIVE | OVER, 1, 1e-14),
     "mxfp8": Row(dq.MXFP8(**LOW_LIMITS), OVER, 32, 0.005),

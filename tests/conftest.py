@@ -15,9 +15,9 @@ if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` 
     jaxtyping.install_import_hook(["dynamiq_jax", "pallas_kernels"], "shapes.checked")
 
 SLOW = """
-    psum multihost kernels schedules topologies reduce accuracy ring optimized allocation every_method
-    wire_bytes
-    sharded corruption simulate hierarchical bench_error training_benchmark cli mx_methods soak
+    psum multihost kernels schedules topologies reduce accuracy ring optimized allocation
+    every_method wire_bytes sharded corruption simulate hierarchical bench_error
+    training_benchmark cli mx_methods soak
 """.split()
 """Files of more than 20 seconds of a core, in the order in which they start, before all others:
 what starts last should be short. `make quick` leaves them out."""

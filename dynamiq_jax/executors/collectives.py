@@ -71,8 +71,8 @@ def _reduce(
     held: list[list[_Held]] = [[] for _ in range(streams)]
     carry = codec.carry
     for rounds in topology.schedule(n_workers):
-        looped = rounds.looped and rounds.number > 2
-        for t in range(1 if looped else rounds.number):
+        looped = rounds.looped and rounds.length > 2
+        for t in range(1 if looped else rounds.length):
             held, carry = run.step(rounds.step(t), held, carry)
         if looped:
             held, carry = run.loop(rounds, held, carry)
@@ -119,9 +119,9 @@ class _Run(NamedTuple):
                 after.append(self._send(step, payloads))
             return after, carry
 
-        last = rounds.step(rounds.number - 1)
+        last = rounds.step(rounds.length - 1)
         start = [mine[-1].arrived.payloads for mine in held], carry
-        moved, carry = lax.fori_loop(1, rounds.number, round_of, start)
+        moved, carry = lax.fori_loop(1, rounds.length, round_of, start)
         return [[self._held(last, payloads)] for payloads in moved], carry
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:

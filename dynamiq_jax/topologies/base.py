@@ -51,7 +51,8 @@ class Step(NamedTuple):
 class Rounds(NamedTuple):
     """Steps in a row that differ in numbers alone."""
 
-    number: int
+    length: int
+    """How many."""
     step: Callable[[Any], Step]
     """Of the round's number: an int, in a loop an int32 scalar."""
     looped: bool = False
@@ -66,7 +67,7 @@ Schedule = tuple[Rounds, ...]
 
 def steps_of(schedule: Schedule) -> Iterator[Step]:
     """The steps of a schedule, one after the other."""
-    return (rounds.step(i) for rounds in schedule for i in range(rounds.number))
+    return (rounds.step(i) for rounds in schedule for i in range(rounds.length))
 
 
 class Topology(Protocol):
