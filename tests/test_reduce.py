@@ -190,7 +190,7 @@ def test_a_stacked_state_is_every_workers():
 def test_value_and_grad_takes_and_returns_state_and_metrics():
     """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
     mesh, method = auto_mesh(N), dq.DynamiQ(error_feedback=True, **SMALL)
-    topology, x = ROUTES["direct"], gradient(5, N, SIZE)
+    topology, x = ROUTES["ring"], gradient(5, N, SIZE)
     w = jnp.zeros(SIZE)
 
     def loss(w, x):
