@@ -96,8 +96,8 @@ def test_what_is_passed_is_taken(slow):
 
 
 def test_halves_take_several_axes_as_one(slow):
-    assert resolve(None, None, (2, 4), levels=1).topology == dq.Butterfly()
-    assert resolve(None, None, (2, 3), levels=1).topology == dq.Ring()
+    assert resolve(None, None, (2, 4), hierarchies=False).topology == dq.Butterfly()
+    assert resolve(None, None, (2, 3), hierarchies=False).topology == dq.Ring()
     assert resolve(None, None, (2, 3)).topology == dq.Hierarchical(outer=dq.Butterfly())
 
 

@@ -60,7 +60,7 @@ def test_one_worker_alone_is_a_round_trip_of_the_codec():
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))[0]
     scale = np.sqrt(np.mean(np.asarray(x[0], np.float64) ** 2))
     node = np.asarray(hadamard.rotate(jnp.asarray(found / scale), seed))
-    nodes = thc.clip_threshold(1 / 32) * (2 * method.levels / 30 - 1)
+    nodes = thc.clip_threshold(1 / 32) * (2 * method.integers / 30 - 1)
     assert np.max(np.min(np.abs(node[:, None] - nodes), axis=1)) < 1e-5
     assert relative_error(found, np.asarray(x[0])) == pytest.approx(0.0204, rel=0.15)
     assert_same_bits(reduce(method, x), np.asarray(x))  # psum has nothing to do
@@ -95,8 +95,8 @@ def test_error_of_independent_and_of_identical_workers(code):
     draws = [jnp.asarray(lognormal_scaled(8, seed=seed)) for seed in range(2)]
     found = [relative_error(reduce(method, x)[0], total_of(x)) for x in draws]
     assert np.mean(found) == pytest.approx(INDEPENDENT[code], rel=0.05)
-    assert np.array_equal(method.levels, CODES[code][0])
-    rounding, clip = thc.expected_error(method.levels, thc.clip_threshold(method.p))
+    assert np.array_equal(method.integers, CODES[code][0])
+    rounding, clip = thc.expected_error(method.integers, thc.clip_threshold(method.p))
     found = []
     for i in range(4):
         x = jnp.broadcast_to(draws[i % 2][i], draws[0].shape)

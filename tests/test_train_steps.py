@@ -173,7 +173,7 @@ def test_a_train_step_compiles_once_whatever_the_data_keys_and_norms(name):
     def one(w, opt_state, memory, key, scale, x, y):
         loss, grads = jax.value_and_grad(loss_of)(w, x, y)
         options = {"method": method, "topology": topology, "key": key, "state": memory}
-        grads, memory = dq.pmean(scale * grads, "data", **options)
+        grads, memory, _ = dq.reduce(scale * grads, "data", **options)
         updates, opt_state = optimizer.update(grads / scale, opt_state, w)
         return optax.apply_updates(w, updates), opt_state, memory, jax.lax.pmean(loss, "data")
 

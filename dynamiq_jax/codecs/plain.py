@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt, UInt32
+from jaxtyping import Float, UInt, UInt32
 
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Topology
@@ -86,7 +86,7 @@ def chunk_codec(
     """
     own = jnp.pad(x, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
 
-    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Float[Array, "c m"]:
+    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
         if total is None:
             total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
         for inputs in arrived:
@@ -99,7 +99,7 @@ def chunk_codec(
         payloads = jax.vmap(lambda v, chunk: codec.encode(v, chunk, encoder.slot))(values, chunks)
         return payloads, carry
 
-    def write(values, chunks, rows: Int[Array, " c"], into, n_rows: int):
+    def write(values, chunks, rows, into, n_rows: int):
         if codec.restore is not None:
             values = jax.vmap(codec.restore)(values, chunks)
         values = (values / divisor if divisor != 1 else values).astype(dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dynamiq_jax.methods.base import (
     State,
     check_choice,
     check_not_negative,
+    clipped,
     half_precision,
     with_memory,
 )
@@ -55,6 +56,13 @@ MIN_TILES_PER_WORKER = 16
 BUCKET_BYTES = 32 * 2**20
 FAST_LINK_BYTES = 96 * 2**20
 """Where `Direct` overtakes bf16 psum on eight H200 with NVLink; README, "How fast"."""
+
+
+class DynamiQState(NamedTuple):
+    """What error feedback carries from step to step, on every worker its own."""
+
+    residual: Float[Array, " d"]
+    """What this worker's encodings lost, f32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,8 +216,8 @@ class DynamiQ(HopMethod):
         return half_precision(dtype)
 
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing lost yet: f32[size], where there is error feedback."""
-        return jnp.zeros(size, jnp.float32) if self.error_feedback else ()
+        """Nothing lost yet, where there is error feedback."""
+        return DynamiQState(jnp.zeros(size, jnp.float32)) if self.error_feedback else ()
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Serves any number of workers on any topology."""
@@ -323,7 +331,7 @@ class DynamiQ(HopMethod):
 
     def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
         """See `HopMethod`."""
-        return with_memory(x, state) if self.error_feedback else x
+        return with_memory(x, state.residual) if self.error_feedback else x
 
     def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
         """Squared norms (and means) of the super-groups, bf16."""
@@ -348,7 +356,8 @@ class DynamiQ(HopMethod):
             return state
         poisoned = jnp.isnan(shared.plan.mean_sum[: bound.layout.rows, None])
         poisoned = jnp.broadcast_to(poisoned, carry.shape).reshape(-1)[: bound.layout.size]
-        return jnp.where(poisoned, state, carry.reshape(-1)[: bound.layout.size])
+        lost = clipped(carry.reshape(-1)[: bound.layout.size])
+        return DynamiQState(jnp.where(poisoned, state.residual, lost))
 
     def facts(
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
