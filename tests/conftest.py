@@ -31,8 +31,9 @@ MANY_MAPS = 20_000
 def pytest_configure(config):
     """Before JAX starts its backend; what the environment has already stays in force."""
     on_gpu = all("gpu" in Path(argument).parts for argument in config.args)
-    flags = "" if on_gpu else f"{FLAGS} --xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    if not on_gpu:
+        flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
+        os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def pytest_collection_modifyitems(config, items):
