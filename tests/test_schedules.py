@@ -84,6 +84,7 @@ class TwoArms:
     """Chunks come to their owner from both sides, through half as many hops each."""
 
     balance: float | None = None
+    looped: bool = False
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""
@@ -104,15 +105,15 @@ class TwoArms:
                 chunks, to = lambda w: (w + way * (hops - t)) % n + one, lambda w: (w + way) % n
                 return Step(0, chunks, slot=lambda w: first + t, to=to)
 
-            rounds.append(Rounds(hops, step))
+            rounds.append(Rounds(hops, step, looped=self.looped))
             first += hops
         return tuple(rounds)
 
 
-@pytest.mark.parametrize("n", [2, 5, 6])
-def test_a_topology_of_ones_own(n):
+@pytest.mark.parametrize(("n", "looped"), [(2, False), (5, False), (8, False), (8, True)])
+def test_a_topology_of_ones_own(n, looped):
     """Its schedule keeps the promises, and everything else follows."""
-    topology: Any = TwoArms()
+    topology: Any = TwoArms(looped=looped)
     test_every_worker_sends_every_chunk_of_others_once_and_owners_get_all(topology, n)
     x = np.random.default_rng(n).integers(-99, 100, (n, 1000)).astype(np.float32)
     found = vmapped(dq.F32(**SMALL), topology)(x, None)
@@ -161,11 +162,28 @@ class Partial(TwoArms):
         return Rounds(1, lambda t: first), Rounds(1, lambda t: second)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backwards(TwoArms):
+    """Loops over hops that do not follow from each other."""
+
+    def schedule(self, n_workers: int):
+        one, hops = np.zeros(1, np.int32), TwoArms.schedule(self, n_workers)[0]
+        to = hops.step(0).to
+
+        def step(t):
+            return Step(0, lambda w: (w + 1 + t) % n_workers + one, slot=lambda w: t, to=to)
+
+        return (Rounds(3, step, looped=True),)
+
+
 def test_schedules_that_break_their_promises_are_refused():
     x = jnp.ones((4, 4096))
     broken: Any = Partial()
     with pytest.raises(ValueError, match="encode in one step chunks that arrived together"):
         vmapped(dq.F32(**SMALL), broken)(x, None)
+    looped: Any = Backwards()
+    with pytest.raises(ValueError, match="encodes other chunks; pass Rounds"):
+        vmapped(dq.F32(**SMALL), looped)(x, None)
     with pytest.raises(ValueError, match="sends chunk 0 twice"):
         tree_of(broken, 4)
 

@@ -107,7 +107,19 @@ class _Run(NamedTuple):
     def loop(
         self, rounds: Rounds, held: list[list[_Held]], carry: Carry
     ) -> tuple[list[list[_Held]], Carry]:
-        """All rounds but the first, as a loop: what arrives in one is all that the next adds."""
+        """All rounds but the first, as a loop: what arrives in one is all that the next adds.
+
+        Raises:
+          ValueError: a worker encodes other chunks in the second round than it got in the first.
+        """
+        first, second = rounds.step(0), rounds.step(1)
+        if not np.array_equal(
+            self._table(first)[_senders(first, self.n_workers)], self._table(second)
+        ):
+            raise ValueError(
+                "looped rounds have to encode what arrived in the round before, and a schedule "
+                "encodes other chunks; pass Rounds(looped=False)"
+            )
 
         def round_of(t, state):
             before, carry = state
@@ -122,7 +134,8 @@ class _Run(NamedTuple):
         last = rounds.step(rounds.length - 1)
         start = [mine[-1].arrived.payloads for mine in held], carry
         moved, carry = lax.fori_loop(1, rounds.length, round_of, start)
-        return [[self._held(last, payloads)] for payloads in moved], carry
+        arrived = [self._held(last, payloads) for payloads in moved]
+        return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], carry
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
         """Of all that arrived, what belongs to the chunks of the owners ``wanted[me]``."""
