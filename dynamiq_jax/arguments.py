@@ -1,8 +1,11 @@
 """Validation at the public boundary: what may be passed, and what the defaults mean."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, tracks_varying, varies_over
@@ -139,8 +142,17 @@ def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
     return names[0] if len(names) == 1 else names
 
 
-def check_state(state, n_buckets: int, method: Method, n_workers: int) -> list:
-    """The states of all buckets, empty ones where the caller keeps none."""
+def check_state(state, first: Callable[[], tuple], method: Method, n_workers: int) -> list:
+    """The states of all buckets, empty ones where the caller keeps none.
+
+    Args:
+      state: what the caller passed.
+      first: makes `init_state`'s state of one worker.
+      method: what the state is of.
+      n_workers: how many reduce.
+    """
+    expected = jax.eval_shape(first)
+    n_buckets = len(expected)
     if state is None:
         if method.needs_state and n_buckets and n_workers > 1:
             raise ValueError(
@@ -154,6 +166,13 @@ def check_state(state, n_buckets: int, method: Method, n_workers: int) -> list:
         raise ValueError(
             f"state is for {found} buckets and the tree has {n_buckets}; pass what "
             "dq.init_state(tree, n_workers, method=..., topology=...) gave for the same arguments"
+        )
+    wanted, given = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (expected, state))
+    if jax.tree.structure(expected) != jax.tree.structure(state) or wanted != given:
+        raise ValueError(
+            f"state has leaves of shapes {given}, and method={method!r} keeps {wanted} of this "
+            "tree on each worker; pass what dq.init_state(tree, n_workers, method=..., topology=...) "
+            "gave for the same arguments, one worker's part if it is stacked"
         )
     return list(state)
 

@@ -19,7 +19,7 @@ from dynamiq_jax.arguments import (
     check_varying,
     resolve,
 )
-from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
+from dynamiq_jax.buckets import Grouping, concatenate, describe_leaves, group_leaves, split
 from dynamiq_jax.explanation import explain
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import check_choice
@@ -127,7 +127,8 @@ def reduce(
     check_varying(leaves, values, axis_name, n_workers)
     words = key_words(key)
     grouping = group_leaves(leaves, **resolved.limits()._asdict())
-    states = check_state(state, len(grouping.buckets), resolved.method, n_workers)
+    first = functools.partial(_first_state, grouping, resolved)
+    states = check_state(state, first, resolved.method, n_workers)
     known: list[BucketMetrics] = []
     if n_workers == 1:
         total = exact_reduce(tree, axis_name)
@@ -179,17 +180,20 @@ def init_state(
     sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
     resolved = resolve(method, topology, sizes)
     grouping = group_leaves(describe_leaves(tree), **resolved.limits()._asdict())
-    state = tuple(_init_bucket(bucket.size, resolved) for bucket in grouping.buckets)
+    state = _first_state(grouping, resolved)
     if not stacked:
         return state
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (resolved.n_workers, *x.shape)), state)
 
 
-def _init_bucket(size: int, resolved: Resolved) -> State:
+def _first_state(grouping: Grouping, resolved: Resolved) -> tuple[State, ...]:
+    """One worker's, for every bucket."""
     method, topology, _, sizes = resolved
-    if isinstance(topology, Hierarchical):
-        return method.init(hierarchy.slice_size(size, sizes[-1]), resolved.n_workers // sizes[-1])
-    return method.init(size, resolved.n_workers)
+    if not isinstance(topology, Hierarchical):
+        return tuple(method.init(bucket.size, resolved.n_workers) for bucket in grouping.buckets)
+    n_outer = resolved.n_workers // sizes[-1]
+    slices = (hierarchy.slice_size(bucket.size, sizes[-1]) for bucket in grouping.buckets)
+    return tuple(method.init(size, n_outer) for size in slices)
 
 
 def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op: Op, metrics):

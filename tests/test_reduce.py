@@ -216,3 +216,19 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
     value, found = plain(w, x)
     assert found.state is None
     np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda x, method: dq.init_state(x[:-300], 2, method=method),
+        lambda x, method: dq.init_state(x, 2, method=method, stacked=True),
+        lambda x, method: dq.init_state(x, 2, method=dq.THC(error_feedback=True, **SMALL)),
+    ],
+    ids=["another size", "stacked", "another method"],
+)
+def test_states_that_do_not_fit_are_refused_with_both_shapes(state):
+    method, x = dq.DynamiQ(error_feedback=True, **SMALL), jnp.ones((2, 8192))
+    wrong = state(x[0], method)
+    with pytest.raises(ValueError, match=r"state has leaves of shapes .* keeps \[\(8192,\)\]"):
+        jax.vmap(lambda x: dq.reduce(x, "data", method=method, state=wrong), axis_name="data")(x)
