@@ -64,6 +64,11 @@ def resolve(
         topology.outer.check(math.prod(sizes[:-1]))
         method.check(math.prod(sizes[:-1]), topology.outer)
         if topology.inner is not None:
+            if method.needs_state:
+                raise NotImplementedError(
+                    f"method={method!r} keeps a state, and the halves that Hierarchical(inner=...) "
+                    "needs keep none; pass inner=None, or a method without error feedback"
+                )
             topology.inner.check(sizes[-1])
             _check_sharded(method, "the halves that Hierarchical(inner=...) needs")
     else:
@@ -112,13 +117,27 @@ def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], *, allowed: bool
     return Hierarchical(inner=topology.inner, outer=outer)
 
 
+def axis_counts(n_workers: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of all axes, from that of one or of several."""
+    sizes = tuple(n_workers) if isinstance(n_workers, tuple | list) else (n_workers,)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"n_workers={n_workers} must be at least 1")
+    return sizes
+
+
 def check_kinds(method, topology) -> None:
     """Refuses arguments of the wrong kind, with the remedy."""
     if method is not None and (isinstance(method, type) or not hasattr(method, "wire_bits")):
         raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
-    known = isinstance(topology, Hierarchical) or hasattr(topology, "schedule")
-    if topology is not None and (isinstance(topology, type) or not known):
-        raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")
+    if topology is None or isinstance(topology, Hierarchical):
+        return
+    members = ("schedule", "stages", "check", "chunks_per_worker", "balance")
+    missing = [name for name in members if not hasattr(topology, name)]
+    if isinstance(topology, type) or missing:
+        lacks = f" (it lacks {', '.join(missing)})" if 0 < len(missing) < len(members) else ""
+        raise ValueError(
+            f"topology={topology!r} is not a topology{lacks}; pass for example dq.Ring()"
+        )
 
 
 def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
@@ -161,6 +180,7 @@ def check_state(state, first: Callable[[], tuple], method: Method, n_workers: in
                 "state that it returns for the next step"
             )
         return [()] * n_buckets
+    state = tuple(state) if isinstance(state, list) else state  # as checkpoints may return it
     if not isinstance(state, tuple) or len(state) != n_buckets:
         found = len(state) if isinstance(state, tuple) else repr(type(state).__name__)
         raise ValueError(
@@ -171,8 +191,8 @@ def check_state(state, first: Callable[[], tuple], method: Method, n_workers: in
     if jax.tree.structure(expected) != jax.tree.structure(state) or wanted != given:
         raise ValueError(
             f"state has leaves of shapes {given}, and method={method!r} keeps {wanted} of this "
-            "tree on each worker; pass what dq.init_state(tree, n_workers, method=..., topology=...) "
-            "gave for the same arguments, one worker's part if it is stacked"
+            "tree on each worker; pass what dq.init_state(tree, n_workers, method=..., "
+            "topology=...) gave for the same arguments, one worker's part if it is stacked"
         )
     return list(state)
 

@@ -13,6 +13,7 @@ from dynamiq_jax._compat import AxisNames, zero_tangent
 from dynamiq_jax.arguments import (
     AnyTopology,
     Resolved,
+    axis_counts,
     axis_sizes,
     check_axis,
     check_state,
@@ -22,7 +23,7 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.buckets import Grouping, concatenate, describe_leaves, group_leaves, split
 from dynamiq_jax.explanation import explain
 from dynamiq_jax.methods import Method, State
-from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.methods.base import PayloadFacts, check_choice
 from dynamiq_jax.metrics import BucketMetrics, Reduced, summarise
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
@@ -132,6 +133,10 @@ def reduce(
     known: list[BucketMetrics] = []
     if n_workers == 1:
         total = exact_reduce(tree, axis_name)
+        if metrics:
+            alone = PayloadFacts(error=0.0)
+            buckets = [concatenate(bucket, values) for bucket in grouping.buckets]
+            known = [_bucket_metrics(bucket, alone) for bucket in buckets]
     else:
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
@@ -166,8 +171,11 @@ def init_state(
 ) -> State:
     """The state that the first `reduce` of ``tree`` takes, for every bucket.
 
-    Under `jax.shard_map` every worker keeps its own: let it vary over the axis, for example by
-    calling this inside (the shapes of ``tree`` are all it looks at).
+    Under `jax.shard_map` every worker keeps its own. Called inside, cast it with
+    ``jax.lax.pcast(state, axis_name, to="varying")`` (the shapes of ``tree`` are all that this
+    looks at). Called outside, with ``stacked=True``, let every worker's part arise where it
+    belongs: ``jax.jit(make, out_shardings=NamedSharding(mesh, P(axis_name)))()`` of a function that
+    calls it.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.
@@ -177,8 +185,7 @@ def init_state(
       stacked: whether leaves have a leading axis of all workers, as `value_and_grad` takes them, or
         are one worker's.
     """
-    sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
-    resolved = resolve(method, topology, sizes)
+    resolved = resolve(method, topology, axis_counts(n_workers))
     grouping = group_leaves(describe_leaves(tree), **resolved.limits()._asdict())
     state = _first_state(grouping, resolved)
     if not stacked:
@@ -211,11 +218,17 @@ def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op
     if not metrics:
         return outcome.value, (outcome.state, None)
     assert outcome.facts is not None
-    finite = jnp.isfinite(outcome.value)
-    norm = jnp.sum(jnp.square(jnp.where(finite, outcome.value, 0).astype(jnp.float32)))
+    return outcome.value, (outcome.state, _bucket_metrics(outcome.value, outcome.facts))
+
+
+def _bucket_metrics(value: Array, facts: PayloadFacts) -> BucketMetrics:
+    """What the method knows, and one pass over the result."""
+    finite = jnp.isfinite(value)
+    norm = jnp.sum(jnp.square(jnp.where(finite, value, 0).astype(jnp.float32)))
+    # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
+    norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
     nonfinite = jnp.sum(~finite, dtype=jnp.float32)
-    error, saturated, widths = outcome.facts
-    return outcome.value, (outcome.state, BucketMetrics(error, norm, nonfinite, saturated, widths))
+    return BucketMetrics(facts.error, norm, nonfinite, facts.saturated, facts.coords_by_width)
 
 
 def with_tangent(compressed: Callable, exact: Callable) -> Callable:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamiq_jax import hierarchy
-from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
+from dynamiq_jax.arguments import AnyTopology, Resolved, axis_counts, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, describe_leaves, group_leaves
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Hierarchical
@@ -100,10 +100,7 @@ def explain(
       topology: as for `psum`.
       verbose: whether to print.
     """
-    sizes = n_workers if isinstance(n_workers, tuple) else (n_workers,)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"n_workers={n_workers} must be at least 1")
-    resolved = resolve(method, topology, sizes)
+    resolved = resolve(method, topology, axis_counts(n_workers))
     n = resolved.n_workers
     leaves = describe_leaves(tree)
     grouping = group_leaves(leaves, **resolved.limits()._asdict())

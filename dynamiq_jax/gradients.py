@@ -1,6 +1,7 @@
 """Gradients for pjit'd training steps, where there is no psum to replace."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def value_and_grad(
 
     def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
-        _check_stacked(state, n_workers)
+        _check_stacked(state, sizes)
         value, found = mapped(params, key, state, *batch)
         return value, found if metrics or state is not None else found.tree
 
@@ -105,13 +106,15 @@ def _reduce_value(x, axis_name: AxisNames):
     return lax.psum(x, axis_name)
 
 
-def _check_stacked(state, n_workers: int) -> None:
+def _check_stacked(state, sizes: tuple[int, ...]) -> None:
+    n_workers = math.prod(sizes)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     wrong = [shape for shape in shapes if shape[:1] != (n_workers,)]
     if wrong:
         raise ValueError(
             f"state has a leaf of shape {wrong[0]}, whose leading axis is not that of the "
-            f"{n_workers} workers; pass dq.init_state(params, {n_workers}, ..., stacked=True)"
+            f"{n_workers} workers; pass dq.init_state(params, "
+            f"{sizes if len(sizes) > 1 else n_workers}, ..., stacked=True)"
         )
 
 

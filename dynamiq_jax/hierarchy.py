@@ -101,6 +101,8 @@ def all_reduce(
             metrics=metrics,
         )
         facts = jax.tree.map(lambda f: lax.psum(f, inner_axis), facts) if metrics else None
+        if facts is not None and inner is not None:
+            facts = facts._replace(error=math.nan)  # the inner encodings err, too
     else:
         mine, facts = lax.psum(mine, outer_axis) / divisor, PayloadFacts()
     with jax.named_scope("dynamiq_inner_gather"):

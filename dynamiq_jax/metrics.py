@@ -15,13 +15,16 @@ class Metrics(NamedTuple):
     vnmse: Float[Array, ""] | float
     """Expected |error|² / |result|² of the compressed leaves, from the widths and energies that the
     plan knows: for Gaussian coordinates, and gradients that are unrelated between workers until
-    their sum is encoded; right within a factor of two. NaN where the method cannot say."""
+    their sum is encoded; right within a factor of two. NaN where the method cannot say, where f32
+    cannot hold the squares, and with `Hierarchical(inner=...)`, whose inner encodings it does not
+    know."""
     nonfinite: Float[Array, ""] | float
     """Coordinates of compressed leaves that came out NaN or infinite."""
     saturated: Float[Array, ""] | float
     """Coordinates of sums at the end of their range, where the method counts them."""
     widths: Float[Array, " 17"]
-    """The share of the payloads' coordinates that has width 0 to 16; zeros without widths."""
+    """The share of the payloads' coordinates that has width 0 to 16; zeros without widths. Of a
+    hierarchy, on its outer axes."""
     bits_per_coord: Float[Array, ""] | float
     """Of all leaves, in units in which bf16 takes 16."""
     wire_bytes: Float[Array, ""] | float
@@ -40,7 +43,7 @@ class Reduced(NamedTuple):
 
 
 class BucketMetrics(NamedTuple):
-    """What is known of one bucket, f32 scalars; those of several buckets or slices add up."""
+    """What is known of one bucket, f32; the metrics of several buckets or slices add up."""
 
     error: Float[Array, ""] | float = math.nan
     """Expected |error|² of the result."""
@@ -59,8 +62,9 @@ def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes
     zero = BucketMetrics(error=0.0)
     total = jax.tree.map(lambda *parts: sum(parts), zero, *buckets)
     widths = jnp.broadcast_to(jnp.asarray(total.coords_by_width, jnp.float32), (17,))
+    norm = jnp.asarray(total.norm, jnp.float32)
     found = Metrics(
-        vnmse=total.error / jnp.where(jnp.asarray(total.norm) > 0, total.norm, 1.0),
+        vnmse=jnp.where(norm == 0, 0.0, total.error / norm),
         nonfinite=total.nonfinite,
         saturated=total.saturated,
         widths=widths / jnp.maximum(jnp.sum(widths), 1.0),

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, first_state, gradient
+from cases import (
+    EVERY_METHOD,
+    SMALL,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    first_state,
+    gradient,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -134,6 +142,26 @@ class TestMetrics:
         )(x)
         assert_same_bits(expected, off.tree)
 
+    def test_means_that_travel_apart_do_not_count_as_error(self):
+        x = jax.random.normal(KEY, (N, 96 * 2048)) + 10
+        method = dq.DynamiQ(subtract_mean=True, **SMALL)
+        found = reducer(method, ROUTES["direct"], op="mean", metrics=True)(x, KEY, None)
+        lost = relative_error(found.tree[0], np.mean(np.asarray(x, np.float64), axis=0))
+        assert 0.5 < found.metrics.vnmse[0] / lost < 2
+
+    @pytest.mark.parametrize("scale", [1e17, 1e-21, np.nan, 0])
+    def test_what_f32_cannot_square_is_no_perfect_result(self, scale):
+        x = scale * jax.random.normal(KEY, (N, SIZE))
+        run = reducer(dq.DynamiQ(**SMALL), ROUTES["direct"], op="mean", metrics=True)
+        metrics = run(x, KEY, None).metrics
+        assert metrics.vnmse[0] == 0 if scale == 0 else np.isnan(metrics.vnmse[0])
+        assert metrics.nonfinite[0] == (SIZE if np.isnan(scale) else 0)
+
+    def test_of_one_worker(self):
+        x = jnp.ones((1, SIZE)).at[0, 3].set(jnp.nan)
+        found = reducer(dq.DynamiQ(**SMALL), None, op="mean", metrics=True)(x, KEY, None)
+        assert (found.metrics.vnmse[0], found.metrics.nonfinite[0]) == (0, 1)
+
     def test_methods_that_cannot_say_say_nan(self):
         x = gradient(3, N, SIZE).at[0, 0].set(jnp.nan)
         method = dq.MXFP8(sum="shared-scale", **SMALL)
@@ -186,6 +214,26 @@ def test_a_stacked_state_is_every_workers():
     assert (own.shape, all_of.shape) == ((200_000,), (3, 200_000))
     mesh = auto_mesh(2)
     assert dq.init_state(x, mesh.size, method=dq.DynamiQ()) == ((),)
+
+
+STATEFUL = [name for name, row in EVERY_METHOD.items() if "memory" in name or "shared" in name]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_value_and_grad_takes_the_state_of_every_method(name):
+    """Under JAX's check of what is replicated, a state varies."""
+    method, mesh = EVERY_METHOD[name].method, auto_mesh(2)
+    x, w = gradient(6, 2, SIZE), jnp.zeros(SIZE)
+    step = dq.value_and_grad(
+        lambda w, x: jnp.sum(w * x), mesh=mesh, axis_name="data", method=method
+    )
+    state = dq.init_state(w, 2, method=method, stacked=True)
+    for _ in range(2):
+        _, (mean, state, _) = step(w, x, state=state, key=KEY)
+    assert relative_error(mean, np.mean(np.asarray(x, np.float64), axis=0)) < 1
+    with pytest.raises(NotImplementedError, match="pass inner=None"):
+        topology = dq.Hierarchical(inner=dq.Direct())
+        dq.init_state(w, (2, 2), method=dq.DynamiQ(error_feedback=True), topology=topology)
 
 
 def test_value_and_grad_takes_and_returns_state_and_metrics():

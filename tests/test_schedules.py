@@ -144,48 +144,66 @@ def test_hops_of_a_ring_may_have_bits_of_their_own():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partial(TwoArms):
-    """Sends in one step what is encoded with other chunks in the next."""
+    """Encodes in one step a chunk that something arrived for and one that nothing did, of five."""
 
     def schedule(self, n_workers: int):
-        first = Step(
-            0,
-            lambda w: (w + 1) % n_workers + np.zeros(1, np.int32),
-            lambda w: 0,
-            lambda w: (w + 1) % n_workers,
-        )
-        second = Step(
-            0,
-            lambda w: w + np.arange(2, dtype=np.int32) & 3,
-            lambda w: 1,
-            lambda w: (w + 1) % n_workers,
-        )
-        return Rounds(1, lambda t: first), Rounds(1, lambda t: second)
+        def step(owners, way, slot):
+            chunks = np.array(owners, np.int32)
+            return Step(0, lambda w: (w + chunks) % 5, lambda w: slot, lambda w: (w + way) % 5)
+
+        steps = step([4], 1, 0), step([3, 2], 2, 1), step([1], 1, 2)
+        return (Rounds(3, lambda t: steps[t]),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Backwards(TwoArms):
-    """Loops over hops that do not follow from each other."""
+class Shifts(TwoArms):
+    """Sends straight to the owners, one after the other: no hop adds what came with the last."""
 
     def schedule(self, n_workers: int):
-        one, hops = np.zeros(1, np.int32), TwoArms.schedule(self, n_workers)[0]
-        to = hops.step(0).to
+        one = np.zeros(1, np.int32)
 
         def step(t):
-            return Step(0, lambda w: (w + 1 + t) % n_workers + one, slot=lambda w: t, to=to)
+            def owner(w):
+                return (w + 1 + t) % n_workers
 
-        return (Rounds(3, step, looped=True),)
+            return Step(0, lambda w: owner(w) + one, slot=lambda w: t, to=owner)
+
+        return (Rounds(n_workers - 1, step, looped=self.looped),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneArm(TwoArms):
+    """Leaves out the other one, or sends the first twice."""
+
+    times: int = 1
+
+    def schedule(self, n_workers: int):
+        return TwoArms.schedule(self, n_workers)[:1] * self.times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hasty(TwoArms):
+    """The hops of a ring in the wrong order."""
+
+    def schedule(self, n_workers: int):
+        (hops,) = dq.Ring().schedule(n_workers)
+        return (hops._replace(step=lambda t: hops.step(n_workers - 2 - t), looped=False),)
 
 
 def test_schedules_that_break_their_promises_are_refused():
-    x = jnp.ones((4, 4096))
-    broken: Any = Partial()
-    with pytest.raises(ValueError, match="encode in one step chunks that arrived together"):
-        vmapped(dq.F32(**SMALL), broken)(x, None)
-    looped: Any = Backwards()
-    with pytest.raises(ValueError, match="encodes other chunks; pass Rounds"):
-        vmapped(dq.F32(**SMALL), looped)(x, None)
-    with pytest.raises(ValueError, match="sends chunk 0 twice"):
-        tree_of(broken, 4)
+    broken = {
+        "encode in one step chunks that arrived together": Partial(),
+        "encodes other chunks; pass Rounds": Shifts(looped=True),
+        "never sends its share of chunk": OneArm(),
+        "one that it has sent before": OneArm(times=2),
+        "it would be lost": Hasty(),
+    }
+    for complaint, topology in broken.items():
+        with pytest.raises(ValueError, match=complaint):
+            vmapped(dq.F32(**SMALL), topology)(jnp.ones((5, 4096)), None)
+    for complaint, topology in {"twice": OneArm(times=2), "never": OneArm()}.items():
+        with pytest.raises(ValueError, match=complaint):
+            tree_of(topology, 5)
 
 
 def test_a_loop_gives_the_bits_of_its_rounds():
@@ -194,3 +212,14 @@ def test_a_loop_gives_the_bits_of_its_rounds():
     method = dq.MXFP4(rounding="stochastic", **SMALL)
     key = jax.random.key(0)
     assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))
+
+
+def test_what_lacks_members_of_a_topology_is_refused_by_their_names():
+    class Old:
+        stages = check = chunks_per_worker = balance = None
+
+        def reduce(self, *arguments):
+            """As topologies once had it."""
+
+    with pytest.raises(ValueError, match=r"is not a topology \(it lacks schedule\)"):
+        vmapped(dq.F32(**SMALL), Old())(jnp.ones((2, 9000)), None)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import SMALL, assert_same_bits
 from jax import lax
+from test_schedules import TwoArms
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
@@ -84,7 +85,7 @@ def library(method, topology, n):
     bound = method.bind(n * SUPER_GROUPS * 256, n, topology)
 
     def one(x, seed):
-        shared = method.share(method.agree(method.measure(x, bound), "w"), seed, bound, ())
+        shared = method.share(method.agree(method.measure(x, bound), "w"), seed, bound)
         return method.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed).value, shared
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w"))
@@ -221,9 +222,17 @@ def test_wire_bits_are_the_budget(topology, bits):
     assert bits - 0.01 < used <= bits
 
 
+def test_a_topology_of_ones_own():
+    case = Case(n_workers=5, super_groups=64, method=METHOD, topology=TwoArms())
+    ring = Case(n_workers=5, super_groups=64, method=METHOD, topology=dq.Ring())
+    own, usual = (simulate(c, jax.random.key(0)) for c in (case, ring))
+    assert 0.5 * usual < own < 1.5 * usual
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        ({"method": dq.DynamiQ(error_feedback=True)}, "pass error_feedback=False"),
         ({"n_workers": 12, "topology": dq.Butterfly()}, "needs a power of two of workers"),
         ({"n_workers": 1}, "1 workers are not two or more sets of 1"),
         ({"topology": dq.Hierarchical(), "n_inner": 3}, "8 workers are not two or more sets of 3"),

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all, ppermute
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
+from dynamiq_jax.topologies.base import check_schedule
 
 
 class _Held(NamedTuple):
@@ -67,6 +68,7 @@ def _reduce(
     topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
 ) -> tuple[list[tuple[Arrived, ...]], Carry]:
     """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
+    check_schedule(topology, n_workers)
     run = _Run(codec, axis_name, n_workers, streams)
     held: list[list[_Held]] = [[] for _ in range(streams)]
     carry = codec.carry

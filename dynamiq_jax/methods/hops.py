@@ -59,13 +59,11 @@ class HopMethod:
         """What this worker has to send: ``x``, and what error feedback adds."""
         return x
 
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> Message:
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
         """One worker's message; `None` if nothing has to be agreed on."""
         return None
 
-    def share(
-        self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
-    ) -> Shared:
+    def share(self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound) -> Shared:
         """What follows from the message of all; ``seed`` is `None` if the caller gave no key."""
         raise NotImplementedError
 
@@ -103,8 +101,8 @@ class HopMethod:
         checks = getattr(self, "debug_checks", False)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
             y = self.source(x, state)
-            message = self.agree(self.measure(y, bound), axis_name)
-            shared = self.share(message, seed, bound, state)
+            message = self.agree(self.measure(y, bound, state), axis_name)
+            shared = self.share(message, seed, bound)
             if checks:
                 assert_same_on_workers(shared, axis_name, "the plan")
             codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor)

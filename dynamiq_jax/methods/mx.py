@@ -98,25 +98,32 @@ class _MX(BucketedMethod, HopMethod):
         """See `HopMethod`."""
         return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> UInt8[Array, " blocks"] | None:
-        """The scales of all blocks, where they are shared."""
-        return mx.scale_codes(x, self._element) if self.sum == "shared-scale" else None
+    def measure(
+        self, x: Float[Array, " d"], bound: Bound, state: ScaleState | tuple[()] = ()
+    ) -> tuple[UInt8[Array, " blocks"], Float[Array, ""]] | None:
+        """Where scales are shared: those of all blocks, and the multiplier.
+
+        The latter is the same on all workers, but for all that JAX knows a state varies.
+        """
+        if self.sum == "recompress":
+            return None
+        mu = state.mu if state else self._safe_multiplier(bound.n_workers)
+        return mx.scale_codes(x, self._element), mu
 
     def share(
         self,
-        message: UInt8[Array, " blocks"] | None,
+        message: tuple[UInt8[Array, " blocks"], Float[Array, ""]] | None,
         seed: UInt[Array, " 2"] | None,
         bound: Bound,
-        state: ScaleState | tuple[()],
     ) -> MXShared:
         """The largest scales, as chunks have them."""
         if message is None:
             return MXShared(jnp.zeros(2, jnp.uint32) if seed is None else seed, None, None)
-        seed = statistics_seed(message[None].astype(jnp.float32)) if seed is None else seed
+        codes, mu = message
+        seed = statistics_seed(codes[None].astype(jnp.float32)) if seed is None else seed
         layout: ChunkLayout = bound.layout
         blocks = layout.padded_size // mx.BLOCK
-        scales = jnp.pad(message, (0, blocks - message.shape[0])).reshape(layout.chunks, -1)
-        mu = state.mu if state else self._safe_multiplier(bound.n_workers)
+        scales = jnp.pad(codes, (0, blocks - codes.shape[0])).reshape(layout.chunks, -1)
         return MXShared(seed, scales, mu)
 
     def codec(
@@ -139,7 +146,7 @@ class _MX(BucketedMethod, HopMethod):
         """The next multiplier, by the number of sums at the largest magnitude."""
         if not state:
             return state
-        return ScaleState(self._next_multiplier(state.mu, carry, bound.layout.size))
+        return ScaleState(self._next_multiplier(shared.mu, carry, bound.layout.size))
 
     def facts(
         self, shared: MXShared, carry: Carry, result: Array, bound: Bound, divisor: int
@@ -157,7 +164,7 @@ class _MX(BucketedMethod, HopMethod):
         layout = chunk_layout(size, n_workers, topology, unit=UNIT)
         if self.sum == "recompress":
             return wire_bits(self._own_scales(layout), layout, topology)
-        shared_bits = 2 * (n_workers - 1) * 8 * -(-size // mx.BLOCK) // n_workers
+        shared_bits = 2 * (n_workers - 1) * (8 * -(-size // mx.BLOCK) + 32) // n_workers
         return shared_bits + wire_bits(self._shared_scales(layout), layout, topology)
 
     @property

@@ -67,9 +67,7 @@ class _Uncompressed(BucketedMethod, HopMethod):
         """See `HopMethod`."""
         return Bound(self._layout(size, n_workers, topology), topology, n_workers)
 
-    def share(
-        self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
-    ) -> Shared:
+    def share(self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound) -> Shared:
         """Nothing has to be known."""
         return ()
 

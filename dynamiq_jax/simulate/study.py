@@ -76,6 +76,11 @@ class Case:
                 f"inner={self.topology.inner!r}: only a native inner axis is simulated; "
                 "pass inner=None"
             )
+        if getattr(method, "error_feedback", False):
+            raise NotImplementedError(
+                f"method={method!r}: one step is simulated, in which memory is empty; pass "
+                "error_feedback=False"
+            )
         self.outer.check(self.n_outer)
 
     @property
@@ -94,7 +99,8 @@ class Case:
         found = self.topology
         if isinstance(found, Hierarchical):
             found = found.outer or across_hosts(self.n_outer)
-        return dataclasses.replace(found, streams=1) if dataclasses.is_dataclass(found) else found
+        own: Any = found
+        return dataclasses.replace(own, streams=1) if hasattr(found, "streams") else found
 
     @property
     def bits(self) -> float:
@@ -103,7 +109,7 @@ class Case:
             return self.method.bits
         n, size = self.n_outer, self.n_outer * self.super_groups * SUPER_GROUP
         sent = self.method.wire_bits(size, n, self.outer)
-        return round(sent / (2 * (n - 1) / n * size), 4)
+        return round(sent / (2 * (n - 1) / n * size), 2)
 
     def workers(self) -> Workers:
         """The static facts of the workers."""

@@ -107,7 +107,7 @@ def shared_by_all(workers: Workers, x: Values, message: Message, seed) -> Shared
     method, bound = workers.method, workers.bound
     kind: Any = jax.eval_shape(partial(method.measure, bound=bound), x)
     message = jax.tree.map(lambda leaf, sent: leaf.astype(sent.dtype), message, kind)
-    return method.share(message, seed, bound, ())
+    return method.share(message, seed, bound)
 
 
 def _message(workers: Workers, x: Values) -> Message:

@@ -17,6 +17,8 @@ another.
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 Worker = Any
 """The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
 
@@ -68,6 +70,54 @@ Schedule = tuple[Rounds, ...]
 def steps_of(schedule: Schedule) -> Iterator[Step]:
     """The steps of a schedule, one after the other."""
     return (rounds.step(i) for rounds in schedule for i in range(rounds.length))
+
+
+MOST_CHECKED = 1024
+"""Workers up to which `check_schedule` looks: its tables have their square."""
+
+
+def check_schedule(topology: "Topology", n_workers: int) -> None:
+    """Refuses a schedule that does not bring every worker's share of every chunk to its owner once.
+
+    Raises:
+      ValueError: a worker sends a chunk twice, never, or before something arrives for it.
+    """
+    if n_workers > MOST_CHECKED:
+        return
+    workers = np.arange(n_workers, dtype=np.int32)
+    steps = list(steps_of(topology.schedule(n_workers)))
+    shape = n_workers, n_workers
+    sent = np.full(shape, len(steps))  # in which step, by worker and chunk; never yet
+    once = "its schedule has to send every other worker's chunk once"
+    tables = []
+    for number, step in enumerate(steps):
+        chunks = step.chunks(workers[:, None])
+        chunks = np.broadcast_to(chunks, (n_workers, chunks.shape[-1]))
+        before, own = np.take_along_axis(sent, chunks, axis=1), chunks == workers[:, None]
+        again = (before < len(steps)) | (own if step.to is not None else False)
+        if again.any():
+            worker, at = np.argwhere(again)[0]
+            raise ValueError(
+                f"{topology!r}: in step {number} worker {worker} of {n_workers} encodes chunk "
+                f"{chunks[worker, at]}, its own or one that it has sent before; {once}"
+            )
+        np.put_along_axis(sent, chunks, np.where(own, before, number), axis=1)
+        tables.append(chunks)
+    never = np.argwhere((sent == len(steps)) & ~np.eye(n_workers, dtype=bool))
+    if len(never):
+        worker, chunk = never[0]
+        raise ValueError(
+            f"{topology!r}: worker {worker} of {n_workers} never sends its share of chunk {chunk}; "
+            f"{once}"
+        )
+    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
+        if step.to is None:
+            continue
+        if (np.take_along_axis(sent[step.to(workers)], chunks, axis=1) <= number).any():
+            raise ValueError(
+                f"{topology!r}: in step {number} of {n_workers} workers something arrives for a "
+                "chunk that its receiver has sent before; it would be lost: send it earlier"
+            )
 
 
 class Topology(Protocol):

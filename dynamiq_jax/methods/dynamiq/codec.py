@@ -133,7 +133,7 @@ def chunk_codec(
 def expected_error(
     plan: Plan, layout: Layout, errors: tuple[float, ...], norm: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Expected |error|² of an all-reduced sum of the squared norm ``norm``.
+    """Expected |error|² of an all-reduced sum whose encoded part has the squared norm ``norm``.
 
     Args:
       plan: widths, and the energies that they were chosen for.

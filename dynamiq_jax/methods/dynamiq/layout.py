@@ -18,7 +18,6 @@ from pallas_kernels.format import TILE_ROWS, WireFormat
 WORD_BITS = 32
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """The sizes of one compressed collective.

@@ -92,7 +92,8 @@ class DynamiQ(HopMethod):
       error_feedback: whether each worker adds to its gradient what all its encodings lost in the
         step before, partial sums of a ring included. It takes a state, see `dq.reduce`, of one f32
         per coordinate on every worker, and two more kernels per encoding. Super-groups that come
-        out NaN leave the state as it was.
+        out NaN leave the state as it was. The rounding is unbiased without it, and at 3 bits it
+        is unstable: docs/training-quality.md.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
         of 8 super-groups for each worker, since padding would take the bits of less.
@@ -333,13 +334,11 @@ class DynamiQ(HopMethod):
         """See `HopMethod`."""
         return with_memory(x, state.residual) if self.error_feedback else x
 
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
         """Squared norms (and means) of the super-groups, bf16."""
         return statistics(x, bound.layout, self.backend)
 
-    def share(
-        self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound, state: State
-    ) -> SharedPlan:
+    def share(self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
         return shared_plan(message, seed, bound.layout, bound.n_slots)
 
@@ -363,9 +362,15 @@ class DynamiQ(HopMethod):
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
     ) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
-        norm = jnp.sum(jnp.square(jnp.where(jnp.isfinite(result), result, 0).astype(jnp.float32)))
+        layout: Layout = bound.layout
+        encoded = result.astype(jnp.float32) * divisor
+        if self.subtract_mean:
+            spare = layout.rows * layout.super_group_size - layout.size
+            rows = jnp.pad(encoded, (0, spare)).reshape(layout.rows, -1)
+            encoded = rows - shared.plan.mean_sum[: layout.rows, None]
+        norm = jnp.sum(jnp.square(jnp.where(jnp.isfinite(encoded), encoded, 0)))
         errors = tuple(stage.error for stage in bound.topology.stages(bound.n_workers))
-        error = expected_error(shared.plan, bound.layout, errors, norm * divisor**2)
+        error = expected_error(shared.plan, layout, errors, norm)
         return PayloadFacts(
             error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, bound.layout)
         )

@@ -138,9 +138,7 @@ def _steps_below_largest(x: Array, *, mantissa_bits: int, steps: int) -> Array:
     return jnp.minimum(end - bits, steps - 1)
 
 
-def make_plan(
-    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout
-) -> Plan:
+def make_plan(stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout) -> Plan:
     """The plan that follows from the all-reduced statistics.
 
     Args:
