@@ -100,26 +100,26 @@ class _MX(BucketedMethod, HopMethod):
 
     def measure(
         self, x: Float[Array, " d"], bound: Bound, state: ScaleState | tuple[()] = ()
-    ) -> tuple[UInt8[Array, " blocks"], Float[Array, ""]] | None:
-        """Where scales are shared: those of all blocks, and the multiplier.
+    ) -> tuple[UInt8[Array, " blocks"], ScaleState | tuple[()]] | None:
+        """Where scales are shared: those of all blocks, and the state.
 
-        The latter is the same on all workers, but for all that JAX knows a state varies.
+        The latter is the same on all workers, but for all that JAX knows it varies.
         """
         if self.sum == "recompress":
             return None
-        mu = state.mu if state else self._safe_multiplier(bound.n_workers)
-        return mx.scale_codes(x, self._element), mu
+        return mx.scale_codes(x, self._element), state
 
     def share(
         self,
-        message: tuple[UInt8[Array, " blocks"], Float[Array, ""]] | None,
+        message: tuple[UInt8[Array, " blocks"], ScaleState | tuple[()]] | None,
         seed: UInt[Array, " 2"] | None,
         bound: Bound,
     ) -> MXShared:
         """The largest scales, as chunks have them."""
         if message is None:
             return MXShared(jnp.zeros(2, jnp.uint32) if seed is None else seed, None, None)
-        codes, mu = message
+        codes, state = message
+        mu = state.mu if state else self._safe_multiplier(bound.n_workers)
         seed = statistics_seed(codes[None].astype(jnp.float32)) if seed is None else seed
         layout: ChunkLayout = bound.layout
         blocks = layout.padded_size // mx.BLOCK
@@ -157,14 +157,17 @@ class _MX(BucketedMethod, HopMethod):
         return PayloadFacts(saturated=carry.astype(jnp.float32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        """Bits that one worker sends to all-reduce ``size`` coordinates.
+
+        A state's multiplier is not counted: another 32 bits of every all-reduce.
+        """
         assert topology is not None
         if n_workers == 1:
             return 0
         layout = chunk_layout(size, n_workers, topology, unit=UNIT)
         if self.sum == "recompress":
             return wire_bits(self._own_scales(layout), layout, topology)
-        shared_bits = 2 * (n_workers - 1) * (8 * -(-size // mx.BLOCK) + 32) // n_workers
+        shared_bits = 2 * (n_workers - 1) * 8 * -(-size // mx.BLOCK) // n_workers
         return shared_bits + wire_bits(self._shared_scales(layout), layout, topology)
 
     @property
