@@ -190,6 +190,12 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
+def relative_error(estimate, exact):
+    """|estimate - exact|² / |exact|² in f64."""
+    exact = np.asarray(exact, np.float64)
+    return np.sum((np.asarray(estimate, np.float64) - exact) ** 2) / np.sum(exact**2)
+
+
 def bits_of(x) -> np.ndarray:
     """The bytes of an array, so that NaNs and signed zeros count in comparisons."""
     x = np.ascontiguousarray(x)

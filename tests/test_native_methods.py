@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh, first_state, stepper
+from cases import (
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    first_state,
+    relative_error,
+    stepper,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import LOW_LIMITS
@@ -43,10 +50,6 @@ def draw(seed, n, shape=(3000,), dtype="float32"):
 
 def total_of(x):
     return np.sum(np.asarray(x, np.float64), axis=0)
-
-
-def relative_error(result, exact):
-    return np.sum((np.asarray(result, np.float64) - exact) ** 2) / np.sum(exact**2)
 
 
 @pytest.mark.parametrize("name", SOME[1::2])

@@ -13,6 +13,7 @@ from cases import (
     assert_same_bits,
     bias,
     gradient,
+    relative_error,
     vmapped,
 )
 
@@ -31,10 +32,6 @@ def case():
 def reduce(name, x, key=None):
     run = vmapped(METHODS[name], optimized=True)  # runs hundreds of times
     return np.asarray(run(x, jax.random.key(1) if key is None else key))
-
-
-def relative_error(result, exact):
-    return np.sum((result.astype(np.float64) - exact) ** 2) / np.sum(exact**2)
 
 
 @pytest.mark.parametrize("name", METHODS)

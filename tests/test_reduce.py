@@ -14,6 +14,7 @@ from cases import (
     auto_mesh,
     first_state,
     gradient,
+    relative_error,
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -35,11 +36,6 @@ def reducer(method, topology, **options):
         )
 
     return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
-
-
-def relative_error(estimate, exact):
-    exact = np.asarray(exact, np.float64)
-    return np.sum((np.asarray(estimate, np.float64) - exact) ** 2) / np.sum(exact**2)
 
 
 class TestErrorFeedback:

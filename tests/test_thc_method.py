@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, bias, sharded, vmapped
+from cases import (
+    SMALL,
+    assert_replicas_equal,
+    assert_same_bits,
+    bias,
+    relative_error,
+    sharded,
+    vmapped,
+)
 from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 
 import dynamiq_jax as dq
@@ -26,10 +34,6 @@ KEY = jax.random.key(1)
 
 def reduce(method, x, key=KEY):
     return np.asarray(vmapped(method, None)(x, key))
-
-
-def relative_error(result, exact):
-    return np.sum((result.astype(np.float64) - exact) ** 2) / np.sum(exact**2)
 
 
 def total_of(x):
