@@ -54,7 +54,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus
-from llm_model import CONFIGS, Config, Loss, init_params, make_loss
+from llm_model import CONFIGS, Config, init_params, make_loss
 from rich.console import Console
 from train_llm import RECIPES, Recipe, Result, check_choice, environment, make_optimizer, plot
 
@@ -175,45 +175,25 @@ def make_training(run: Run) -> Training:
     options = {"method": run.method, "topology": run.topology}
     workers, replicated = NamedSharding(mesh, P(AXES)), NamedSharding(mesh, P())
     placed = TrainState._make([*[replicated] * 4, workers])
-    value_and_mean_grad = make_value_and_mean_grad(make_loss(run.model), mesh, options)
+    value_and_grad = dq.value_and_grad(make_loss(run.model), mesh=mesh, axis_name=AXES, **options)
 
     @partial(jax.jit, out_shardings=placed)
     def init(key: jax.Array) -> TrainState:
         params_key, key = jax.random.split(key)
         params = init_params(run.model, params_key)
-        memory = dq.init_state(params, tuple(mesh.shape.values()), **options)
-        memory = jax.tree.map(lambda m: jnp.broadcast_to(m, (mesh.size, *m.shape)), memory)
+        memory = dq.init_state(params, tuple(mesh.shape.values()), **options, stacked=True)
         return TrainState(jnp.int32(0), key, params, optimizer.init(params), memory)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=(placed, replicated))
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(state.key, state.step)  # the same on all workers
-        loss, grads, memory = value_and_mean_grad(state.params, state.memory, key, tokens)
+        loss, reduced = value_and_grad(state.params, tokens, key=key, state=state.memory)
+        grads, memory, _ = reduced
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, state.key, params, opt_state, memory), loss
 
     return Training(lambda seed: init(jax.random.key(seed)), step)
-
-
-def make_value_and_mean_grad(loss_fn: Loss, mesh: Mesh, options: dict[str, Any]) -> Callable:
-    """`dq.value_and_grad` for any method: it threads the memory of those that have one."""
-
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P(AXES), P(), P(AXES)),
-        out_specs=(P(), P(), P(AXES)),
-    )
-    def value_and_mean_grad(params, memory, key, tokens):
-        # Gradients of replicated params would arrive already summed, in f32; cast, they are local.
-        params = jax.lax.pcast(params, AXES, to="varying")
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        own = jax.tree.map(lambda m: m[0], memory)
-        grads, own, _ = dq.reduce(grads, AXES, **options, key=key, state=own)
-        return jax.lax.pmean(loss, AXES), grads, jax.tree.map(lambda m: m[None], own)
-
-    return value_and_mean_grad
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
