@@ -11,7 +11,7 @@ from jaxtyping import Int
 from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all, ppermute
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
-from dynamiq_jax.topologies.base import check_schedule
+from dynamiq_jax.topologies.base import check_schedule, chunk_table
 
 
 class _Held(NamedTuple):
@@ -99,9 +99,9 @@ class _Run(NamedTuple):
         self, step: Step, held: list[list[_Held]], carry: Carry
     ) -> tuple[list[list[_Held]], Carry]:
         """Encodes and sends the chunks of every stream in turn."""
-        after = []
+        after, table = [], chunk_table(step, self.n_workers)
         for stream, before in enumerate(held):
-            arrived = self.inputs(before, self._table(step))
+            arrived = self.inputs(before, table)
             payloads, carry = self._encode(step, stream, arrived, carry)
             after.append([*before, self._held(step, self._send(step, payloads))])
         return after, carry
@@ -115,9 +115,7 @@ class _Run(NamedTuple):
           ValueError: a worker encodes other chunks in the second round than it got in the first.
         """
         first, second = rounds.step(0), rounds.step(1)
-        if not np.array_equal(
-            self._table(first)[_senders(first, self.n_workers)], self._table(second)
-        ):
+        if not np.array_equal(self._owners(first), chunk_table(second, self.n_workers)):
             raise ValueError(
                 "looped rounds have to encode what arrived in the round before, and a schedule "
                 "encodes other chunks; pass Rounds(looped=False)"
@@ -146,7 +144,7 @@ class _Run(NamedTuple):
             at = _positions(owners, wanted)
             if at is None:
                 continue
-            if owners.shape != wanted.shape or not np.array_equal(owners, wanted):
+            if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.me]
                 arrived = arrived._replace(payloads=_take(arrived.payloads, mine))
             found.append(arrived)
@@ -169,24 +167,22 @@ class _Run(NamedTuple):
 
     def _held(self, step: Step, moved: Payload) -> _Held:
         """What `_send` has brought, with what is known of it."""
-        workers = np.arange(self.n_workers, dtype=np.int32)
-        if step.to is None:
-            everyone = jnp.asarray(workers)
-            encoder = Encoder(step.stage, step.slot(everyone), everyone)
-            return _Held(workers[:, None], Arrived(moved, encoder, skip=self.me))
-        owners = self._table(step)[_senders(step, self.n_workers)]
-        return _Held(owners, Arrived(moved, self._sender(step)))
+        if step.to is not None:
+            return _Held(self._owners(step), Arrived(moved, self._sender(step)))
+        everyone = jnp.arange(self.n_workers, dtype=jnp.int32)
+        encoder = Encoder(step.stage, step.slot(everyone), everyone)
+        return _Held(self._owners(step), Arrived(moved, encoder, skip=self.me))
 
     def _sender(self, step: Step) -> Encoder:
         """Whose encoding this worker gets in a step of a permutation."""
         sender = jnp.asarray(_senders(step, self.n_workers))[self.me]
         return Encoder(step.stage, jnp.asarray(step.slot(sender))[None], sender[None])
 
-    def _table(self, step: Step) -> Int[np.ndarray, "n k"]:
-        """The owners of the chunks that every worker encodes."""
-        workers = np.arange(self.n_workers, dtype=np.int32)[:, None]
-        chunks = step.chunks(workers)
-        return np.broadcast_to(chunks, (self.n_workers, chunks.shape[-1]))
+    def _owners(self, step: Step) -> Int[np.ndarray, "n c"]:
+        """Whose chunks every worker is sent."""
+        if step.to is None:
+            return np.arange(self.n_workers, dtype=np.int32)[:, None]
+        return chunk_table(step, self.n_workers)[_senders(step, self.n_workers)]
 
 
 def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:

@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Topology, steps_of
+from dynamiq_jax.topologies.base import chunk_table
 
 CodecOf = Callable[[Any, Array], ChunkCodec]
 """(arrays, worker) -> the codec of that worker's gradient, which has one chunk; hashable."""
@@ -28,7 +29,7 @@ class Tree(NamedTuple):
     """The in-tree of one chunk: every worker but the owner encodes and sends it once."""
 
     step: Int[np.ndarray, " n"]
-    """When each worker sends; the owner never."""
+    """When each worker sends; the owner never, -1."""
     stage: Int[np.ndarray, " n"]
     slot: Int[np.ndarray, " n"]
     to: Int[np.ndarray, " n"]
@@ -56,17 +57,15 @@ def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
         if step.to is None:
             senders, to = workers[workers != owner], np.full(n_workers, owner)
         else:
-            sends = (step.chunks(workers[:, None]) == owner).any(axis=-1)
+            sends = (chunk_table(step, n_workers) == owner).any(axis=1)
             senders, to = workers[sends], step.to(workers)
         if (tree.step[senders] >= 0).any():
             raise ValueError(f"a worker sends chunk {owner} twice: in step {number}, too")
-        slots = np.broadcast_to(step.slot(workers), workers.shape)
-        for of, value in zip(tree, (number, step.stage, slots, to), strict=True):
+        for of, value in zip(tree, (number, step.stage, step.slot(workers), to), strict=True):
             of[senders] = np.broadcast_to(value, workers.shape)[senders]
     if (np.delete(tree.to, owner) < 0).any():
         raise ValueError(f"some of {n_workers} workers never send chunk {owner}")
-    tree.step[owner], tree.stage[owner] = len(workers) * len(stages), len(stages) - 1
-    tree.slot[owner] = stages[-1].slots.start
+    tree.stage[owner], tree.slot[owner] = len(stages) - 1, stages[-1].slots.start
     return tree
 
 

@@ -72,6 +72,12 @@ def steps_of(schedule: Schedule) -> Iterator[Step]:
     return (rounds.step(i) for rounds in schedule for i in range(rounds.length))
 
 
+def chunk_table(step: Step, n_workers: int) -> np.ndarray:
+    """The owners of the chunks that every worker encodes in a step, int32[n, k]."""
+    chunks = step.chunks(np.arange(n_workers, dtype=np.int32)[:, None])
+    return np.broadcast_to(chunks, (n_workers, chunks.shape[-1]))
+
+
 MOST_CHECKED = 1024
 """Workers up to which `check_schedule` looks: its tables have their square."""
 
@@ -86,13 +92,11 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
         return
     workers = np.arange(n_workers, dtype=np.int32)
     steps = list(steps_of(topology.schedule(n_workers)))
-    shape = n_workers, n_workers
-    sent = np.full(shape, len(steps))  # in which step, by worker and chunk; never yet
+    # In which step, by worker and chunk; never yet.
+    sent = np.full((n_workers, n_workers), len(steps))
     once = "its schedule has to send every other worker's chunk once"
-    tables = []
-    for number, step in enumerate(steps):
-        chunks = step.chunks(workers[:, None])
-        chunks = np.broadcast_to(chunks, (n_workers, chunks.shape[-1]))
+    tables = [chunk_table(step, n_workers) for step in steps]
+    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
         before, own = np.take_along_axis(sent, chunks, axis=1), chunks == workers[:, None]
         again = (before < len(steps)) | (own if step.to is not None else False)
         if again.any():
@@ -102,7 +106,6 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
                 f"{chunks[worker, at]}, its own or one that it has sent before; {once}"
             )
         np.put_along_axis(sent, chunks, np.where(own, before, number), axis=1)
-        tables.append(chunks)
     never = np.argwhere((sent == len(steps)) & ~np.eye(n_workers, dtype=bool))
     if len(never):
         worker, chunk = never[0]
