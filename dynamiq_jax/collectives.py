@@ -23,8 +23,14 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.buckets import Grouping, concatenate, describe_leaves, group_leaves, split
 from dynamiq_jax.explanation import explain
 from dynamiq_jax.methods import Method, State
-from dynamiq_jax.methods.base import PayloadFacts, check_choice
-from dynamiq_jax.metrics import BucketMetrics, Reduced, summarise
+from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.metrics import (
+    BucketMetrics,
+    PayloadFacts,
+    Reduced,
+    bucket_metrics,
+    summarise,
+)
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
 
@@ -136,7 +142,7 @@ def reduce(
         if metrics:
             alone = PayloadFacts(error=0.0)
             buckets = [concatenate(bucket, values) for bucket in grouping.buckets]
-            known = [_bucket_metrics(bucket, alone) for bucket in buckets]
+            known = [bucket_metrics(bucket, alone) for bucket in buckets]
     else:
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
@@ -217,18 +223,7 @@ def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op
         outcome = method.all_reduce(x, axis_name, n_workers=n_workers, topology=topology, **options)
     if not metrics:
         return outcome.value, (outcome.state, None)
-    assert outcome.facts is not None
-    return outcome.value, (outcome.state, _bucket_metrics(outcome.value, outcome.facts))
-
-
-def _bucket_metrics(value: Array, facts: PayloadFacts) -> BucketMetrics:
-    """What the method knows, and one pass over the result."""
-    finite = jnp.isfinite(value)
-    norm = jnp.sum(jnp.square(jnp.where(finite, value, 0).astype(jnp.float32)))
-    # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
-    norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
-    nonfinite = jnp.sum(~finite, dtype=jnp.float32)
-    return BucketMetrics(facts.error, norm, nonfinite, facts.saturated, facts.coords_by_width)
+    return outcome.value, (outcome.state, bucket_metrics(outcome.value, outcome.facts))
 
 
 def with_tangent(compressed: Callable, exact: Callable) -> Callable:

@@ -10,7 +10,8 @@ from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import all_gather_invarying, psum_scatter
 from dynamiq_jax.methods import Method, ShardedMethod, State
-from dynamiq_jax.methods.base import Collective, Outcome, PayloadFacts
+from dynamiq_jax.methods.base import Collective, Outcome
+from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.seeds import fold_seed
 from dynamiq_jax.topologies import Hierarchical, Topology
 
@@ -100,8 +101,9 @@ def all_reduce(
             state=state,
             metrics=metrics,
         )
-        facts = jax.tree.map(lambda f: lax.psum(f, inner_axis), facts) if metrics else None
-        if facts is not None and inner is not None:
+        if metrics:
+            facts = jax.tree.map(lambda f: lax.psum(f, inner_axis), facts)
+        if inner is not None:
             facts = facts._replace(error=math.nan)  # the inner encodings err, too
     else:
         mine, facts = lax.psum(mine, outer_axis) / divisor, PayloadFacts()

@@ -42,31 +42,50 @@ class Reduced(NamedTuple):
     """`None` unless asked for."""
 
 
-class BucketMetrics(NamedTuple):
-    """What is known of one bucket, f32; the metrics of several buckets or slices add up."""
+class PayloadFacts(NamedTuple):
+    """What a method knows of the payloads of one all-reduce; the same on all workers."""
 
     error: Float[Array, ""] | float = math.nan
-    """Expected |error|² of the result."""
-    norm: Float[Array, ""] | float = 0.0
-    """|result|² of what is finite."""
-    nonfinite: Float[Array, ""] | float = 0.0
-    """Coordinates."""
+    """Expected |value - exact|², f32; NaN where the method cannot say."""
     saturated: Float[Array, ""] | float = 0.0
-    """Coordinates."""
+    """Coordinates of finished sums at the end of their range, f32."""
     coords_by_width: Float[Array, " 17"] | float = 0.0
-    """Coordinates that one worker sends."""
+    """Coordinates that one worker sends at widths 0 to 16, f32; 0 where there are no widths."""
+
+
+class BucketMetrics(NamedTuple):
+    """What is known of one bucket; those of several buckets add up."""
+
+    facts: PayloadFacts
+    norm: Float[Array, ""] | float
+    """|result|² of what is finite, f32."""
+    nonfinite: Float[Array, ""] | float
+    """Coordinates, f32."""
+
+
+def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetrics:
+    """What the method knows, and one pass over the result."""
+    norm, nonfinite = finite_norm(value), jnp.sum(~jnp.isfinite(value), dtype=jnp.float32)
+    # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
+    norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
+    return BucketMetrics(facts, norm, nonfinite)
+
+
+def finite_norm(x: Float[Array, "*shape"]) -> Float[Array, ""]:
+    """|x|² of what is finite, in f32."""
+    return _squared(jnp.where(jnp.isfinite(x), x, 0))
 
 
 def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes: float) -> Metrics:
     """The metrics of a tree from those of its buckets."""
-    zero = BucketMetrics(error=0.0)
-    total = jax.tree.map(lambda *parts: sum(parts), zero, *buckets)
-    widths = jnp.broadcast_to(jnp.asarray(total.coords_by_width, jnp.float32), (17,))
-    norm = jnp.asarray(total.norm, jnp.float32)
+    nothing = BucketMetrics(PayloadFacts(error=0.0), 0.0, 0.0)
+    facts, norm, nonfinite = jax.tree.map(lambda *parts: sum(parts), nothing, *buckets)
+    widths = jnp.broadcast_to(jnp.asarray(facts.coords_by_width, jnp.float32), (17,))
+    norm = jnp.asarray(norm, jnp.float32)
     found = Metrics(
-        vnmse=jnp.where(norm == 0, 0.0, total.error / norm),
-        nonfinite=total.nonfinite,
-        saturated=total.saturated,
+        vnmse=jnp.where(norm == 0, 0.0, facts.error / norm),
+        nonfinite=nonfinite,
+        saturated=facts.saturated,
         widths=widths / jnp.maximum(jnp.sum(widths), 1.0),
         bits_per_coord=bits_per_coord,
         wire_bytes=wire_bytes,

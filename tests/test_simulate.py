@@ -85,7 +85,7 @@ def library(method, topology, n):
     bound = method.bind(n * SUPER_GROUPS * 256, n, topology)
 
     def one(x, seed):
-        shared = method.share(method.agree(method.measure(x, bound), "w"), seed, bound)
+        shared = method.agreed(x, "w", seed, bound)
         return method.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed).value, shared
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w"))

@@ -4,7 +4,6 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
-import math
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 
 State = Any
@@ -24,17 +24,6 @@ LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
 
 
-class PayloadFacts(NamedTuple):
-    """What a method knows of the payloads of one all-reduce; the same on all workers."""
-
-    error: Float[Array, ""] | float = math.nan
-    """Expected |value - exact|², f32; NaN where the method cannot say."""
-    saturated: Float[Array, ""] | float = 0.0
-    """Coordinates of finished sums at the end of their range, f32."""
-    coords_by_width: Float[Array, " 17"] | float = 0.0
-    """Coordinates that one worker sends at widths 0 to 16, f32; 0 where there are no widths."""
-
-
 class Outcome(NamedTuple):
     """What an all-reduce of one flat array returns."""
 
@@ -42,8 +31,8 @@ class Outcome(NamedTuple):
     """The sum, or the sum over the divisor; the same bits on all workers."""
     state: State
     """The next step's."""
-    facts: PayloadFacts | None = None
-    """Where metrics are asked for."""
+    facts: PayloadFacts = PayloadFacts()
+    """Where metrics are asked for; else what costs nothing."""
 
 
 class Limits(NamedTuple):
@@ -133,7 +122,7 @@ class Method(Protocol):
 
         The same bits on all workers. ``seed`` is the same on all workers, `None` if the caller
         gave no key. A stateful method gets ``()`` where the caller keeps no state. With ``metrics``
-        the outcome has facts.
+        the outcome has all facts that the method knows.
         """
         ...
 
@@ -142,8 +131,30 @@ class Method(Protocol):
         ...
 
 
-class BucketedMethod:
-    """What methods with these three fields share, and the members of one that has no state."""
+class MethodDefaults:
+    """Members of a method that keeps no state and serves any number of workers."""
+
+    __slots__ = ()
+
+    @property
+    def needs_state(self) -> bool:
+        """Nothing is carried from step to step that it could not do without."""
+        return False
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Serves any number of workers on any topology."""
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """16 bits."""
+        return half_precision(dtype)
+
+    def init(self, size: int, n_workers: int) -> State:
+        """No state."""
+        return ()
+
+
+class BucketedMethod(MethodDefaults):
+    """What methods with these three fields share."""
 
     __slots__ = ()
 
@@ -156,25 +167,9 @@ class BucketedMethod:
         names = ("min_leaf_size", "min_bucket_size", "bucket_bytes")
         check_not_negative(**{name: getattr(self, name) for name in names})
 
-    @property
-    def needs_state(self) -> bool:
-        """Nothing is carried from step to step that it could not do without."""
-        return False
-
     def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
         """The fields."""
         return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Serves any number of workers on any topology."""
-
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """16 bits."""
-        return half_precision(dtype)
-
-    def init(self, size: int, n_workers: int) -> State:
-        """No state."""
-        return ()
 
 
 class ShardedMethod(Method, Protocol):

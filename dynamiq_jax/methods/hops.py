@@ -15,7 +15,8 @@ from jaxtyping import Float, UInt
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.fingerprint import assert_same_on_workers
-from dynamiq_jax.methods.base import Outcome, PayloadFacts, State
+from dynamiq_jax.methods.base import MethodDefaults, Outcome, State
+from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -39,13 +40,20 @@ class Bound(NamedTuple):
         return n_slots(self.topology.stages(self.n_workers))
 
 
-class HopMethod:
+class HopMethod(MethodDefaults):
     """Members of methods that run over topologies."""
 
     __slots__ = ()
 
+    debug_checks: bool = False
+    """Whether what all workers should hold alike is compared at run time."""
     agreement: ClassVar[Literal["sum", "max"]] = "sum"
     """How the workers' messages are put together."""
+
+    @property
+    def native_by_default(self) -> bool:
+        """`None` chooses a topology by the mesh."""
+        return False
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """Static sizes for ``size`` coordinates."""
@@ -98,29 +106,38 @@ class HopMethod:
         """See `methods.base.Method`."""
         assert topology is not None
         bound = self.bind(x.shape[0], n_workers, topology)
-        checks = getattr(self, "debug_checks", False)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
             y = self.source(x, state)
-            message = self.agree(self.measure(y, bound, state), axis_name)
-            shared = self.share(message, seed, bound)
-            if checks:
-                assert_same_on_workers(shared, axis_name, "the plan")
+            shared = self.agreed(y, axis_name, seed, bound, state)
             codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor)
             streams = bound.layout.chunks_per_worker
             result, carry = all_reduce(topology, codec, axis_name, n_workers, streams)
-            if checks:
+            if self.debug_checks:
                 assert_same_on_workers(result, axis_name, "the result")
             value = result.reshape(-1)[: x.shape[0]]
-            known = self.facts(shared, carry, value, bound, divisor) if metrics else None
-            return Outcome(value, self.after(shared, carry, bound, state), known)
+            outcome = Outcome(value, self.after(shared, carry, bound, state))
+            if not metrics:
+                return outcome
+            return outcome._replace(facts=self.facts(shared, carry, value, bound, divisor))
 
-    def agree(self, message: Message, axis_name: AxisNames) -> Message:
-        """The message of all workers."""
-        if message is None:
-            return None
-        return (lax.psum if self.agreement == "sum" else lax.pmax)(message, axis_name)
+    def agreed(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        seed: UInt[Array, " 2"] | None,
+        bound: Bound,
+        state: State = (),
+    ) -> Shared:
+        """What all workers know once they have talked."""
+        message = self.measure(x, bound, state)
+        if message is not None:
+            message = (lax.psum if self.agreement == "sum" else lax.pmax)(message, axis_name)
+        shared = self.share(message, seed, bound)
+        if self.debug_checks:
+            assert_same_on_workers(shared, axis_name, "the plan")
+        return shared
 
     def merge(self, a: Message, b: Message) -> Message:
-        """What `agree` does with two messages or sums of them, in f32: for simulations."""
+        """What `agreed` does with two messages or sums of them, in f32: for simulations."""
         combine = jnp.add if self.agreement == "sum" else jnp.maximum
         return jax.tree.map(combine, a, b)

@@ -25,8 +25,9 @@ from dynamiq_jax.codecs.plain import (
     wire_bits,
 )
 from dynamiq_jax.executors import Carry, ChunkCodec
-from dynamiq_jax.methods.base import BucketedMethod, PayloadFacts, check_choice
+from dynamiq_jax.methods.base import BucketedMethod, check_choice
 from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.seeds import statistics_seed
 from dynamiq_jax.topologies import Topology
 
@@ -79,16 +80,6 @@ class _MX(BucketedMethod, HopMethod):
         if not 1 <= self.growth <= 2:
             raise ValueError(f"growth={self.growth} must lie between 1 and 2; pass 2 ** (1 / 1000)")
         self.check_limits()
-
-    @property
-    def native_by_default(self) -> bool:
-        """`None` chooses a topology by the mesh."""
-        return False
-
-    @property
-    def needs_state(self) -> bool:
-        """Without state shared scales use the safe multiplier: right, but coarser."""
-        return False
 
     def init(self, size: int, n_workers: int) -> ScaleState | tuple[()]:
         """The safe multiplier for shared scales; nothing else has a state."""

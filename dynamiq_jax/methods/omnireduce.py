@@ -28,7 +28,6 @@ from dynamiq_jax.methods.base import (
     LARGEST,
     BucketedMethod,
     Outcome,
-    PayloadFacts,
     State,
     check_choice,
     clipped,
@@ -163,13 +162,13 @@ class OmniReduce(BucketedMethod):
             result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
             if not self.needs_state:
-                return Outcome(result, state, PayloadFacts())
+                return Outcome(result, state)
             residual = None
             if self.error_feedback:
                 left = blocks.at[chosen].add(-sent, unique_indices=True)
                 left = jnp.where(finite[:, None], left, self._cut(state.residual))
                 residual = left.reshape(-1)[:size]
-            return Outcome(result, OmniReduceState(residual, fraction), PayloadFacts())
+            return Outcome(result, OmniReduceState(residual, fraction))
 
     def _shape(self, size: int) -> tuple[int, int]:
         """Blocks, and how many of them are sent."""

@@ -31,7 +31,6 @@ from dynamiq_jax.codecs.lanes import (
 from dynamiq_jax.methods.base import (
     BucketedMethod,
     Outcome,
-    PayloadFacts,
     State,
     check_choice,
     clipped,
@@ -210,7 +209,7 @@ class THC(BucketedMethod):
                 before = hadamard.cut(state.residual, piece_size=self.piece_size)
                 lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
                 state = THCState(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
-            return Outcome(result.astype(x.dtype), state, PayloadFacts())
+            return Outcome(result.astype(x.dtype), state)
 
     def _agree(self, pieces, axis_name, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
         """The largest scale of every piece and the step's seed, the same on all workers."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.executors import ChunkCodec
-from dynamiq_jax.methods.base import BucketedMethod, Outcome, PayloadFacts, State
+from dynamiq_jax.methods.base import BucketedMethod, Outcome, State
 from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
 from dynamiq_jax.topologies import Topology
 
@@ -56,12 +56,12 @@ class _Uncompressed(BucketedMethod, HopMethod):
     ) -> Outcome:
         """See `methods.base.Method`."""
         if topology is not None:
-            options |= {"n_workers": n_workers, "topology": topology, "divisor": divisor}
-            return HopMethod.all_reduce(self, x, axis_name, state=state, **options)
+            options |= {"topology": topology, "divisor": divisor, "state": state}
+            return HopMethod.all_reduce(self, x, axis_name, n_workers=n_workers, **options)
         total = lax.psum(x.astype(self.wire_dtype), axis_name)
         if divisor != 1:
             total = total.astype(jnp.float32) / divisor
-        return Outcome(total.astype(x.dtype), state, PayloadFacts())
+        return Outcome(total.astype(x.dtype), state)
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """See `HopMethod`."""

@@ -76,7 +76,7 @@ class Case:
                 f"inner={self.topology.inner!r}: only a native inner axis is simulated; "
                 "pass inner=None"
             )
-        if getattr(method, "error_feedback", False):
+        if method.needs_state:
             raise NotImplementedError(
                 f"method={method!r}: one step is simulated, in which memory is empty; pass "
                 "error_feedback=False"

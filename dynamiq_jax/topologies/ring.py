@@ -24,9 +24,9 @@ class Ring:
       balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
         shares them out.
       stage_per_hop: whether every hop of an unrolled ring has bits and widths of its own: later
-        ones, whose sums are larger, get more. A loop shares one assignment. With independent
-        rounding it takes 2 to 4% off the squared error (n = 6, 5 bits); the default rounding errs 3
-        to 8% more with it, since pairs of hops with other widths cancel less.
+        ones, whose sums are larger, get more. A loop shares one assignment. It takes a few percent
+        off the squared error of independent rounding; the default one errs more with it, since
+        pairs of hops of other widths cancel less (BUILD.md).
     """
 
     streams: int = 2

@@ -12,17 +12,14 @@ from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
-from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.methods.base import (
     Collective,
     Limits,
     Outcome,
-    PayloadFacts,
     State,
     check_choice,
     check_not_negative,
     clipped,
-    half_precision,
     with_memory,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
@@ -46,8 +43,8 @@ from dynamiq_jax.methods.dynamiq.codec import (
 )
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
-from dynamiq_jax.topologies.base import n_slots
 from pallas_kernels import Backend, WireFormat, check_backend
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
@@ -203,25 +200,13 @@ class DynamiQ(HopMethod):
         )
 
     @property
-    def native_by_default(self) -> bool:
-        """`None` chooses a topology by the mesh."""
-        return False
-
-    @property
     def needs_state(self) -> bool:
         """Error feedback is nothing without its memory."""
         return self.error_feedback
 
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """16 bits."""
-        return half_precision(dtype)
-
     def init(self, size: int, n_workers: int) -> State:
         """Nothing lost yet, where there is error feedback."""
         return DynamiQState(jnp.zeros(size, jnp.float32)) if self.error_feedback else ()
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Serves any number of workers on any topology."""
 
     def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
         """Which buckets pay; see the fields."""
@@ -363,16 +348,15 @@ class DynamiQ(HopMethod):
     ) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
         layout: Layout = bound.layout
-        encoded = result.astype(jnp.float32) * divisor
         if self.subtract_mean:
             spare = layout.rows * layout.super_group_size - layout.size
-            rows = jnp.pad(encoded, (0, spare)).reshape(layout.rows, -1)
-            encoded = rows - shared.plan.mean_sum[: layout.rows, None]
-        norm = jnp.sum(jnp.square(jnp.where(jnp.isfinite(encoded), encoded, 0)))
+            rows = jnp.pad(result.astype(jnp.float32), (0, spare)).reshape(layout.rows, -1)
+            result = rows - shared.plan.mean_sum[: layout.rows, None] / divisor
+        norm = finite_norm(result) * divisor**2
         errors = tuple(stage.error for stage in bound.topology.stages(bound.n_workers))
         error = expected_error(shared.plan, layout, errors, norm)
         return PayloadFacts(
-            error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, bound.layout)
+            error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
         )
 
     def all_reduce(
@@ -408,10 +392,7 @@ class DynamiQ(HopMethod):
             pad = -size % self.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = lax.axis_index(axis_name) * layout.shard_rows
-            message = self.agree(statistics(flat, layout, self.backend), axis_name)
-            shared = shared_plan(message, seed, layout, n_slots(topology.stages(n_workers)))
-            if self.debug_checks:
-                assert_same_on_workers(shared, axis_name, "the plan")
+            shared = self.agreed(flat, axis_name, seed, Bound(layout, topology, n_workers))
             codec = chunk_codec(
                 flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
             )
