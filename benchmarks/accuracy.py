@@ -56,6 +56,7 @@ ROWS = {
 
 TOPOLOGIES = {
     "ring": dq.Ring(unroll_up_to=1),
+    "ring-by-hop": dq.Ring(stage_per_hop=True),
     "butterfly": dq.Butterfly(),
     "direct": dq.Direct(),
 }
