@@ -53,11 +53,13 @@ def calls(fmt, layout, backend, dtype):
             lambda x: pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
         ),
         "compress": jax.jit(
-            lambda x, m, o, t, z: pk.compress(pk.Source(x, m, o), one, pk.Target(t, z, words), **kw)
+            lambda x, m, o, t, z: pk.compress(
+                pk.Source(x, None, o), one, pk.Target(t, z, words), **kw
+            )
         ),
         "decompress_accumulate_recompress": jax.jit(
             lambda p, x, m, o, t, z: pk.decompress_accumulate_recompress(
-                (pk.Input(p[None], t),), pk.Source(x, m, o), one, pk.Target(t, z, words), **kw
+                (pk.Input(p[None], t),), pk.Source(x, None, o), one, pk.Target(t, z, words), **kw
             )
         ),
         "decompress": jax.jit(

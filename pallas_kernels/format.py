@@ -1,7 +1,9 @@
 """The wire format: what the bits of a payload mean. The only home of that fact.
 
-Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates, a
-*group* is ``group_size`` of them. A *tile* is ``TILE_ROWS`` super-groups that share one bit width.
+Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates. Its
+*quads* of four consecutive coordinates are dealt to its *groups* in turn, ``group_size``
+coordinates to each: threads that hold one group each then load neighbouring quads together. A
+*tile* is ``TILE_ROWS`` super-groups that share one bit width.
 A *payload* is a flat ``uint32`` array that holds the *records* of one chunk's tiles; the record of
 a tile of width ``w`` starts at a word offset that the plan chooses and is laid out as
 
@@ -15,9 +17,9 @@ bit planes of w       TILE_ROWS * size * p / 32  p = 16, 8, 4, 2, 1 where w has 
                                                  larger plane holds the lower code bits
 ====================  =========================  ==========================================
 
-Within every section rows follow each other and fields fill a word from its low end, so that
-consecutive coordinates share a word. Widths 0 and 16 have no scales: width 0 sends nothing and
-decodes to 0, width 16 sends stochastically rounded bf16.
+Within every section rows follow each other, in a row its groups, in a group its coordinates.
+Fields fill a word from its low end, so that coordinates of one group share a word. Widths 0 and 16
+have no scales: width 0 sends nothing and decodes to 0, width 16 sends stochastically rounded bf16.
 
 A code of width 2..15 is a sign (its top bit) and a level index ``r``; it decodes to
 ``+-level[r] * scale`` with integer levels (`WireFormat.level_table`). Width 1 is a sign alone.
@@ -34,6 +36,9 @@ from jaxtyping import Array, Float, Int, UInt
 
 TILE_ROWS = 8
 """Super-groups in a tile: the granularity of width assignment and of the kernels."""
+
+QUAD = 4
+"""Consecutive coordinates that are dealt to a group together."""
 
 PLANES = (16, 8, 4, 2, 1)
 MAX_WIDTH = 16
@@ -76,7 +81,7 @@ class WireFormat:
     Attributes:
       widths: the widths (bits per code) a tile may have, ascending, a subset of 0..16.
       group_size: coordinates that share a scale.
-      super_group_size: coordinates that share a width and statistics.
+      super_group_size: consecutive coordinates that share a width and statistics.
       levels: "companded": steps of 1, 2, 4 and 8 from zero outwards, a quarter of the levels each;
         "piecewise": steps of 1 near zero and 2 further out; "geometric": the paper's (1+2e^2)^r law
         on a grid of 2^15; "uniform": equidistant.
@@ -198,8 +203,9 @@ class Source(NamedTuple):
 
     x: Float[Array, " d"]
     """The flat gradient, f32, bf16 or f16; super-groups past its end read as zeros."""
-    mean: Float[Array, " M"]
-    """What is subtracted from every coordinate of a super-group before encoding, f32."""
+    mean: Float[Array, " M"] | None
+    """What is subtracted from every coordinate of a super-group before encoding, f32; `None` where
+    nothing is."""
     order: Int[Array, "C m"]
     """The super-groups of every chunk."""
 

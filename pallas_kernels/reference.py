@@ -2,7 +2,8 @@
 
 Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
 ``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. Super-groups beyond the
-end of ``x`` read as zeros and are not written. See `pallas_kernels.format` for the operands and the
+end of ``x`` read as zeros and are not written. Tiles hold the coordinates of a super-group group
+after group. See `pallas_kernels.format` for the operands and the
 payload's layout, and `pallas_kernels.hashing` for ``noise`` rows.
 """
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.format import (
     MAX_WIDTH,
+    QUAD,
     SCALE_SLACK,
     TILE_ROWS,
     Input,
@@ -64,8 +66,21 @@ def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:
     order = source.order[chunk]
     rows = _rows(source.x, fmt.super_group_size)
     values = rows.at[order].get(mode="fill", fill_value=0).astype(jnp.float32)
-    values = values - source.mean[order][:, None]
-    return values.reshape(-1, TILE_ROWS, fmt.super_group_size)
+    if source.mean is not None:
+        values = values - source.mean[order][:, None]
+    return _by_groups(values, fmt).reshape(-1, TILE_ROWS, fmt.super_group_size)
+
+
+def _by_groups(rows, fmt: WireFormat) -> Array:
+    """Super-groups [..., S] with the coordinates of a group behind each other."""
+    quads = rows.reshape(*rows.shape[:-1], -1, fmt.groups, QUAD)
+    return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
+
+
+def _in_order(rows, fmt: WireFormat) -> Array:
+    """The inverse of `_by_groups`."""
+    quads = rows.reshape(*rows.shape[:-1], fmt.groups, -1, QUAD)
+    return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
 
 
 def _gather_words(payload, offset, used, shape) -> Array:
@@ -346,7 +361,8 @@ def decompress(payloads, tiles, chunks, result: Result, *, fmt: WireFormat) -> A
 def _place(values, super_groups, result: Result, fmt: WireFormat) -> Array:
     """Finished ``super_groups``, written to those rows of the result that exist."""
     rows = result.rows
-    values = values.reshape(-1, fmt.super_group_size) + result.mean_sum[super_groups][:, None]
+    values = _in_order(values.reshape(-1, fmt.super_group_size), fmt)
+    values = values + result.mean_sum[super_groups][:, None]
     if result.divisor != 1:
         values = values * (1.0 / result.divisor)
     at = super_groups if result.start is None else super_groups - result.start

@@ -1,8 +1,10 @@
 """The arithmetic of one tile on values in registers, shared by kernels of every lowering of Pallas.
 
-A tile's values are f32 [R, groups, group_size] (R = `TILE_ROWS`) from the first load to the last
-store, and its width is static: a kernel reads the width at run time and takes the branch compiled
-for it (`by_width`), in which every shift, mask and level constant is static.
+A tile's values are f32[quads, R, groups, QUAD] (R = `TILE_ROWS`) from the first load to the last
+store. Compilers deal the last axes to threads first, so that a thread holds all quads of a group:
+maxima and words of a group take no exchange between threads. A tile's width is static: a kernel
+reads it at run time and takes the branch compiled for it (`by_width`), in which every shift, mask
+and level constant is static.
 
 The arithmetic is that of `pallas_kernels.reference`, operation by operation where rounding could
 differ: no product of inexact operands meets an addition, so that FMA contraction cannot change a
@@ -18,7 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.format import SCALE_SLACK, TILE_ROWS, WireFormat, plane_shift, planes_of
+from pallas_kernels.format import (
+    QUAD,
+    SCALE_SLACK,
+    TILE_ROWS,
+    WireFormat,
+    plane_shift,
+    planes_of,
+)
 from pallas_kernels.hashing import Noise, noise_words
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -31,12 +40,14 @@ class Tile(NamedTuple):
     levels: Callable[[jax.Array], jax.Array]
     """The entries f32 of `level_tables` at indices int32 of any shape."""
     inverse: Callable[[jax.Array], jax.Array]
-    """1/x, correctly rounded, of normal positive f32."""
+    """1/x, correctly rounded, of normal positive f32 below 2^126."""
+    magnitude_plus: Callable[[jax.Array, np.float32], jax.Array]
+    """|x| + c, rounded once."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """[R, groups, group_size]."""
-        return TILE_ROWS, self.fmt.groups, self.fmt.group_size
+    def shape(self) -> tuple[int, int, int, int]:
+        """[quads of a group, R, groups, QUAD]."""
+        return self.fmt.group_size // QUAD, TILE_ROWS, self.fmt.groups, QUAD
 
 
 class Payload(Protocol):
@@ -49,12 +60,16 @@ class Payload(Protocol):
         """Fields uint32[R, count] of ``bits`` bits each."""
         ...
 
-    def load_plane(self, offset, bits: int, shape: tuple[int, int, int]) -> jax.Array:
-        """Fields uint32[shape] of ``bits`` bits each; bits above those are unspecified."""
+    def store_scales(self, offset, fields: jax.Array, bits: int) -> None:
+        """Writes fields uint32[rows, count], each below 2^bits."""
         ...
 
-    def store(self, offset, fields: jax.Array, bits: int) -> None:
-        """Writes fields uint32[rows, count], each below 2^bits."""
+    def load_plane(self, offset, bits: int, tile: Tile) -> jax.Array:
+        """Fields uint32[tile.shape] of ``bits`` bits each; bits above those are unspecified."""
+        ...
+
+    def store_plane(self, offset, fields: jax.Array, bits: int, tile: Tile) -> None:
+        """Writes fields uint32[tile.shape], each below 2^bits."""
         ...
 
 
@@ -77,17 +92,8 @@ def field_shifts(shape: tuple[int, ...], bits: int):
 
 
 def pack(fields, bits: int):
-    """Fields uint32[rows, k] of ``bits`` bits as words uint32[rows, k * bits / 32]."""
-    rows, count = fields.shape
-    per_word = 32 // bits
-    fields = fields.reshape(rows, count // per_word, per_word)
-    return jnp.sum(fields << field_shifts(fields.shape, bits), axis=2, dtype=jnp.uint32)
-
-
-def spread(words, bits: int):
-    """The inverse of `pack`, but for the bits above each field: uint32[rows, words, 32 / bits]."""
-    shape = (*words.shape, 32 // bits)
-    return jnp.broadcast_to(words[:, :, None], shape) >> field_shifts(shape, bits)
+    """Fields uint32[..., k] below 2^bits, added up as parts of words: uint32[...]."""
+    return jnp.sum(fields << field_shifts(fields.shape, bits), axis=-1, dtype=jnp.uint32)
 
 
 def by_width(width, widths: tuple[int, ...], branch, *operands):
@@ -102,21 +108,27 @@ def by_width(width, widths: tuple[int, ...], branch, *operands):
     )
 
 
+def quad_numbers(tile: Tile):
+    """The number, in its row of the tile, of every quad of a payload: int32[quads, R, groups]."""
+    shape = quads, *_ = tile.shape[:3]
+    group = lax.broadcasted_iota(jnp.int32, shape, 2) * quads
+    return group + lax.broadcasted_iota(jnp.int32, shape, 0)
+
+
 def coordinates(rows, tile: Tile):
-    """Indices [R, groups, group_size], each, of row and column of super-groups ``rows[R]``."""
-    column = lax.broadcasted_iota(jnp.int32, tile.shape, 1) * tile.fmt.group_size
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-    return jnp.broadcast_to(rows[:, None, None], tile.shape), column
+    """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
+    column = lax.broadcasted_iota(jnp.int32, tile.shape, 0) * (tile.fmt.groups * QUAD)
+    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2) * QUAD
+    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 3)
+    return jnp.broadcast_to(rows[None, :, None, None], tile.shape), column
 
 
 def noise_of(rows, noise: Noise, tile: Tile):
-    """Noise words [R, groups, group_size] of the super-groups ``rows[R]``."""
-    fmt = tile.fmt
-    quads = fmt.super_group_size // 4
-    quad = lax.broadcasted_iota(jnp.uint32, (TILE_ROWS, quads, 1), 1)
-    counter = rows.astype(jnp.uint32)[:, None, None] * as_word(quads) + quad
-    rotation = field_shifts((TILE_ROWS, quads, 4), 8)
-    return noise_words(counter, rotation, noise, fmt.rounding).reshape(tile.shape)
+    """Noise words [quads, R, groups, QUAD] of the super-groups ``rows[R]``."""
+    first = rows.astype(jnp.uint32) * as_word(tile.fmt.super_group_size // QUAD)
+    counter = first[None, :, None] + quad_numbers(tile).astype(jnp.uint32)
+    rotation = field_shifts(tile.shape, 8)
+    return noise_words(counter[..., None], rotation, noise, tile.fmt.rounding)
 
 
 def finished(value, mean_sum, divisor: int):
@@ -126,13 +138,13 @@ def finished(value, mean_sum, divisor: int):
 
 
 def decode(payload: Payload, offset, width: int, tile: Tile):
-    """The decoded coordinates f32[R, groups, group_size] of the record at word ``offset``."""
+    """The decoded coordinates f32[quads, R, groups, QUAD] of the record at word ``offset``."""
     fmt, shape = tile.fmt, tile.shape
     if width == 0:
         return jnp.zeros(shape, jnp.float32)
     code = jnp.uint32(0)
     for plane in planes_of(width):
-        fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane, shape)
+        fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane, tile)
         if plane < 16:
             fields = fields & as_word((1 << plane) - 1)
         fields = fields << as_word(plane_shift(width, plane))
@@ -149,15 +161,16 @@ def decode(payload: Payload, offset, width: int, tile: Tile):
 
 
 def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
-    """Group scales f32[R, groups, 1] of a record."""
+    """Group scales f32[1, R, groups, 1] of a record."""
     fmt = tile.fmt
     if fmt.group_scale == "bf16":
         fields = payload.load_scales(offset, fmt.groups, 16)
-        return _finite_scale(fields, width, fmt)[:, :, None]
+        return _finite_scale(fields, width, fmt)[None, :, :, None]
     super_scale = _finite_scale(payload.load_scales(offset, 1, 16), width, fmt)
     start = offset + fmt.super_scale_words(width)
     fraction = payload.load_scales(start, fmt.groups, 8)
-    return _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)[:, :, None]
+    scale = _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)
+    return scale[None, :, :, None]
 
 
 def _finite_scale(fields, width: int, fmt: WireFormat):
@@ -198,7 +211,7 @@ def _decode_levels(level, width: int, tile: Tile):
 
 
 def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> None:
-    """Encodes f32[R, groups, group_size] and stores the record at word ``offset``."""
+    """Encodes f32[quads, R, groups, QUAD] and stores the record at word ``offset``."""
     if width == 0:
         return
     fmt = tile.fmt
@@ -215,28 +228,27 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
         fields = code >> as_word(plane_shift(width, plane))
         if plane < width:
             fields = fields & as_word((1 << plane) - 1)
-        fields = fields.reshape(TILE_ROWS, fmt.super_group_size)
-        payload.store(offset + fmt.plane_offset(width, plane), fields, plane)
+        payload.store_plane(offset + fmt.plane_offset(width, plane), fields, plane, tile)
 
 
 def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
-    """Chooses and stores the scales; returns the reciprocals [R, groups, 1] to encode with."""
+    """Chooses and stores the scales; returns the reciprocals [1, R, groups, 1] to encode with."""
     fmt = tile.fmt
     cap, to_scale = fmt.super_scale_cap(width), SCALE_SLACK / fmt.level_top(width)
-    top = jnp.max(jnp.abs(values), axis=2)
+    top = jnp.max(jnp.max(jnp.abs(values), axis=3), axis=0)
     if fmt.group_scale == "bf16":
         scale = _bf16_up(top * to_scale, cap)
-        payload.store(offset, _u32(scale) >> 16, 16)
-        return _reciprocal(scale, tile)[:, :, None]
+        payload.store_scales(offset, _u32(scale) >> 16, 16)
+        return _reciprocal(scale, tile)[None, :, :, None]
     super_scale = _bf16_up(jnp.max(top, axis=1) * to_scale, cap)
-    payload.store(offset, (_u32(super_scale) >> 16).reshape(1, TILE_ROWS), 16)
+    payload.store_scales(offset, (_u32(super_scale) >> 16)[None], 16)
     inverse = _reciprocal(super_scale, tile)
     fraction = top * inverse[:, None] * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
     fraction = jnp.clip(jnp.ceil(fraction), 1.0, 256.0).astype(jnp.int32)
     start = offset + fmt.super_scale_words(width)
-    payload.store(start, (fraction - 1).astype(jnp.uint32), 8)
+    payload.store_scales(start, (fraction - 1).astype(jnp.uint32), 8)
     scale = _group_scale(super_scale[:, None], fraction, width, fmt)
-    return _reciprocal(scale, tile)[:, :, None]
+    return _reciprocal(scale, tile)[None, :, :, None]
 
 
 def _bf16_up(x, cap: float):
@@ -265,8 +277,9 @@ def _round(z, noise, width: int, tile: Tile):
     else:
         bits = fmt.octave_bits(width)
         low = np.float32((1 << bits) + fmt.level_start(width))
-        steps = _u32(jnp.abs(z) + low) - as_word(int(low.view(np.uint32)))
-        level = (steps + (noise >> as_word(9 + bits))) >> as_word(23 - bits)
+        start = int(low.view(np.uint32)) >> (23 - bits)  # nothing is shifted out
+        up = _u32(tile.magnitude_plus(z, low)) + (noise >> as_word(9 + bits))
+        level = (up >> as_word(23 - bits)) - as_word(start)
     return jnp.minimum(level, last) | (sign << as_word(width - 1))
 
 

@@ -6,6 +6,7 @@ from the first load to the last store. Here are memory and launches; what happen
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.format import (
+    QUAD,
     TILE_ROWS,
     Input,
     Result,
@@ -33,38 +35,52 @@ from pallas_kernels.tile import (
     coordinates,
     decode,
     encode,
+    field_shifts,
     finished,
     level_tables,
     noise_of,
     pack,
-    spread,
 )
 from pallas_kernels.tuning import tuning_for
 
 
-def _inverse(x):
-    (inverse,) = plgpu.elementwise_inline_asm(
-        "rcp.rn.ftz.f32 $0, $1;",
+def _asm(code: str, x):
+    """PTX that makes one f32, ``$0``, of one, ``$1``."""
+    (y,) = plgpu.elementwise_inline_asm(
+        "{" + code + "}",
         args=[x],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )
-    return inverse
+    return y
+
+
+def _inverse(x):
+    """What ``rcp.rn`` does of 2^-126 <= x < 2^126, without its branch for the rest."""
+    return _asm(
+        """.reg .f32 guess, error;
+        rcp.approx.ftz.f32 guess, $1;
+        fma.rn.f32 error, $1, guess, 0fBF800000;
+        neg.f32 error, error;
+        fma.rn.f32 $0, guess, error, guess;""",
+        x,
+    )
+
+
+def _magnitude_plus(x, c: np.float32):
+    """One instruction: Triton's |x| flushes denormals, and so cannot be part of an addition."""
+    bits = int(c.view(np.uint32))
+    return _asm(f".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, 0f{bits:08X};", x)
 
 
 def _tile(fmt: WireFormat, table_ref, interpret: bool) -> Tile:
     def levels(at):
         return plgpu.load(table_ref.at[at])
 
-    return Tile(fmt, levels, (lambda x: 1.0 / x) if interpret else _inverse)
-
-
-def _words_at(offset, rows: int, per_row: int):
-    """Word indices [rows, per_row] of a section that starts at ``offset``."""
-    row = lax.broadcasted_iota(jnp.int32, (rows, per_row), 0)
-    column = lax.broadcasted_iota(jnp.int32, (rows, per_row), 1)
-    return offset + row * per_row + column
+    if interpret:
+        return Tile(fmt, levels, lambda x: 1.0 / x, lambda x, c: jnp.abs(x) + c)
+    return Tile(fmt, levels, _inverse, _magnitude_plus)
 
 
 class _Payload(NamedTuple):
@@ -73,49 +89,111 @@ class _Payload(NamedTuple):
     ref: Any
     where: tuple[Any, ...]
 
+    def _at(self, word):
+        return self.ref.at[(*self.where, word)]
+
     def load_scales(self, offset, count: int, bits: int):
         """One load for each field: scales are few."""
-        row = lax.broadcasted_iota(jnp.int32, (TILE_ROWS, count), 0)
-        column = lax.broadcasted_iota(jnp.int32, (TILE_ROWS, count), 1)
-        at = row * count + column
-        words = plgpu.load(self.ref.at[(*self.where, offset + at // (32 // bits))])
+        at = _row_major((TILE_ROWS, count))
+        words = plgpu.load(self._at(offset + at // (32 // bits)))
         shift = (at % (32 // bits) * bits).astype(jnp.uint32)
         return (words >> shift) & as_word((1 << bits) - 1)
 
-    def load_plane(self, offset, bits: int, shape: tuple[int, int, int]):
-        """One load for each word."""
-        rows, groups, group_size = shape
-        at = _words_at(offset, rows, groups * group_size * bits // 32)
-        return spread(plgpu.load(self.ref.at[(*self.where, at)]), bits).reshape(shape)
-
-    def store(self, offset, fields, bits: int):
+    def store_scales(self, offset, fields, bits: int):
         """One store for each word."""
-        words = pack(fields, bits)
-        plgpu.store(self.ref.at[(*self.where, _words_at(offset, *words.shape))], words)
+        rows, count = fields.shape
+        words = pack(fields.reshape(rows, count * bits // 32, 32 // bits), bits)
+        plgpu.store(self._at(offset + _row_major(words.shape)), words)
+
+    def load_plane(self, offset, bits: int, tile: Tile):
+        """One load for each word; one that several groups share is loaded for each."""
+        quads, rows, groups, _ = tile.shape
+        if QUAD * bits > 32:
+            at = _half_quads(tile)
+            fields = plgpu.load(self._at(offset + at))[..., None]
+            return (fields >> field_shifts((*at.shape, 2), bits)).reshape(tile.shape)
+        quads_in_word = 32 // (QUAD * bits)
+        if quads <= quads_in_word:  # Triton must not see that words of groups are neighbours
+            quad = _row_major((rows, groups)) * quads
+            words = plgpu.load(self._at(offset + quad // quads_in_word))
+            words = words >> (quad % quads_in_word * (QUAD * bits)).astype(jnp.uint32)
+            words = words.reshape(1, 1, rows, groups, 1)
+        else:
+            at = _words_of_groups(quads // quads_in_word, tile)
+            words = plgpu.load(self._at(offset + at)).reshape(-1, 1, rows, groups, 1)
+        shape = 1, min(quads, quads_in_word), 1, 1, QUAD
+        shifts = lax.broadcasted_iota(jnp.uint32, shape, 1) * as_word(QUAD * bits)
+        return (words >> (shifts + field_shifts(shape, bits))).reshape(tile.shape)
+
+    def store_plane(self, offset, fields, bits: int, tile: Tile):
+        """One store for each word, which may hold several quads, and those of several groups."""
+        quads, rows, groups, _ = tile.shape
+        if QUAD * bits > 32:
+            at = _half_quads(tile)
+            plgpu.store(self._at(offset + at), pack(fields.reshape(*at.shape, 2), bits))
+            return
+        words, bits = pack(fields, bits), QUAD * bits
+        together = min(quads, 32 // bits)
+        words = words.reshape(quads // together, together, rows, groups)
+        words = words << field_shifts((together,), bits)[None, :, None, None]
+        words, bits = jnp.sum(words, axis=1, dtype=jnp.uint32), together * bits
+        if bits < 32:
+            words = pack(words.reshape(rows, groups * bits // 32, 32 // bits), bits)
+            at = _row_major(words.shape)
+        else:
+            at = _words_of_groups(words.shape[0], tile)
+        plgpu.store(self._at(offset + at), words.reshape(at.shape))
+
+
+def _row_major(shape: tuple[int, int]):
+    """0, 1, 2, ...: int32[shape]."""
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+    return row * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _words_of_groups(words: int, tile: Tile):
+    """The numbers of a plane's words, so many for each group: int32[words / k, k, R, groups].
+
+    With k words of a group in an axis, up to 16 bytes, a thread moves them at once.
+    """
+    _, rows, groups, _ = tile.shape
+    at_once = min(words, 4)
+    shape = words // at_once, at_once, rows, groups
+    word = lax.broadcasted_iota(jnp.int32, shape, 0) * at_once
+    word = word + lax.broadcasted_iota(jnp.int32, shape, 1)
+    row = lax.broadcasted_iota(jnp.int32, shape, 2) * (groups * words)
+    return row + lax.broadcasted_iota(jnp.int32, shape, 3) * words + word
+
+
+def _half_quads(tile: Tile):
+    """The numbers of words of two fields of 16 bits: int32[quads, R, groups, 2]."""
+    quads, rows, groups, _ = tile.shape
+    shape = quads, rows, groups, 2
+    row = lax.broadcasted_iota(jnp.int32, shape, 1) * (groups * quads * 2)
+    group = lax.broadcasted_iota(jnp.int32, shape, 2) * (quads * 2)
+    quad = lax.broadcasted_iota(jnp.int32, shape, 0) * 2
+    return row + group + quad + lax.broadcasted_iota(jnp.int32, shape, 3)
 
 
 def _load_rows(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
-    """``x - mean`` of super-groups ``rows``: f32[R, groups, group_size]."""
+    """``x - mean`` of super-groups ``rows``: f32[quads, R, groups, QUAD]."""
     row, column = coordinates(rows, tile)
-    x = plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0)
-    mean = plgpu.load(mean_ref.at[rows])
-    return x.astype(jnp.float32) - mean[:, None, None]
+    x = plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0).astype(jnp.float32)
+    if mean_ref is None:
+        return x
+    return x - plgpu.load(mean_ref.at[rows])[None, :, None, None]
 
 
-def _accumulate(total, inputs: list[Input], chunk, t, c, tile: Tile):
+def _accumulate(total, inputs: list[list[Input]], chunk, t, c, tile: Tile):
     """``total`` plus the decoded records of tile ``t`` of ``chunk``, the c-th, in all inputs."""
-    for payloads_ref, tiles_ref, skip_ref in inputs:
-        offset, width = unpack_tiles(tiles_ref[chunk, t])
-        count = payloads_ref.shape[0] - (skip_ref is not None)
+    for alike in inputs:
+        offset, width = unpack_tiles(alike[0].tiles[chunk, t])
 
-        def branch(w, ref=payloads_ref, offset=offset, skip_ref=skip_ref, count=count):
-            def add(k, so_far):
-                if skip_ref is not None:
-                    k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
-                return so_far + decode(_Payload(ref, (k, c)), offset, w, tile)
-
+        def branch(w, alike=alike, offset=offset):
             def add_all(so_far):
-                return add(0, so_far) if count == 1 else lax.fori_loop(0, count, add, so_far)
+                for payloads_ref, _, skip_ref in alike:
+                    so_far = _add(so_far, payloads_ref, skip_ref, c, offset, w, tile)
+                return so_far
 
             return add_all
 
@@ -123,19 +201,31 @@ def _accumulate(total, inputs: list[Input], chunk, t, c, tile: Tile):
     return total
 
 
+def _add(total, payloads_ref, skip_ref, c, offset, width: int, tile: Tile):
+    """``total`` plus the decoded records at ``offset`` in one input."""
+    count = payloads_ref.shape[0] - (skip_ref is not None)
+
+    def add(k, so_far):
+        if skip_ref is not None:
+            k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
+        return so_far + decode(_Payload(payloads_ref, (k, c)), offset, width, tile)
+
+    return add(0, total) if count == 1 else lax.fori_loop(0, count, add, total)
+
+
 def _encode_kernel(
     x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, noise_ref, table_ref, *rest,
-    fmt, n_rows, with_skip, skips_chunk, interpret,
+    fmt, n_rows, with_mean, arrived, skips_chunk, interpret,
 ):  # fmt: skip
     """compress (no inputs) and decompress-accumulate-recompress."""
     tile = _tile(fmt, table_ref, interpret)
     t, c = pl.program_id(0), pl.program_id(1)
-    out_ref, inputs = rest[-1], _input_refs(rest[skips_chunk:-1], with_skip)
+    out_ref, inputs = rest[-1], arrived.of(rest[skips_chunk:-1])
 
     def run():
         chunk = chunks_ref[c]
         rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
-        total = _load_rows(x_ref, mean_ref, rows, n_rows, tile)
+        total = _load_rows(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
         total = _accumulate(total, inputs, chunk, t, c, tile)
         words = Noise(*(noise_ref[i] for i in range(NOISE_WORDS)))
         noise = noise_of(rows, words, tile)
@@ -166,17 +256,17 @@ def _store_rows(out_ref, value, rows, mean_sum, divisor: int, tile: Tile):
 
 def _finish_kernel(
     x_ref, mean_ref, mean_sum_ref, order_ref, chunks_ref, start_ref, table_ref, *rest,
-    fmt, n_rows, with_skip, divisor, aliased, interpret,
+    fmt, n_rows, with_mean, arrived, divisor, aliased, interpret,
 ):  # fmt: skip
     """decompress-accumulate; an aliased input only keeps what other calls wrote."""
-    inputs, out_ref = _input_refs(rest[: -1 - aliased], with_skip), rest[-1]
+    inputs, out_ref = arrived.of(rest[: -1 - aliased]), rest[-1]
     tile = _tile(fmt, table_ref, interpret)
     t, c = pl.program_id(0), pl.program_id(1)
     chunk = chunks_ref[c]
     rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
-    total = _load_rows(x_ref, mean_ref, rows, n_rows, tile)
+    total = _load_rows(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
     total = _accumulate(total, inputs, chunk, t, c, tile)
-    mean_sum = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
+    mean_sum = plgpu.load(mean_sum_ref.at[rows])[None, :, None, None]
     _store_rows(out_ref, total, rows - start_ref[0], mean_sum, divisor, tile)
 
 
@@ -190,7 +280,7 @@ def _decode_kernel(
     t, c = pl.program_id(0), pl.program_id(1)
     chunk = chunks_ref[c]
     rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
-    mean_sum = plgpu.load(mean_sum_ref.at[rows])[:, None, None]
+    mean_sum = plgpu.load(mean_sum_ref.at[rows])[None, :, None, None]
     offset, width = unpack_tiles(tiles_ref[chunk, t])
 
     def branch(w):
@@ -272,21 +362,35 @@ def _scalar(value):
     return jnp.reshape(value, (1,)).astype(jnp.int32)
 
 
-def _input_operands(inputs: tuple[Input, ...]) -> tuple[tuple, tuple[bool, ...]]:
-    """Inputs as a flat tuple of arrays, and which of them leave one payload out."""
+def _mean(source: Source):
+    """An operand for the means, whether there are any or not."""
+    return jnp.zeros(1, jnp.float32) if source.mean is None else source.mean
+
+
+class _Inputs(NamedTuple):
+    """What is static of inputs: whether each leaves one payload out, and which have equal tiles."""
+
+    with_skip: tuple[bool, ...]
+    alike: tuple[int, ...]
+    """How many that follow each other share their tiles, and with them a branch of the kernel."""
+
+    def of(self, refs) -> list[list[Input]]:
+        """Inputs whose fields are references, of equal tiles together."""
+        it = iter(refs)
+        found = iter([Input(next(it), next(it), next(it) if s else None) for s in self.with_skip])
+        return [[next(found) for _ in range(count)] for count in self.alike]
+
+
+def _input_operands(inputs: tuple[Input, ...]) -> tuple[tuple, _Inputs]:
+    """Inputs as a flat tuple of arrays, and what is static of them."""
     with_skip = tuple(skip is not None for _, _, skip in inputs)
+    alike = tuple(len(list(group)) for _, group in itertools.groupby(inputs, lambda i: id(i.tiles)))
     flat = []
     for payloads, tiles, skip in inputs:
         flat += [payloads, tiles]
         if skip is not None:
             flat.append(_scalar(skip))
-    return tuple(flat), with_skip
-
-
-def _input_refs(refs, with_skip: tuple[bool, ...]) -> list[Input]:
-    """The inverse of `_input_operands`, for references: inputs whose fields are references."""
-    it = iter(refs)
-    return [Input(next(it), next(it), next(it) if skip else None) for skip in with_skip]
+    return tuple(flat), _Inputs(with_skip, alike)
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, interpret=False):
@@ -304,10 +408,10 @@ def decompress_accumulate_recompress(
 
 def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt, interpret):
     rows = _rows(source.x, fmt.super_group_size)
-    flat, with_skip = _input_operands(inputs)
+    flat, arrived = _input_operands(inputs)
     skipped = () if skip is None else (_scalar(skip),)
     operands = (
-        rows, source.mean, source.order, target.tiles, chunks, target.noise, level_tables(fmt),
+        rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
         *skipped, *flat,
     )  # fmt: skip
     return _call(
@@ -319,7 +423,8 @@ def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt
         fmt=fmt,
         interpret=interpret,
         n_rows=rows.shape[0],
-        with_skip=with_skip,
+        with_mean=source.mean is not None,
+        arrived=arrived,
         skips_chunk=len(skipped),
     )
 
@@ -329,9 +434,9 @@ def decompress_accumulate(
 ):
     """See `pallas_kernels.decompress_accumulate`."""
     rows = _rows(source.x, fmt.super_group_size)
-    flat, with_skip = _input_operands(inputs)
+    flat, arrived = _input_operands(inputs)
     operands = (
-        rows, source.mean, result.mean_sum, source.order, chunks, _scalar(result.start),
+        rows, _mean(source), result.mean_sum, source.order, chunks, _scalar(result.start),
         level_tables(fmt), *flat,
     )  # fmt: skip
     return _finish_call(
@@ -343,7 +448,8 @@ def decompress_accumulate(
         fmt=fmt,
         interpret=interpret,
         n_rows=rows.shape[0],
-        with_skip=with_skip,
+        with_mean=source.mean is not None,
+        arrived=arrived,
         aliased=int(result.into is not None),
     )
 

@@ -231,7 +231,7 @@ def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) ->
         result = Result(mean_sum, order, rows, x.dtype)
         return decompress(payloads, tiles, chunks, result, **static)
 
-    source, chunks = Source(x, mean, order), jnp.zeros(1, jnp.int32)
+    source, chunks = Source(x, None, order), jnp.zeros(1, jnp.int32)
     encode_args = (source, chunks, tiles[0], first)
     sent = encode(*encode_args)
     hop_args = ((Input(sent[None], tiles[0]),), source, chunks, tiles[1], second)

@@ -82,15 +82,16 @@ def chunk_codec(
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
     nothing = jnp.zeros_like(plan.mean)
-    own = pk.Source(x, plan.mean, plan.order)
+    centred = layout.stats_per_super_group == 2
+    own = pk.Source(x, plan.mean if centred else None, plan.order)
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
         return tuple(pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip) for a in arrived)
 
     def so_far(total) -> pk.Source:
-        return own if total is None else pk.Source(total.reshape(-1), nothing, plan.order)
+        return own if total is None else pk.Source(total.reshape(-1), None, plan.order)
 
-    def centred(start=None) -> pk.Result:
+    def less_means(start=None) -> pk.Result:
         """All rows of f32 values from which means are subtracted."""
         return pk.Result(nothing, plan.order, layout.rows, jnp.float32, start=start)
 
@@ -98,7 +99,7 @@ def chunk_codec(
         return pk.Result(plan.mean_sum, plan.order, rows, dtype, divisor, start, into)
 
     def add(arrived, chunks, total=None):
-        result = centred(start=jnp.int32(0))
+        result = less_means(start=jnp.int32(0))
         return pk.decompress_accumulate(inputs(arrived), so_far(total), chunks, result, **common)
 
     def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
@@ -107,7 +108,7 @@ def chunk_codec(
         if keep_error:
             total = add(arrived, chunks, total)
             payloads = pk.compress(so_far(total), chunks, target, skip, **common)
-            sent = pk.decompress(payloads, target.tiles, chunks, centred(), **common)
+            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), **common)
             rows = plan.order[chunks].reshape(-1)
             lost = (total - sent).at[rows].get(mode="clip")
             return payloads, carry.at[rows].set(lost, mode="drop", unique_indices=True)
@@ -182,7 +183,9 @@ def encode_slice(
     rows, spare = layout.shard_rows, layout.chunk_super_groups - layout.shard_rows
     own = plan.order[me]
     own = jnp.where(own < layout.rows, own - me * rows, own - layout.rows - me * spare + rows)
-    mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
+    mean = None
+    if layout.stats_per_super_group == 2:
+        mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
     fmt = dataclasses.replace(layout.fmt, rounding="independent")
     noise = pk.slot_noise(plan.seed, layout.n_workers, fmt.rounding)[me]
     source = pk.Source(x, mean, own[None])
