@@ -26,6 +26,7 @@ from dynamiq_jax.methods import (
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
+from dynamiq_jax.xla import xla_options
 
 __all__ = [
     "BF16",
@@ -57,6 +58,7 @@ __all__ = [
     "vnmse",
     "wire_bits",
     "worst_leaf_error",
+    "xla_options",
 ]
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 AxisNames = str | tuple[str, ...]
 """One mapped axis, or several that count as one: workers are numbered in row-major order."""
@@ -49,6 +51,26 @@ def all_gather_invarying(x: Array, axis_name: AxisNames) -> Array:
     if varies_over(x, axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
     return all_gather(x, axis_name)  # pmap, vmap, check_vma=False
+
+
+def assume_invarying(x: Array, axis_name: AxisNames) -> Array:
+    """``x``, which has the same bits on all workers: JAX counts it as replicated from here on."""
+    axes = varying_axes(x) & set(axis_tuple(axis_name))
+    return _assume_invarying_p.bind(x, axes=axes) if axes else x
+
+
+def _less_varying(x, *, axes: frozenset[str]):
+    kind = getattr(x, "manual_axis_type", None)
+    if kind is None:
+        return x.update(vma=x.vma - axes)
+    return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
+
+
+# JAX has no operation for this: what permutations have brought counts as varying for ever.
+_assume_invarying_p = Primitive("assume_invarying")
+_assume_invarying_p.def_abstract_eval(_less_varying)
+_assume_invarying_p.def_impl(lambda x, **_: x)
+mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 
 def all_gather(x: Array, axis_name: AxisNames) -> Array:

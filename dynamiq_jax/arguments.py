@@ -11,7 +11,14 @@ from jax import lax
 from dynamiq_jax._compat import AxisNames, axis_tuple, tracks_varying, varies_over
 from dynamiq_jax.buckets import Leaf
 from dynamiq_jax.methods import DynamiQ, Limits, Method, ShardedMethod
-from dynamiq_jax.topologies import Hierarchical, Topology, across_hosts, automatic, fast_links
+from dynamiq_jax.topologies import (
+    Hierarchical,
+    Topology,
+    across_hosts,
+    automatic,
+    fast_links,
+    with_transport,
+)
 
 AnyTopology = Topology | Hierarchical
 
@@ -59,6 +66,9 @@ def resolve(
         reason = "as passed"
     if isinstance(topology, Hierarchical):
         topology = _two_levels(topology, sizes, allowed=hierarchies)
+    if topology is not None:
+        topology, engines = with_transport(topology)
+        reason = f"{reason}; by copy engines, since {engines}" if engines else reason
     if isinstance(topology, Hierarchical):
         assert topology.outer is not None
         topology.outer.check(math.prod(sizes[:-1]))
@@ -131,7 +141,7 @@ def check_kinds(method, topology) -> None:
         raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
     if topology is None or isinstance(topology, Hierarchical):
         return
-    members = ("schedule", "stages", "check", "chunks_per_worker", "balance")
+    members = ("schedule", "stages", "check", "chunks_per_worker", "balance", "transport")
     missing = [name for name in members if not hasattr(topology, name)]
     if isinstance(topology, type) or missing:
         lacks = f" (it lacks {', '.join(missing)})" if 0 < len(missing) < len(members) else ""

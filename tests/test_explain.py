@@ -150,7 +150,7 @@ def test_one_worker_sends_nothing():
 
 def test_a_hierarchy_keeps_most_bytes_within_its_inner_axis():
     """By hand: 4 nodes of 2 workers; padded slices travel in bf16 inside, compressed outside."""
-    method, ring = dq.DynamiQ(), dq.Ring()
+    method, ring = dq.DynamiQ(), dq.Ring(transport="collectives")
     topology = dq.Hierarchical(outer=ring)
     explanation = dq.explain(TREE, (4, 2), topology=topology, verbose=False)
     assert explanation.n_workers == 8

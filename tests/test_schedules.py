@@ -12,7 +12,7 @@ from cases import SMALL, assert_replicas_equal, assert_same_bits, gradient, vmap
 
 import dynamiq_jax as dq
 from dynamiq_jax.executors.sequential import tree_of
-from dynamiq_jax.topologies import Rounds, Stage, Step, steps_of
+from dynamiq_jax.topologies import Rounds, Stage, Step, Transport, steps_of
 
 SCHEDULES = [
     (topology, n)
@@ -84,6 +84,7 @@ class TwoArms:
     """Chunks come to their owner from both sides, through half as many hops each."""
 
     balance: float | None = None
+    transport: Transport | None = None
     looped: bool = False
 
     def check(self, n_workers: int) -> None:
@@ -216,7 +217,7 @@ def test_a_loop_gives_the_bits_of_its_rounds():
 
 def test_what_lacks_members_of_a_topology_is_refused_by_their_names():
     class Old:
-        stages = check = chunks_per_worker = balance = None
+        stages = check = chunks_per_worker = balance = transport = None
 
         def reduce(self, *arguments):
             """As topologies once had it."""

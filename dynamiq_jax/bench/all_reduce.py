@@ -122,7 +122,7 @@ def bench_all_reduce(
         coords = size_bytes // 2
         times = iterations or default_iterations(size_bytes, devices[0].platform)
         data = heavy_tailed_gradients(mesh, coords, seed)
-        calls = [partial(_timed_program(mesh, c, times), data) for c in contenders]
+        calls = [partial(timed_program(mesh, c, times), data) for c in contenders]
         if collective == "psum":
             checked = [quality(data, replicas_of(call(), data)) for call in calls]
         else:
@@ -174,15 +174,16 @@ def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
     return draw()
 
 
-def _timed_program(
+def timed_program(
     mesh: Mesh, contender: Contender, iterations: int
 ) -> Callable[[jax.Array], jax.Array]:
+    """The program (bf16[n, coords]) -> result that reduces so many times in a row."""
     axes = mesh.axis_names
     rows = PartitionSpec(axes)
     specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=dq.xla_options())
     @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: jax.Array) -> jax.Array:
         return repeat_on_device(reduce, iterations)(data.reshape(-1))

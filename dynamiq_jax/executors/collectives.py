@@ -1,5 +1,10 @@
-"""Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather."""
+"""Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather.
 
+With `Topology.transport` "permutes" there are ppermutes alone, one for each payload: a step from
+all workers to all becomes n - 1 permutations, and so does the gathering of the sinks.
+"""
+
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -8,10 +13,16 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all, ppermute
+from dynamiq_jax._compat import (
+    AxisNames,
+    all_gather_invarying,
+    all_to_all,
+    assume_invarying,
+    ppermute,
+)
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
-from dynamiq_jax.topologies.base import check_schedule, chunk_table
+from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted
 
 
 class _Held(NamedTuple):
@@ -32,19 +43,39 @@ def all_reduce(
     """
     stages = topology.stages(n_workers)
     last, slot = len(stages) - 1, stages[-1].slots.start
-    workers = jnp.arange(n_workers, dtype=jnp.int32)
     me = lax.axis_index(axis_name)
-    everyone = Encoder(last, jnp.full_like(workers, slot), workers)
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
+    permutes = topology.transport == "permutes"
+    gather = _permuted_sinks if permutes else _gathered_sinks
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]
         payloads, carry = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
-        payload = jax.tree.map(lambda x: x[0], payloads)
-        gathered = all_gather_invarying(payload, axis_name)
-        result, carry = codec.decode(gathered, workers * streams + i, everyone, result, carry)
+        for sinks, owners in gather(payloads, axis_name, n_workers):
+            encoders = Encoder(last, jnp.full_like(owners, slot), owners)
+            result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
     assert result is not None
-    return result, carry
+    return assume_invarying(result, axis_name) if permutes else result, carry
+
+
+Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
+"""Payloads [c] of finished sums as they arrive, and whose they are."""
+
+
+def _gathered_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> Sinks:
+    own = jax.tree.map(lambda x: x[0], payloads)
+    gathered = jax.tree.map(lambda x: all_gather_invarying(x, axis_name), own)
+    yield gathered, jnp.arange(n_workers, dtype=jnp.int32)
+
+
+def _permuted_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> Sinks:
+    """The worker's own first, while the others are under way."""
+    me = lax.axis_index(axis_name)
+    yield payloads, me[None]
+    for by in range(1, n_workers):
+        pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
+        moved = jax.tree.map(lambda x, pairs=pairs: ppermute(x, axis_name, pairs), payloads)
+        yield moved, ((me - by) % n_workers)[None]
 
 
 def reduce_scatter(
@@ -72,7 +103,10 @@ def _reduce(
     run = _Run(codec, axis_name, n_workers, streams)
     held: list[list[_Held]] = [[] for _ in range(streams)]
     carry = codec.carry
-    for rounds in topology.schedule(n_workers):
+    schedule = topology.schedule(n_workers)
+    if topology.transport == "permutes":
+        schedule = permuted(schedule, n_workers)
+    for rounds in schedule:
         looped = rounds.looped and rounds.length > 2
         for t in range(1 if looped else rounds.length):
             held, carry = run.step(rounds.step(t), held, carry)

@@ -1,8 +1,22 @@
 """Topologies: schedules of who encodes which chunk when, for whom."""
 
-from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, Topology, steps_of
+from dynamiq_jax.topologies.base import (
+    Rounds,
+    Schedule,
+    Stage,
+    Step,
+    Topology,
+    Transport,
+    steps_of,
+)
 from dynamiq_jax.topologies.butterfly import Butterfly
-from dynamiq_jax.topologies.choice import Choice, across_hosts, automatic, fast_links
+from dynamiq_jax.topologies.choice import (
+    Choice,
+    across_hosts,
+    automatic,
+    fast_links,
+    with_transport,
+)
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import Hierarchical
 from dynamiq_jax.topologies.ring import Ring
@@ -18,8 +32,10 @@ __all__ = [
     "Stage",
     "Step",
     "Topology",
+    "Transport",
     "across_hosts",
     "automatic",
     "fast_links",
     "steps_of",
+    "with_transport",
 ]

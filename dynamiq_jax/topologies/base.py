@@ -15,12 +15,18 @@ another.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 Worker = Any
 """The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
+
+
+Transport = Literal["collectives", "permutes"]
+"""What moves payloads. "collectives": all-to-all and all-gather where all workers send to all.
+"permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
+ppermutes use best (`dynamiq_jax.xla`)."""
 
 
 class Stage(NamedTuple):
@@ -65,6 +71,24 @@ class Rounds(NamedTuple):
 
 Schedule = tuple[Rounds, ...]
 """All steps of an all-reduce but for the gathering of the sinks."""
+
+
+def permuted(schedule: Schedule, n_workers: int) -> Schedule:
+    """The schedule with n - 1 permutations in the place of every step from all workers to all."""
+
+    def shift(step: Step, by: int) -> Rounds:
+        one = np.full(1, by, np.int32)
+        way = {"chunks": lambda w: (w + one) % n_workers, "to": lambda w: (w + by) % n_workers}
+        return Rounds(1, lambda _: step._replace(**way))
+
+    found: list[Rounds] = []
+    for rounds in schedule:
+        if rounds.step(0).to is not None:
+            found.append(rounds)
+            continue
+        for step in steps_of((rounds,)):
+            found += [shift(step, by) for by in range(1, n_workers)]
+    return tuple(found)
 
 
 def steps_of(schedule: Schedule) -> Iterator[Step]:
@@ -127,6 +151,11 @@ class Topology(Protocol):
     """How chunks travel. Implementations are frozen dataclasses of static options."""
 
     @property
+    def transport(self) -> Transport | None:
+        """What moves payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
+        ...
+
+    @property
     def balance(self) -> float | None:
         """Bits per coordinate that the stages before the last get beyond the last one.
 
@@ -162,9 +191,11 @@ def n_slots(stages: tuple[Stage, ...]) -> int:
     return max(stage.slots.stop for stage in stages)
 
 
-def check_options(streams: int, balance: float | None) -> None:
-    """Refuses fewer than one stream, and a balance that is not a finite number of bits."""
-    if streams < 1:
+def check_options(streams: int | None, balance: float | None, transport: Transport | None) -> None:
+    """Refuses less than one stream, balances that are no few bits, and unknown transports."""
+    if transport is not None and transport not in get_args(Transport):
+        raise ValueError(f"transport={transport!r}; expected None or one of {get_args(Transport)}")
+    if streams is not None and streams < 1:
         raise ValueError(f"streams={streams} must be at least 1")
     if balance is not None and not -16 <= balance <= 16:
         raise ValueError(

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
+from dynamiq_jax.topologies.base import (
+    Rounds,
+    Schedule,
+    Stage,
+    Step,
+    Transport,
+    check_options,
+    streams_for,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +33,18 @@ class Butterfly:
       stream_size: coordinates of the gradient that are worth a stream.
       balance: bits per coordinate that all rounds get beyond the all-gather; `None`: every round
         as the method shares them out; later ones, which send less, get more.
+      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
+        `dynamiq_jax.topologies.choice`.
     """
 
     streams: int = 2
     stream_size: int = 2**24
     balance: float | None = None
+    transport: Transport | None = None
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance)
+        check_options(self.streams, self.balance, self.transport)
 
     def check(self, n_workers: int) -> None:
         """Refuses what is not a power of two."""

@@ -5,18 +5,23 @@
 3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. A butterfly's first
    rounds stay among neighbours, so that on an axis that numbers its workers host by host it keeps
    the traffic between hosts as low as a hierarchy would.
+
+What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
+(`dynamiq_jax.xla`), else "collectives".
 """
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.topologies.base import Topology, Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import Hierarchical
 from dynamiq_jax.topologies.ring import Ring
+from dynamiq_jax.xla import copy_engines
 
 
 class Choice(NamedTuple):
@@ -57,3 +62,20 @@ def automatic(sizes: tuple[int, ...]) -> Choice:
 def across_hosts(n_workers: int) -> Topology:
     """The choice for one axis whose links are slow."""
     return Ring() if n_workers & (n_workers - 1) else Butterfly()
+
+
+def with_transport(
+    topology: Topology | Hierarchical,
+) -> tuple[Topology | Hierarchical, str | None]:
+    """The topology, of both levels, with its transport filled in, and why copy engines serve."""
+    reason = copy_engines()
+    chosen: Transport = "collectives" if reason is None else "permutes"
+    if isinstance(topology, Hierarchical):
+        levels = {"inner": topology.inner, "outer": topology.outer}
+        filled = {name: level and _filled(level, chosen) for name, level in levels.items()}
+        return dataclasses.replace(topology, **filled), reason
+    return _filled(topology, chosen), reason
+
+
+def _filled(topology: Any, transport: Transport) -> Any:
+    return topology if topology.transport else dataclasses.replace(topology, transport=transport)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
+from dynamiq_jax.topologies.base import (
+    Rounds,
+    Schedule,
+    Stage,
+    Step,
+    Transport,
+    check_options,
+    streams_for,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,19 +26,22 @@ class Direct:
 
     Attributes:
       streams: at most so many independent chunks per worker: kernels of one run under the transfers
-        of another.
+        of another. Default: 4, or 2 of permutes, which take more messages for each.
       stream_size: coordinates of the gradient that are worth a stream.
       balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
         method shares them out. With 0 both share one assignment of widths.
+      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
+        `dynamiq_jax.topologies.choice`.
     """
 
-    streams: int = 4
+    streams: int | None = None
     stream_size: int = 2**26
     balance: float | None = None
+    transport: Transport | None = None
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance)
+        check_options(self.streams, self.balance, self.transport)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""
@@ -42,7 +53,8 @@ class Direct:
 
     def chunks_per_worker(self, size: int) -> int:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
-        return streams_for(size, self.streams, self.stream_size)
+        streams = self.streams or (2 if self.transport == "permutes" else 4)
+        return streams_for(size, streams, self.stream_size)
 
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""

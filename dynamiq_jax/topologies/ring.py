@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, check_options, streams_for
+from dynamiq_jax.topologies.base import (
+    Rounds,
+    Schedule,
+    Stage,
+    Step,
+    Transport,
+    check_options,
+    streams_for,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +35,8 @@ class Ring:
         ones, whose sums are larger, get more. A loop shares one assignment. It takes a few percent
         off the squared error of independent rounding; the default one errs more with it, since
         pairs of hops of other widths cancel less (BUILD.md).
+      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
+        `dynamiq_jax.topologies.choice`.
     """
 
     streams: int = 2
@@ -34,10 +44,11 @@ class Ring:
     unroll_up_to: int = 16
     balance: float | None = None
     stage_per_hop: bool = False
+    transport: Transport | None = None
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance)
+        check_options(self.streams, self.balance, self.transport)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""

@@ -112,8 +112,8 @@ def assign_widths(
     upgrade = upgrade_order(fmt, floor)
     budget = payload_words - tiles * fmt.tile_words(narrowest)
     level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
-    is_level = level == jnp.arange(_LEVELS, dtype=jnp.int32)[:, None]
-    tiles_at = jnp.sum(is_level, axis=1, dtype=jnp.int32)
+    is_level = level[:, None] == jnp.arange(_LEVELS, dtype=jnp.int32)
+    tiles_at = jnp.sum(is_level, axis=0, dtype=jnp.int32)
     spent = jnp.cumsum(tiles_at[upgrade.level] * upgrade.words)
     fits = spent <= budget
     taken = jnp.sum(fits[upgrade.place], axis=1, dtype=jnp.int32)[level]

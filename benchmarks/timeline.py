@@ -1,0 +1,136 @@
+"""Draws what the GPUs do during one `psum`: kernels and copies, stream by stream.
+
+    python benchmarks/timeline.py [--size 1GiB] [--bits 5] [--topology direct] [--plot FILE.png]
+
+Profiles a few calls on all GPUs after a warm-up, takes the last one on the first GPU, prints its
+kernels and copies in order of time, with what part of each ran beside others, and draws them.
+"""
+
+import collections
+import pathlib
+import re
+import tempfile
+from typing import Annotated, NamedTuple
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import dynamiq_jax as dq
+from dynamiq_jax.bench import all_reduce, contenders
+
+
+class Span(NamedTuple):
+    """One kernel or copy; microseconds since the first one."""
+
+    stream: str
+    name: str
+    start_us: float
+    end_us: float
+
+
+def timed_program(size: str, bits: float, topology: str):
+    """One psum of one bf16 leaf per GPU, and its input."""
+    mesh = all_reduce.make_mesh(jax.devices())
+    route = contenders.parse_topology(topology)
+    contender = contenders.parse_method(f"dynamiq:{bits}", route)
+    data = all_reduce.heavy_tailed_gradients(mesh, contenders.parse_size(size) // 2, 0)
+    return all_reduce.timed_program(mesh, contender, 1), data
+
+
+def profile(call, times: int = 3) -> list[Span]:
+    """The spans of the last of so many calls, on the first GPU."""
+    for _ in range(3):
+        jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(times):
+                jax.block_until_ready(call())
+        file = next(pathlib.Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(file))
+        plane = min((p for p in data.planes if "/device:GPU" in p.name), key=lambda p: p.name)
+        events = [
+            (line.name, e.name, e.start_ns / 1e3, (e.start_ns + e.duration_ns) / 1e3)
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for e in line.events
+        ]
+    events.sort(key=lambda e: e[2])
+    # Calls are waited for, so that the longest pauses lie between them.
+    gaps = [
+        b[2] - max(e[3] for e in events[: i + 1])
+        for i, (_, b) in enumerate(zip(events, events[1:], strict=False))
+    ]
+    cuts = sorted(sorted(range(len(gaps)), key=gaps.__getitem__)[-(times - 1) :])
+    last = events[cuts[-1] + 1 :]
+    zero = last[0][2]
+    return [Span(stream, short(name), a - zero, b - zero) for stream, name, a, b in last]
+
+
+def short(name: str) -> str:
+    """A kernel's name without its arguments."""
+    return re.sub(r"[(<].*", "", name)[:48]
+
+
+def beside(span: Span, spans: list[Span]) -> float:
+    """The part of a span during which another stream was busy, too."""
+    others = sorted((s.start_us, s.end_us) for s in spans if s.stream != span.stream)
+    covered, at = 0.0, span.start_us
+    for start, end in others:
+        start, end = max(start, at), min(end, span.end_us)
+        if end > start:
+            covered, at = covered + end - start, end
+    return covered / max(span.end_us - span.start_us, 1e-9)
+
+
+def draw(spans: list[Span], title: str, file: pathlib.Path) -> None:
+    """One row for each stream."""
+    import matplotlib.pyplot as plt
+
+    streams = list(dict.fromkeys(s.stream for s in spans))
+    names = [n for n, _ in collections.Counter(s.name for s in spans).most_common()]
+    names.sort(key=lambda n: -sum(s.end_us - s.start_us for s in spans if s.name == n))
+    colours = dict(zip(names, plt.get_cmap("tab20").colors, strict=False))
+    figure, axes = plt.subplots(figsize=(12, 1 + 0.6 * len(streams)), layout="constrained")
+    for s in spans:
+        bar = (s.start_us, s.end_us - s.start_us)
+        at = (len(streams) - 1 - streams.index(s.stream) - 0.4, 0.8)
+        axes.broken_barh([bar], at, color=colours.get(s.name, "black"), linewidth=0)
+    for name, colour in list(colours.items())[:10]:
+        axes.barh(0, 0, color=colour, label=name)
+    axes.set_yticks(range(len(streams)), streams[::-1])
+    axes.set_xlabel("µs")
+    axes.set_title(title)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    figure.savefig(file, dpi=130)
+
+
+def main(
+    size: Annotated[str, typer.Option(help="bf16 leaf per GPU.")] = "1GiB",
+    bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
+    topology: Annotated[str, typer.Option(help="direct, ring or butterfly.")] = "direct",
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Where the picture goes.")] = None,
+) -> None:
+    """Profiles, prints and draws."""
+    dq.xla_options()
+    program, data = timed_program(size, bits, topology)
+    spans = profile(lambda: program(data))
+    end = max(s.end_us for s in spans)
+    title = f"psum of {size}, {bits:g} bits, {topology}, {jax.device_count()} GPUs: {end:.0f} µs"
+    table = Table("stream", "what", "from µs", "µs", "beside others", title=title)
+    for s in spans:
+        if s.end_us - s.start_us >= 3:
+            times = f"{s.start_us:.0f}", f"{s.end_us - s.start_us:.0f}"
+            table.add_row(s.stream, s.name, *times, f"{beside(s, spans):.0%}")
+    console = Console(width=120)
+    console.print(table)
+    small = [s for s in spans if s.end_us - s.start_us < 3]
+    total = sum(s.end_us - s.start_us for s in small)
+    console.print(f"and {len(small)} of less than 3 µs: {total:.0f} µs")
+    if plot:
+        draw(spans, title, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+"""XLA's options under which the GPUs of a process send payloads to each other by copy engines.
+
+By default a collective is a kernel of NCCL, which takes multiprocessors and memory bandwidth from
+the kernels beside it. With these options a `ppermute` between GPUs of one process is a copy by an
+engine that does nothing else: faster than NCCL's on NVLink, and at no cost to kernels.
+"""
+
+import functools
+import os
+from typing import Any
+
+import jax
+
+_FLAG = "xla_gpu_collective_permute_mode"
+_OPTIONS: dict[str, Any] = {
+    _FLAG: "COLLECTIVES_PEER_MEMORY",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+_asked_for = False
+
+
+def xla_options() -> dict[str, Any]:
+    """Compiler options with which payloads travel by copy engines, if they can here.
+
+    Pass them to the outermost `jax.jit` of a program that reduces::
+
+        step = jax.jit(step, compiler_options=dq.xla_options())
+
+    XLA reads them per program and a library cannot see them. So this call counts as the word that
+    programs of this process are compiled with them: from then on topologies whose ``transport`` is
+    `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS` with
+    ``--xla_gpu_collective_permute_mode=peer`` counts as well.
+
+    Returns:
+      Names and values; empty where they do not apply: on one device, on other devices than GPUs, in
+      several processes, with ``NCCL_P2P_DISABLE=1``, or where this JAX does not know them.
+    """
+    global _asked_for
+    if not _peers():
+        return {}
+    known = {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
+    if _FLAG not in known:
+        return {}
+    _asked_for = True
+    return known
+
+
+def copy_engines() -> str | None:
+    """Why permutes are copies by engines, as far as can be known; `None` if they are not."""
+    if not _peers():
+        return None
+    if f"{_FLAG}=peer" in os.environ.get("XLA_FLAGS", "").lower():
+        return f"XLA_FLAGS has {_FLAG}=peer"
+    return "dq.xla_options() was called" if _asked_for else None
+
+
+def _peers() -> bool:
+    """Whether there are GPUs that may read each other's memory."""
+    if jax.default_backend() != "gpu" or os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
+        return False
+    return jax.process_count() == 1 and jax.device_count() > 1
+
+
+@functools.cache
+def _is_known(name: str, value: Any) -> bool:
+    """Whether this JAX compiles with the option: there is no list of them to look at."""
+    try:
+        jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(0).compile()
+    except Exception:  # whatever type a version of JAX raises
+        return False
+    return True

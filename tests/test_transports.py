@@ -1,0 +1,173 @@
+"""What moves payloads changes no meaning: all-to-all and all-gather, or one ppermute for each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, gradient
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax import xla
+from dynamiq_jax.topologies import steps_of
+from dynamiq_jax.topologies.base import permuted
+
+SIZE = 3000
+TOPOLOGIES = [dq.Direct, dq.Ring, dq.Butterfly]
+STREAMS = {"streams": 2, "stream_size": 1000}
+
+
+def mesh_of(n):
+    return Mesh(np.array(jax.devices()[:n]), ("data",))
+
+
+def program(reduce, n, out_specs):
+    """``reduce`` of one row for each worker, under ``check_vma=True``."""
+    mapped = jax.shard_map(
+        lambda x: reduce(x[0]), mesh=mesh_of(n), in_specs=P("data"), out_specs=out_specs
+    )
+    return jax.jit(mapped)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_step_to_all_becomes_permutations_of_the_same_encodings(n):
+    topology = dq.Direct()
+
+    def sent(schedule):
+        found = set()
+        for step in steps_of(schedule):
+            for worker in range(n):
+                for owner in np.ravel(step.chunks(np.full(1, worker))).tolist():
+                    to = owner if step.to is None else int(step.to(worker))
+                    if owner != worker:
+                        found.add((worker, owner, step.stage, int(step.slot(worker)), to))
+        return found
+
+    schedule = topology.schedule(n)
+    permutations = permuted(schedule, n)
+    assert sent(permutations) == sent(schedule)
+    assert all(step.to is not None for step in steps_of(permutations))
+    ring = dq.Ring().schedule(n)
+    assert permuted(ring, n) == ring
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("n", [2, 4])
+def test_permutes_bring_exact_sums_to_all(topology, n):
+    x = jax.random.randint(jax.random.key(n), (n, SIZE), -99, 99).astype(jnp.float32)
+    route = topology(transport="permutes", **STREAMS)
+
+    def reduce(x):
+        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route)
+
+    np.testing.assert_array_equal(program(reduce, n, P())(x), x.sum(axis=0))
+
+
+def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
+    n, x = 3, gradient(5, 3, 2**16)
+    results = {}
+    for transport in ("collectives", "permutes"):
+        route = dq.Direct(transport=transport, streams=2, stream_size=2**14)
+
+        def reduce(x, route=route):
+            return dq.psum(x, "data", method=dq.DynamiQ(**SMALL), topology=route)
+
+        replicas = program(lambda x: reduce(x)[None], n, P("data"))(x)
+        np.testing.assert_array_equal(replicas, np.broadcast_to(replicas[:1], replicas.shape))
+        results[transport] = float(dq.vnmse(replicas[0], x.sum(axis=0)))
+    # Sums are added up in another order, so that a few codes may differ by one.
+    assert results["permutes"] == pytest.approx(results["collectives"], rel=1e-2)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_payloads_travel_by_permutes_alone(topology):
+    n = 4
+    method, route = dq.F32(**SMALL), topology(transport="permutes", **STREAMS)
+    streams = route.chunks_per_worker(SIZE)
+    lowered = program(lambda x: dq.psum(x, "data", method=method, topology=route), n, P()).lower(
+        jnp.zeros((n, SIZE))
+    )
+    text = lowered.as_text()
+    hops = sum(1 for _ in steps_of(permuted(route.schedule(n), n)))
+    assert text.count("collective_permute") == streams * (hops + n - 1)
+    assert "all_to_all" not in text and "all_gather" not in text
+
+
+def test_slices_of_a_psum_scatter_travel_by_permutes_too():
+    n, x = 4, jax.random.randint(jax.random.key(0), (4, 4 * SIZE), -99, 99).astype(jnp.float32)
+    route = dq.Direct(transport="permutes")
+    method = dq.DynamiQ(widths=(16,), bits=18, **SMALL)
+
+    def scatter(x):
+        return dq.psum_scatter(x, "data", tiled=True, method=method, topology=route)
+
+    run = program(scatter, n, P("data"))
+    assert "all_to_all" not in run.lower(x).as_text()
+    np.testing.assert_allclose(run(x), x.sum(axis=0), rtol=2**-7, atol=2)
+
+
+def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
+    tree = jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    plain = dq.explain(tree, 4, verbose=False)
+    assert "transport='collectives'" in plain.topology
+    assert "copy engines" not in plain.reason
+    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "it is said so")
+    found = dq.explain(tree, 4, verbose=False)
+    assert "transport='permutes'" in found.topology
+    assert "copy engines, since it is said so" in found.reason
+    route = dq.Hierarchical(outer=dq.Ring(), inner=dq.Direct(transport="collectives"))
+    both = dq.explain(tree, (2, 4), topology=route, verbose=False).topology
+    assert both.count("transport='permutes'") == both.count("transport='collectives'") == 1
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """As on a machine with several GPUs, whose XLA knows the options."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
+    monkeypatch.setattr(xla, "_asked_for", False)
+    for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_options_are_empty_where_they_do_not_apply(peers):
+    assert xla.copy_engines() is None
+    with peers.context() as other:
+        other.setattr(jax, "default_backend", lambda: "cpu")
+        assert xla.xla_options() == {}
+    with peers.context() as other:
+        other.setenv("NCCL_P2P_DISABLE", "1")
+        assert xla.xla_options() == {}
+    with peers.context() as other:
+        other.setattr(jax, "process_count", lambda: 2)
+        assert xla.xla_options() == {}
+    with peers.context() as other:
+        other.setattr(xla, "_is_known", lambda name, value: "permute_mode" not in name)
+        assert xla.xla_options() == {}
+    assert xla.copy_engines() is None
+
+
+def test_asking_for_the_options_says_that_copy_engines_serve(peers):
+    assert xla.xla_options()["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
+    assert xla.copy_engines() == "dq.xla_options() was called"
+    with peers.context() as other:
+        other.setattr(jax, "process_count", lambda: 2)
+        assert xla.copy_engines() is None
+
+
+def test_xla_flags_say_so_too(peers):
+    peers.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
+    assert "XLA_FLAGS" in str(xla.copy_engines())
+
+
+def test_options_that_xla_does_not_know_are_noticed():
+    assert not xla._is_known("xla_gpu_no_such_option", 1)
+    assert xla._is_known("xla_cpu_enable_fast_math", False)
+
+
+def test_unknown_transports_are_refused():
+    for topology in TOPOLOGIES:
+        with pytest.raises(ValueError, match="transport='nccl'; expected None or one of"):
+            topology(transport="nccl")
