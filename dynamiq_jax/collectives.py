@@ -223,7 +223,13 @@ def _over_open_axes(run: Callable, around: Surroundings, specs: Any, inside: lis
         return total, each(lambda x: x[None], states), known
 
     of_states = [P(axes) if axes else P() for axes in inside]
-    return around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
+    mapped = around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
+
+    def of_whole(tree, words, states):
+        pairs = zip(states, of_states, strict=True)
+        return mapped(tree, words, [around.as_typed(state, spec) for state, spec in pairs])
+
+    return of_whole
 
 
 def init_state(

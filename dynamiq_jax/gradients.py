@@ -153,7 +153,7 @@ def _placed(params: Any, specs: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple
                 "params)), or specs=P() if they are replicated"
             )
     found = map(functools.partial(_spec_of, mesh=mesh), leaves)
-    placed = tuple(found if specs is None else flat_specs(specs, params))
+    placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
     for leaf, spec in zip(describe_leaves(params), placed, strict=True):
         part(leaf, spec, mesh.shape)  # refuses what does not fit
     return placed

@@ -43,12 +43,14 @@ class Surroundings(NamedTuple):
     def specs(self, tree: Any, specs: Any) -> list[P] | None:
         """Every leaf's over the open axes; `None` where automatic ones are and nobody told."""
         if self.of_kind(AxisType.Auto):
-            return None if specs is None else [only(s, self.open) for s in flat_specs(specs, tree)]
+            told = None if specs is None else flat_specs(specs, tree, self.sizes)
+            return None if told is None else [only(spec, self.open) for spec in told]
         return [only(jax.typeof(x).sharding.spec, self.open) for x in jax.tree.leaves(tree)]
 
     def leaves(self, tree: Any, specs: Any) -> list[Leaf]:
         """What one device holds of every leaf, as far as it is known."""
-        whole, told = describe_leaves(tree), flat_specs(P() if specs is None else specs, tree)
+        whole = describe_leaves(tree)
+        told = flat_specs(specs, tree, self.sizes) if self.sizes else [P()] * len(whole)
         opened = self.specs(tree, specs) or [P()] * len(whole)
         # Where nothing is known leaves travel alone: a leaf whose copies should stay equal must not
         # share widths and noise with one that differs between them.
@@ -61,6 +63,13 @@ class Surroundings(NamedTuple):
             )
             for leaf, own, spec in zip(whole, told, opened, strict=True)
         ]
+
+    def as_typed(self, tree: Any, spec: P) -> Any:
+        """``tree`` with the types that `per_part` expects of what the spec is for."""
+        explicit = self.of_kind(AxisType.Explicit)
+        if not explicit:
+            return tree
+        return jax.tree.map(lambda x: jax.reshard(x, only(spec, explicit)), tree)
 
     def per_part(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """``function`` of what every device holds: maps it over the open axes."""
@@ -121,11 +130,11 @@ def placed_leaves(tree: Any, mesh: Mesh | None, specs: Any) -> tuple[list[Leaf],
             part(leaf, only(spec, split), sizes),
             axes=leaf.axes | {name for name in axes_of(spec) if around.shape[name] > 1},
         )
-        for leaf, spec in zip(leaves, flat_specs(specs, tree), strict=True)
+        for leaf, spec in zip(leaves, flat_specs(specs, tree, around.axis_names), strict=True)
     ], sizes
 
 
-def flat_specs(specs: Any, tree: Any) -> list[P]:
+def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
     """The PartitionSpec of every leaf of ``tree``; ``specs`` is a prefix of it, `None` is P()."""
 
     def is_spec(x) -> bool:
@@ -144,7 +153,14 @@ def flat_specs(specs: Any, tree: Any) -> list[P]:
             f"specs is no prefix of the tree: {error}; pass a PartitionSpec for every leaf, or one "
             "for all"
         ) from error
-    return [P() if x is None else x for x in jax.tree.leaves(spread, is_leaf=is_spec)]
+    flat = [P() if x is None else x for x in jax.tree.leaves(spread, is_leaf=is_spec)]
+    unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
+    if unknown:
+        raise ValueError(
+            f"specs name the axis {unknown[0]!r}, which is not in the mesh; it has "
+            f"{tuple(mesh_axes)}"
+        )
+    return flat
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
@@ -177,15 +193,9 @@ def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
     """The shard of a leaf that one device holds.
 
     Raises:
-      ValueError: the mesh lacks an axis, or a dimension does not divide by the axes that split it.
+      ValueError: a dimension is missing, or does not divide by the axes that split it.
     """
     shape = list(leaf.shape)
-    unknown = sorted(axes_of(spec) - set(sizes))
-    if unknown:
-        raise ValueError(
-            f"specs: leaf {leaf.name} is sharded over {unknown[0]!r}, which is not in the mesh; "
-            f"it has {tuple(sizes)}"
-        )
     if len(spec) > len(shape):
         raise ValueError(
             f"specs: leaf {leaf.name} has shape {leaf.shape} and {spec} has {len(spec)} entries; "
