@@ -16,7 +16,7 @@ from jaxtyping import UInt
 from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES
 from dynamiq_jax.collectives import reduce
-from dynamiq_jax.methods import Method
+from dynamiq_jax.methods import BF16, F32, Method
 from dynamiq_jax.placement import names_of
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.sharded import psum_scatter
@@ -92,8 +92,9 @@ class Reduction(NamedTuple):
     ) -> Any:
         """Sums over some axes and leaves every device its slice along a dimension."""
         resolved, route = self.resolved, self._route(names)
-        fast = isinstance(resolved.topology, Hierarchical) and names == self.axes[-1:]
-        if resolved.topology is not None and not (fast and route is None):
+        plain = resolved.topology is None and isinstance(resolved.method, BF16 | F32)
+        inner = isinstance(resolved.topology, Hierarchical) and names == self.axes[-1:]
+        if not plain and not (inner and route is None):
             route = None if isinstance(route, Hierarchical) else route  # these have no halves
             options = {"method": self.method, "topology": route, "key": seed}
             return psum_scatter(tree, names, scatter_dimension=dimension, tiled=True, **options)
