@@ -214,8 +214,9 @@ def test_states_are_those_of_every_part(kind):
         return jax.jit(jax.shard_map(functools.partial(two_steps, specs=None), **specs))(own, state)
 
     expected = {i: alone(i, ("columns", "rows")) for i in range(PARTS)}
+    state = init(abstract(SHAPES), mesh=mesh, specs=SPECS)
+    state = jax.device_put(state, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
-        state = init(abstract(SHAPES), mesh=mesh, specs=SPECS)
         specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": out_specs}
         steps = functools.partial(two_steps, specs=SPECS)
         mapped = jax.jit(jax.shard_map(steps, axis_names={"data"}, **specs))
