@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -115,7 +116,8 @@ def value_and_grad(
         key = _as_explicit(key, [P()], mesh)
         state, batch = _as_explicit((state, batch), by_worker, mesh)
         in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
-        out_specs = P(), Reduced(over_data, P(axis_name), P())
+        spec_of: Any = Reduced
+        out_specs = P(), spec_of(over_data, P(axis_name), P())
         maps = {"mesh": mesh, "axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(local, **maps)(params, key, state, *batch)
 
@@ -138,7 +140,7 @@ def value_and_grad(
 def _placed(params: Any, specs: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[P, ...]:
     """How every parameter is sharded over the mesh."""
     leaves = jax.tree.leaves(params)
-    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    traced = any(isinstance(x, Tracer) for x in leaves)
     if specs is None and traced:
         types = zip(mesh.axis_names, mesh.axis_types, strict=True)
         hidden = {
@@ -161,7 +163,7 @@ def _placed(params: Any, specs: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple
 
 def _spec_of(x: Any, mesh: Mesh) -> P:
     """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
-    traced = isinstance(x, jax.core.Tracer)
+    traced = isinstance(x, Tracer)
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
         return P()

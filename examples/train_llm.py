@@ -200,8 +200,8 @@ def make_worker_grads(loss_fn: Loss, mesh: jax.sharding.Mesh, per_device: int = 
     return worker_grads
 
 
-def make_measure(method: Method, mesh: jax.sharding.Mesh) -> Callable:
-    """Returns ``f(worker_grads)``: two errors of the method's mean against the exact f32 mean.
+def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Callable:
+    """Returns ``f(worker_grads)``: two errors of a method's mean against the exact f32 mean.
 
     They are the vNMSE of the whole gradient and the relative error of its worst leaf.
     """
@@ -210,7 +210,7 @@ def make_measure(method: Method, mesh: jax.sharding.Mesh) -> Callable:
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)
-        mean, exact = method.mean(grads), jax.lax.pmean(grads, AXIS)
+        mean, exact = mean_of(grads), jax.lax.pmean(grads, AXIS)
         return dq.vnmse(mean, exact), dq.worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
 
     return measure
@@ -326,7 +326,7 @@ def train(run: Run, method: Method, dump: Dump | None = None) -> Result:
     if method.mean is None:
         measure = make_measure_on_mesh(method, run.loss_fn)
     else:
-        of_workers = make_measure(method, run.mesh)
+        of_workers = make_measure(method.mean, run.mesh)
 
         def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             return of_workers(run.worker_grads(params, tokens))
@@ -466,7 +466,8 @@ def check_choice(value: str, choices: Any, option: str) -> None:
 
 def make_mesh(text: str) -> jax.sharding.Mesh:
     """The mesh that ``--mesh`` describes: names and sizes of its axes, the outermost first."""
-    axes = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = (part.partition("=") for part in text.split(","))
+    axes = {name: size for name, _, size in parts}
     known = (*DATA_AXES, "model")
     if not all(name in known and size.isdigit() and int(size) for name, size in axes.items()):
         raise typer.BadParameter(f"--mesh {text}: expected {' or '.join(known)} = size, as data=8")
