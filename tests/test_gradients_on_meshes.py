@@ -1,6 +1,9 @@
 """`value_and_grad` where parameters are sharded: over model axes, over data axes, over both."""
 
 import functools
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SMALL
-from hlo import crossing_bytes
+from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -217,3 +220,31 @@ def test_a_state_of_model_shards():
     mean = jax.tree.map(lambda x: x / 8, total)
     assert first > 1e-3
     assert float(dq.vnmse(mean, plain)) < first / 10  # what was left out came later
+
+
+def test_the_readme_runs_as_pasted():
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    section = text.split("## Meshes\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    found = {}
+    exec(code, found)
+    plain = jax.grad(found["loss_fn"])(found["params"], found["x"], found["y"])
+    for name, grad in found["grads"].items():
+        assert dict(grad.sharding.mesh.shape) == {"replica": 2, "fsdp": 4}
+        assert grad.addressable_shards[0].data.shape[0] == grad.shape[0] // 4
+        assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
+
+
+def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
+    layout = LAYOUTS["fsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", specs=layout.specs, method=F32)
+    hlo = jax.jit(f).lower(params, *batch).compile().as_text()
+    sizes = Counter()
+    for line in hlo.splitlines():
+        if match := OPERATION.search(line):
+            arrays = arrays_of(match["type"])
+            sizes[match["name"]] += sum(bits_of(*array) for array in arrays) // 32
+    split = 16 * 64 + 64 * 24
+    assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 24 + 1}
