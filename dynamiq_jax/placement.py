@@ -108,6 +108,21 @@ def check_told(grouping: Grouping, around: Surroundings) -> None:
     )
 
 
+def check_whole(grouping: Grouping, axis_name: AxisNames) -> None:
+    """Refuses buckets under a map that left axes open, for collectives that take no specs."""
+    around = surroundings(axis_name)
+    if not grouping.buckets or not around.open:
+        return
+    leaf = grouping.buckets[0].leaves[0]
+    sizes = {name: around.sizes[name] for name in around.open}
+    raise NotImplementedError(
+        f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) is to be compressed where "
+        f"jax.shard_map left the axes {sizes} automatic or explicit: every device would gather "
+        "whole leaves over them. Map over all axes, or differentiate with "
+        "dq.value_and_grad(specs=...), which scatters the gradients of sharded parameters"
+    )
+
+
 def placed_leaves(tree: Any, mesh: Mesh | None, specs: Any) -> tuple[list[Leaf], dict[str, int]]:
     """What one device holds of every leaf, and the sizes of the axes that ``specs`` may split.
 

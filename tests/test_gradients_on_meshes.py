@@ -172,7 +172,7 @@ def test_gradients_of_shards_are_compressed(route):
     assert_copies_equal(grads)
 
 
-def test_what_cannot_be_seen_inside_jit_has_to_be_told():
+def test_parameters_whose_sharding_cannot_be_seen_are_refused():
     layout = LAYOUTS["tensor parallel"]
     mesh = layout.make()
     f = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=F32)
@@ -183,7 +183,7 @@ def test_what_cannot_be_seen_inside_jit_has_to_be_told():
         jax.jit(f)(params, *batch)
 
 
-def test_no_state_and_no_metrics_of_shards_over_data_axes():
+def test_states_and_metrics_of_shards_over_data_axes_are_refused():
     layout = LAYOUTS["fsdp"]
     mesh = layout.make()
     params, batch = placed(layout, mesh)

@@ -286,6 +286,27 @@ def test_small_leaves_need_no_specs():
     assert_means(ours(placed(mesh)))
 
 
-def test_specs_need_a_mesh():
+def test_specs_without_a_mesh_are_refused():
     with pytest.raises(ValueError, match="pass mesh="):
         dq.explain(abstract(SHAPES), N, specs=SPECS)
+
+
+@pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
+def test_halves_group_leaves_by_axes_and_are_refused_where_axes_are_open(collective):
+    mesh = mesh_of()
+
+    def one(tree):
+        tree = {name: x.reshape(4, -1) for name, x in tree.items()}
+        return collective(tree, "data", method=DYNAMIQ)
+
+    # JAX counts all of a bucket as varying over what one leaf varies over, and refuses `out_specs`.
+    specs = {
+        "in_specs": ({name: P("data", *spec) for name, spec in SPECS.items()},),
+        "out_specs": {
+            k: P(("data", "model") if "model" in v else "data") for k, v in SPECS.items()
+        },
+    }
+    shapes = jax.eval_shape(jax.shard_map(one, mesh=mesh, **specs), inputs())
+    assert shapes.keys() == SPECS.keys()
+    with pytest.raises(NotImplementedError, match="left the axes {'model': 2}.*value_and_grad"):
+        jax.eval_shape(over_data(mesh, one, out_specs=P("data")), inputs())
