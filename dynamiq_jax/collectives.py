@@ -37,10 +37,10 @@ from dynamiq_jax.metrics import (
 from dynamiq_jax.placement import (
     Surroundings,
     bucket_axes,
-    check_told,
     n_parts,
     placed_leaves,
     surroundings,
+    told_specs,
 )
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
@@ -160,11 +160,9 @@ def reduce(
     states = check_state(state, first, resolved.method, resolved.n_workers)
     options = {"axis_name": axis_name, "resolved": resolved, "op": op, "metrics": metrics}
     run = functools.partial(_reduce_parts, leaves=leaves, grouping=grouping, **options)
-    opened = around.specs(tree, specs)
-    if opened is None:
-        check_told(grouping, around)
-    elif around.open:
-        run = _over_open_axes(run, around, jax.tree.structure(tree).unflatten(opened), inside)
+    if grouping.buckets and around.open:
+        opened = jax.tree.structure(tree).unflatten(told_specs(tree, specs, around, grouping))
+        run = _over_open_axes(run, around, opened, inside)
     total, states, known = run(tree, key_words(key), states)
     found = None
     if metrics:

@@ -94,10 +94,11 @@ def surroundings(axis_name: AxisNames) -> Surroundings:
     return Surroundings(names, dict(mesh.shape), kinds, tracked)
 
 
-def check_told(grouping: Grouping, around: Surroundings) -> None:
-    """Refuses buckets of leaves whose sharding over automatic axes nobody has told."""
-    if not grouping.buckets:
-        return
+def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
+    """`Surroundings.specs` of a tree with buckets; refuses where nobody told."""
+    opened = around.specs(tree, specs)
+    if opened is not None:
+        return opened
     leaf = grouping.buckets[0].leaves[0]
     sizes = {name: around.sizes[name] for name in around.of_kind(AxisType.Auto)}
     raise ValueError(

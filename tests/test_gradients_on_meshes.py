@@ -1,5 +1,6 @@
 """`value_and_grad` where parameters are sharded: over model axes, over data axes, over both."""
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.base import Outcome
 
 F32 = dq.F32(**SMALL)
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
@@ -248,3 +250,26 @@ def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
             sizes[match["name"]] += sum(bits_of(*array) for array in arrays) // 32
     split = 16 * 64 + 64 * 24
     assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 24 + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds(dq.F32):
+    """Scatters the seeds it is told, and "sums" to their spread over the groups that scattered."""
+
+    native_by_default = False
+
+    def reduce_scatter(self, x, axis_name, *, seed, **_):
+        return jnp.full(x.shape[1], seed[0] % 1000, x.dtype) + 0 * x[0]
+
+    def all_reduce(self, x, axis_name, **_):
+        return Outcome(lax.pmax(x, axis_name) - lax.pmin(x, axis_name), ())
+
+
+def test_groups_that_scatter_apart_do_so_with_different_noise():
+    layout = LAYOUTS["hsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
+    f = dq.value_and_grad(model, method=Seeds(**SMALL), topology=dq.Direct(), **options)
+    grads = f(params, *batch, key=jax.random.key(1))[1]
+    assert np.all(np.asarray(grads["in"]) != 0)

@@ -175,6 +175,28 @@ def test_copies_stay_copies_where_nobody_tells_them_from_shards():
     assert_copies_equal(mapped(placed(mesh)))
 
 
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_derivatives_are_those_of_the_exact_mean(kind):
+    mesh = mesh_of(kind)
+
+    def gradient_of(pmean):
+        def loss(tree):
+            total = pmean(jax.tree.map(jnp.square, tree))
+            return sum(jnp.sum(leaf * jnp.square(leaf)) for leaf in total.values())
+
+        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))
+
+    def ours(tree):
+        return dq.pmean(tree, "data", method=F32, topology=dq.Direct(), specs=SPECS)
+
+    with jax.set_mesh(mesh):
+        tree = placed(mesh)
+        found, exact = gradient_of(ours)(tree), gradient_of(lambda t: lax.pmean(t, "data"))(tree)
+    for name, leaf in exact.items():
+        assert np.any(np.asarray(leaf) != 0)
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-4)
+
+
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
 MEMORY = dq.OmniReduce(density=0.5, error_feedback=True, **SMALL)
