@@ -29,7 +29,8 @@ version, whose standard library is the training text. ``--init unit`` starts fro
 
 train on a mesh of several axes: "data" and "replica" have copies of the parameters, "fsdp" has
 shards that are gathered on use, "model" splits every matrix (tensor parallelism). Errors are then
-those of the mean gradient against the one that plain `jax.jit` computes.
+those of the mean gradient against the one that plain `jax.jit` computes; what shards send is not
+counted here, but in ``train_fsdp.py``.
 
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
@@ -381,7 +382,7 @@ def status(result: Result, tokens_per_step: int) -> str:
     vnmse = f"  vNMSE {result.mean_vnmse:.1e}" if result.vnmse else ""
     return (
         f"loss {result.losses[-1]:.3f}  {tokens_per_step / result.seconds_per_step:,.0f} tok/s  "
-        f"{result.wire_bytes / 1e6:,.2f} MB/step{vnmse}"
+        f"{known(f'{result.wire_bytes / 1e6:,.2f}')} MB/step{vnmse}"
     )
 
 
@@ -421,10 +422,16 @@ def table(results: Sequence[Result]) -> Table:
         percent = "-" if r.percent_vs_f32 is None else f"{r.percent_vs_f32:+.2f}%"
         out.add_row(
             r.method, f"{r.validation_loss:.4f}", "0" if r.method == "f32" else percent,
-            f"{r.wire_bytes / 1e6:,.2f}", f"{r.bits_per_coord:.2f}", f"{r.mean_vnmse:.1e}",
+            known(f"{r.wire_bytes / 1e6:,.2f}"), known(f"{r.bits_per_coord:.2f}"),
+            f"{r.mean_vnmse:.1e}",
             f"{r.mean_worst_leaf:.1e}", f"{r.seconds_per_step:.3f}",
         )  # fmt: skip
     return out
+
+
+def known(figure: str) -> str:
+    """The figure, or a dash for what was not counted."""
+    return "-" if figure == "nan" else figure
 
 
 def plot(results: Sequence[Result], title: str, file: Path) -> None:
