@@ -82,6 +82,8 @@ def value_and_grad(
     n_workers = resolve(method, topology, sizes).n_workers
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
+    automatic = [name for name, kind in _types(mesh).items() if kind == AxisType.Auto]
+    hidden = {name: mesh.shape[name] for name in others if name in automatic}
     options = {"method": method, "topology": topology}
     reduction = Reduction(axes, sizes, **options)
 
@@ -119,12 +121,19 @@ def value_and_grad(
         spec_of: Any = Reduced
         out_specs = P(), spec_of(over_data, P(axis_name), P())
         maps = {"mesh": mesh, "axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(local, **maps)(params, key, state, *batch)
+        value, found = jax.shard_map(local, **maps)(params, key, state, *batch)
+        if hidden:  # the compiler would choose
+            named = [NamedSharding(mesh, only(spec, automatic)) for spec in placed]
+            grads = lax.with_sharding_constraint(found.tree, tree.unflatten(named))
+            found = found._replace(tree=grads)
+        return value, found
 
     def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
         _check_stacked(state, sizes)
-        placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, axes))
+        placed = tuple(
+            only(spec, axes + others) for spec in _placed(params, specs, mesh, automatic)
+        )
         if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
@@ -137,28 +146,24 @@ def value_and_grad(
     return reduced
 
 
-def _placed(params: Any, specs: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[P, ...]:
-    """How every parameter is sharded over the mesh."""
+def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tuple[P, ...]:
+    """How every parameter is sharded over the mesh; over hidden axes tracers do not show it."""
     leaves = jax.tree.leaves(params)
-    traced = any(isinstance(x, Tracer) for x in leaves)
-    if specs is None and traced:
-        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        hidden = {
-            name: mesh.shape[name]
-            for name, kind in types
-            if kind == AxisType.Auto and name not in axes and mesh.shape[name] > 1
-        }
-        if hidden:
-            raise ValueError(
-                f"how parameters are sharded over the automatic axes {hidden} cannot be seen "
-                "inside jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, "
-                "params)), or specs=P() if they are replicated"
-            )
+    if specs is None and hidden and any(isinstance(x, Tracer) for x in leaves):
+        raise ValueError(
+            f"how parameters are sharded over the automatic axes {hidden} cannot be seen inside "
+            "jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), "
+            "or specs=P() if they are replicated"
+        )
     found = map(functools.partial(_spec_of, mesh=mesh), leaves)
     placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
     for leaf, spec in zip(describe_leaves(params), placed, strict=True):
         part(leaf, spec, mesh.shape)  # refuses what does not fit
     return placed
+
+
+def _types(mesh: Mesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def _spec_of(x: Any, mesh: Mesh) -> P:
@@ -172,8 +177,7 @@ def _spec_of(x: Any, mesh: Mesh) -> P:
 
 def _as_explicit(tree: Any, specs: list[P], mesh: Mesh) -> Any:
     """``tree`` with types that fit the specs of its leaves on Explicit axes of the mesh."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [name for name, kind in types if kind == AxisType.Explicit]
+    explicit = [name for name, kind in _types(mesh).items() if kind == AxisType.Explicit]
     if not explicit:
         return tree
     leaves, treedef = jax.tree.flatten(tree)

@@ -25,6 +25,15 @@ F32 = dq.F32(**SMALL)
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
 
 
+KINDS = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "data explicit": (AxisType.Auto, AxisType.Explicit),
+    "model explicit": (AxisType.Explicit, AxisType.Auto),
+}
+"""Types of the axes that are not data axes, and of those that are."""
+
+
 class Layout(NamedTuple):
     """A mesh, its data axes, and how parameters are sharded over it."""
 
@@ -36,8 +45,9 @@ class Layout(NamedTuple):
     def sizes(self):
         return tuple(self.mesh.values())
 
-    def make(self, kind=AxisType.Auto):
-        return jax.make_mesh(self.sizes, tuple(self.mesh), axis_types=(kind,) * len(self.mesh))
+    def make(self, kind="automatic"):
+        types = {name: KINDS[kind][name in self.data] for name in self.mesh}
+        return jax.make_mesh(self.sizes, tuple(types), axis_types=tuple(types.values()))
 
 
 def specs(first, second):
@@ -112,7 +122,7 @@ def assert_as_plain(found, params):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(name, kind):
     layout = LAYOUTS[name]
     mesh = layout.make(kind)
