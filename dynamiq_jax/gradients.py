@@ -82,8 +82,12 @@ def value_and_grad(
     n_workers = resolve(method, topology, sizes).n_workers
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
-    automatic = [name for name, kind in _types(mesh).items() if kind == AxisType.Auto]
-    hidden = {name: mesh.shape[name] for name in others if name in automatic}
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(name for name in mesh.axis_names if types[name] == AxisType.Explicit)
+    hidden = {name: mesh.shape[name] for name in others if name not in explicit}
+    # All but the loss sees automatic axes only: what maps over some axes and leaves others Explicit
+    # would gather over these at its boundaries (JAX 0.10, and 0.12 where axes are of both types).
+    plain = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(types))
     options = {"method": method, "topology": topology}
     reduction = Reduction(axes, sizes, **options)
 
@@ -93,6 +97,16 @@ def value_and_grad(
         over_data = tree.unflatten(only(spec, axes) for spec in placed)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
         splits = [split_of(spec, axes) for spec in placed]
+        differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux)
+        seen = tuple(name for name in others if name in explicit)
+        if seen:
+            of_batch = (
+                jax.tree.map(functools.partial(_beyond_first, names=seen), x) for x in batch
+            )
+            of_params = tree.unflatten(only(spec, seen) for spec in placed)
+            differentiate = jax.sharding.explicit_axes(
+                differentiate, axes=seen, in_sharding=(of_params, *of_batch)
+            )
 
         def local(params, key, state, *batch):
             around = surroundings(axis_name)
@@ -100,7 +114,7 @@ def value_and_grad(
                 whole = functools.partial(gather, splits=splits)
                 params = around.per_part(whole, (over_others,), over_others)(params)
             params = to_varying(params, axis_name)
-            value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+            value, grads = differentiate(params, *batch)
             if any(splits):
                 mean = functools.partial(reduction.mean, splits=splits)
                 grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
@@ -113,27 +127,32 @@ def value_and_grad(
             value = jax.tree.map(lambda x: _reduce_value(x, axis_name), value)
             return value, found._replace(state=after)
 
-        by_worker = [_split_first(x, axes, others) for x in jax.tree.leaves((state, batch))]
-        params = _as_explicit(params, list(placed), mesh)
-        key = _as_explicit(key, [P()], mesh)
-        state, batch = _as_explicit((state, batch), by_worker, mesh)
-        in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
         spec_of: Any = Reduced
+        in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
         out_specs = P(), spec_of(over_data, P(axis_name), P())
-        maps = {"mesh": mesh, "axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
-        value, found = jax.shard_map(local, **maps)(params, key, state, *batch)
-        if hidden:  # the compiler would choose
-            named = [NamedSharding(mesh, only(spec, automatic)) for spec in placed]
-            grads = lax.with_sharding_constraint(found.tree, tree.unflatten(named))
-            found = found._replace(tree=grads)
-        return value, found
+        maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
+
+        def whole_program(*args):
+            value, found = jax.shard_map(local, mesh=plain, **maps)(*args)
+            if others:  # or the compiler would choose
+                shardings = tree.unflatten(NamedSharding(plain, spec) for spec in placed)
+                grads = lax.with_sharding_constraint(found.tree, shardings)
+                found = found._replace(tree=grads)
+            return value, found
+
+        program: Callable[..., Any] = whole_program
+        if explicit:
+            of_grads = tree.unflatten(only(spec, explicit) for spec in placed)
+            first = functools.partial(_beyond_first, names=explicit, first=only(P(axes), explicit))
+            out = P(), spec_of(of_grads, jax.tree.map(first, state), P())
+            out = jax.tree.map(functools.partial(NamedSharding, mesh), out)
+            program = jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)
+        return program(params, key, state, *batch)
 
     def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
         _check_stacked(state, sizes)
-        placed = tuple(
-            only(spec, axes + others) for spec in _placed(params, specs, mesh, automatic)
-        )
+        placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
         if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
@@ -162,10 +181,6 @@ def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tupl
     return placed
 
 
-def _types(mesh: Mesh) -> dict[str, AxisType]:
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
 def _spec_of(x: Any, mesh: Mesh) -> P:
     """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
     traced = isinstance(x, Tracer)
@@ -175,19 +190,9 @@ def _spec_of(x: Any, mesh: Mesh) -> P:
     return sharding.spec
 
 
-def _as_explicit(tree: Any, specs: list[P], mesh: Mesh) -> Any:
-    """``tree`` with types that fit the specs of its leaves on Explicit axes of the mesh."""
-    explicit = [name for name, kind in _types(mesh).items() if kind == AxisType.Explicit]
-    if not explicit:
-        return tree
-    leaves, treedef = jax.tree.flatten(tree)
-    shardings = (NamedSharding(mesh, only(spec, explicit)) for spec in specs)
-    return treedef.unflatten(map(jax.reshard, leaves, shardings))
-
-
-def _split_first(x: Any, axes: tuple[str, ...], others: tuple[str, ...]) -> P:
-    """Data axes along the first dimension; along the rest what the type has of other axes."""
-    return P(axes, *only(jax.typeof(x).sharding.spec, others)[1:])
+def _beyond_first(x: Any, names: tuple[str, ...], first: P) -> P:
+    """How some axes split an array: along its first dimension as told, then as its type says."""
+    return P(*first, *only(jax.typeof(x).sharding.spec, names)[1:])
 
 
 def _reduce_value(x, axis_name: AxisNames):
