@@ -97,15 +97,14 @@ def value_and_grad(
         over_data = tree.unflatten(only(spec, axes) for spec in placed)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
         splits = [split_of(spec, axes) for spec in placed]
-        differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux)
+        differentiate: Callable[..., Any] = jax.value_and_grad(loss_fn, has_aux=has_aux)
         seen = tuple(name for name in others if name in explicit)
-        if seen:
-            of_batch = (
-                jax.tree.map(functools.partial(_beyond_first, names=seen), x) for x in batch
-            )
-            of_params = tree.unflatten(only(spec, seen) for spec in placed)
+        if seen:  # the loss has the types that it would have without us
+            typed = functools.partial(_beyond_first, names=seen, first=P(None))
+            of_batch = (jax.tree.map(typed, x) for x in batch)
+            in_sharding = tree.unflatten(only(spec, seen) for spec in placed), *of_batch
             differentiate = jax.sharding.explicit_axes(
-                differentiate, axes=seen, in_sharding=(of_params, *of_batch)
+                differentiate, axes=seen, in_sharding=in_sharding
             )
 
         def local(params, key, state, *batch):
@@ -132,7 +131,7 @@ def value_and_grad(
         out_specs = P(), spec_of(over_data, P(axis_name), P())
         maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
 
-        def whole_program(*args):
+        def program(*args):
             value, found = jax.shard_map(local, mesh=plain, **maps)(*args)
             if others:  # or the compiler would choose
                 shardings = tree.unflatten(NamedSharding(plain, spec) for spec in placed)
@@ -140,14 +139,14 @@ def value_and_grad(
                 found = found._replace(tree=grads)
             return value, found
 
-        program: Callable[..., Any] = whole_program
+        args = params, key, state, *batch
         if explicit:
             of_grads = tree.unflatten(only(spec, explicit) for spec in placed)
             first = functools.partial(_beyond_first, names=explicit, first=only(P(axes), explicit))
             out = P(), spec_of(of_grads, jax.tree.map(first, state), P())
             out = jax.tree.map(functools.partial(NamedSharding, mesh), out)
-            program = jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)
-        return program(params, key, state, *batch)
+            return jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)(*args)
+        return program(*args)
 
     def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
