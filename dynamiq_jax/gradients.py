@@ -145,7 +145,8 @@ def value_and_grad(
             first = functools.partial(_beyond_first, names=explicit, first=only(P(axes), explicit))
             out = P(), spec_of(of_grads, jax.tree.map(first, state), P())
             out = jax.tree.map(functools.partial(NamedSharding, mesh), out)
-            return jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)(*args)
+            viewed: Any = jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)
+            return viewed(*args)
         return program(*args)
 
     def reduced(params, *batch, key=None, state=None):

@@ -225,10 +225,11 @@ def test_methods_that_do_not_scatter_are_refused():
         f(params, *batch)
 
 
-def test_a_state_of_model_shards():
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_a_state_of_model_shards(kind):
     """Error feedback with a tensor-parallel axis: every step takes the state of the one before."""
     layout = LAYOUTS["tensor parallel"]
-    mesh = layout.make()
+    mesh = layout.make(kind)
     params, batch = placed(layout, mesh)
     method = dq.OmniReduce(density=0.5, error_feedback=True, block_size=8, **SMALL)
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
