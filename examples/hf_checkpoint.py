@@ -10,7 +10,7 @@ refused.
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
 
@@ -86,8 +86,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(file: Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Config:
-    """Reads the shape of a model from ``config.json``; matrix products will run in ``dtype``.
+def read_config(file: Path) -> Config:
+    """Reads the shape of a model from ``config.json``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -95,7 +95,7 @@ def read_config(file: Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Con
     """
     fields = _Fields(file)
     raw, integer = fields.raw, fields.integer
-    family = raw.get("model_type")
+    family: Family = raw.get("model_type", "")
     if family not in get_args(Family):
         fields.refuse("model_type", family, f"supported: {', '.join(get_args(Family))}")
     for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
@@ -122,7 +122,7 @@ def read_config(file: Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Con
     return Config(
         vocab_size=integer("vocab_size"), seq_len=integer("max_position_embeddings"),
         n_layers=integer("num_hidden_layers"), dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads,
-        hidden=integer("intermediate_size"), dtype=dtype, family=family, head_dim=head_dim,
+        hidden=integer("intermediate_size"), dtype=jnp.float32, family=family, head_dim=head_dim,
         tied=bool(raw.get("tie_word_embeddings", family == "gemma")),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)), rope_base=rope.base,
         rope_scaling=rope.scaling,
@@ -183,15 +183,19 @@ class _Leaf(NamedTuple):
     transposed: bool
 
 
-def open_checkpoint(folder: Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, remat: bool = False
+) -> Checkpoint:
     """Checks that a folder's tensors are those of the model that its ``config.json`` describes.
+
+    ``dtype`` and ``remat`` are those of the model's `Config`.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged; the model is not supported; or a tensor is missing, unknown,
             of another shape than ``config.json`` asks for, or neither f32 nor f16 nor bf16.
     """
-    config = read_config(folder / CONFIG, dtype=dtype)
+    config = replace(read_config(folder / CONFIG), dtype=dtype, remat=remat)
     tensors = _tensors(folder)
     leaves = {leaf.name: leaf for leaf in _leaves(config)[0]}
     # Old files hold the rotation's frequencies, and some a tied head a second time.
@@ -248,18 +252,28 @@ def save_params(params: nnx.State, checkpoint: Checkpoint, folder: Path) -> None
     for file in sorted(checkpoint.folder.iterdir()):
         if file.suffix in COPIED and file.name != INDEX:
             shutil.copy(file, folder)
-    leaves, values = _leaves(checkpoint.config)[0], jax.tree.leaves(params)
+    _write(params, checkpoint.config, checkpoint.tensors, folder)
+
+
+def save_new(params: nnx.State, folder: Path) -> None:
+    """Writes the weights, f32 and in one file, into a folder that has a ``config.json``."""
+    config = read_config(folder / CONFIG)
+    tensors = {leaf.name: Stored(WEIGHTS, "F32", leaf.shape) for leaf in _leaves(config)[0]}
+    _write(params, config, tensors, folder)
+
+
+def _write(params: nnx.State, config: Config, tensors: dict[str, Stored], folder: Path) -> None:
     by_file: dict[str, dict[str, np.ndarray]] = {}
-    for leaf, value in zip(leaves, values, strict=True):
-        stored, value = checkpoint.tensors[leaf.name], np.asarray(value)
+    for leaf, value in zip(_leaves(config)[0], jax.tree.leaves(params), strict=True):
+        stored, value = tensors[leaf.name], np.asarray(value)
         value = (value.T if leaf.transposed else value).astype(DTYPES[stored.dtype])
         by_file.setdefault(stored.file, {})[leaf.name] = np.ascontiguousarray(value)
-    for file, tensors in by_file.items():
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+    for file, arrays in by_file.items():
+        save_file(arrays, folder / file, metadata={"format": "pt"})
     if by_file.keys() != {WEIGHTS}:
         index = {
             "metadata": {"total_size": sum(x.nbytes for t in by_file.values() for x in t.values())},
-            "weight_map": {name: file for file, tensors in by_file.items() for name in tensors},
+            "weight_map": {name: file for file, arrays in by_file.items() for name in arrays},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
