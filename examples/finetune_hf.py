@@ -6,8 +6,23 @@
         --validation runs/tiny/validation.jsonl --out runs/tuned
 
 The second line writes a random checkpoint with a tokenizer, and questions to learn. The third
-trains it in data parallel on all GPUs, or on 8 virtual CPU devices. Expect
-EXPECTED
+trains it in data parallel on all GPUs of this machine, or on 8 virtual CPU devices. Expect (2
+x86-64 cores, jax 0.10.2):
+
+    wire: dynamiq, 5.04 bits, 0.51 MB/step
+    loss of answers before: 5.6392
+    loss of answers after: 0.0254
+    saved: runs/tuned
+
+With ``--method bf16`` the loss after is 0.0322 and the wire has 1.61 MB/step, with ``--method f32``
+0.0294 and 3.22. ``make-tiny --family gemma`` writes a Gemma.
+
+For other weights name their folder and the template that they were trained with, such as
+``--template llama3`` or ``gemma``. Losses are means over the tokens of answers, in nats, of the
+examples in ``--validation``. ``--out`` gets the folder's files, with new weights of the same
+dtypes. Each device holds all parameters, gradients and Adam's moments in f32, 16 bytes for each
+parameter, and the activations. ``hf_checkpoint.py`` says which checkpoints it reads,
+``sft_data.py`` how examples are laid out.
 """
 
 import json
