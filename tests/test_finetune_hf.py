@@ -228,7 +228,7 @@ def test_saved_again_weights_are_the_same(shards, dtype, tmp_path):
     params = hf_checkpoint.load_params(checkpoint)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     target = tmp_path / "target"
-    hf_checkpoint.save_params(params, checkpoint, target)
+    hf_checkpoint.save_params(jax.device_put(params), checkpoint, target)
     assert sorted(f.name for f in target.iterdir()) == sorted(f.name for f in source.iterdir())
     for file in source.glob("*.safetensors"):
         before, after = load_file(file), load_file(target / file.name)
