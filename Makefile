@@ -47,5 +47,5 @@ $(VENV)/.installed-train: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP) -e '.[dev,train]'
+	$(PIP) -e '.[dev,finetune]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""A LLaMA-style decoder in Flax NNX: RMSNorm, rotary positions, SwiGLU, untied head.
+"""A LLaMA-style decoder in Flax NNX: RMSNorm, rotary positions, gated feed-forward layers.
 
 The examples train it as a pure function: parameters are a pytree (``nnx.State``), and
 ``make_loss`` returns ``loss(params, tokens)``. Parameters are f32; matrix products run in
@@ -8,6 +8,9 @@ The examples train it as a pure function: parameters are a pytree (``nnx.State``
 and 0.02 / sqrt(2 layers) for the matrices that write into the residual stream. "unit" starts with
 activations of unit variance at every width: embedding 1, matrices 1 / sqrt(inputs), of which those
 into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
+
+``Config.family`` is "llama" or "gemma" (the first Gemma), which multiplies embeddings by sqrt(dim),
+has norms that multiply by 1 + scale, and GELU for SiLU. ``hf_checkpoint.py`` reads weights of both.
 """
 
 from collections.abc import Callable
@@ -22,9 +25,30 @@ from jax.sharding import PartitionSpec as P
 
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
+Family = Literal["llama", "gemma"]
 Loss = Callable[[nnx.State, jax.Array], jax.Array]
 Whole = Callable[[Any], Any]
 """From a module that holds shards of its parameters to the same module with all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """LLaMA 3.1's slower rotation, for sequences longer than those of the first training.
+
+    Pairs that turn less than ``low`` times in ``original_length`` positions turn ``factor`` times
+    slower, those that turn more than ``high`` times as before; linear in the turns between.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+    def __call__(self, frequency: jax.Array) -> jax.Array:
+        """Scales ``frequency``, in radians per position."""
+        turns = self.original_length * frequency / (2 * jnp.pi)
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return frequency * (kept + (1.0 - kept) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +65,17 @@ class Config:
     dtype: jax.typing.DTypeLike = jnp.bfloat16
     init: Init = "gpt2"
     remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
+    family: Family = "llama"
+    head_dim: int | None = None  # default: dim // n_heads
+    tied: bool = False  # the head is the embedding, transposed
+    norm_eps: float = 1e-6
+    rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.head_dim or self.dim // self.n_heads
 
 
 CONFIGS = {
@@ -62,15 +97,17 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
+def rotate(x: jax.Array, base: float = 10_000.0, scaling: RopeScaling | None = None) -> jax.Array:
     """Rotary positions: turns the pairs (x[i], x[i + head_dim/2]) by position x frequency i.
 
     Args:
         x: ``[batch, seq, heads, head_dim]``.
         base: the slowest pair turns about once in 2*pi*base positions.
+        scaling: changes the frequencies, if given.
     """
     seq_len, head_dim = x.shape[1], x.shape[-1]
     frequency = base ** (-jnp.arange(head_dim // 2) / (head_dim // 2))
+    frequency = scaling(frequency) if scaling else frequency
     angle = (jnp.arange(seq_len)[:, None] * frequency)[:, None, :]  # [seq, 1, head_dim/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -85,16 +122,38 @@ def linear(n_in: int, n_out: int, config: Config, rngs: nnx.Rngs, scale: float =
     return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, dtype=config.dtype, rngs=rngs)
 
 
+class GemmaNorm(nnx.Module):
+    """RMSNorm in f32 that multiplies by 1 + scale; the scale starts at 0."""
+
+    def __init__(self, config: Config):
+        self.epsilon, self.dtype = config.norm_eps, config.dtype
+        self.scale = nnx.Param(jnp.zeros(config.dim))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, seq, dim]`` to the same shape."""
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.epsilon)
+        return (x * (1.0 + self.scale[...])).astype(self.dtype)
+
+
+def make_norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm | GemmaNorm:
+    """The family's norm over the channels."""
+    if config.family == "gemma":
+        return GemmaNorm(config)
+    return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
+
+
 class Attention(nnx.Module):
     """Causal attention; ``n_kv_heads`` keys and values serve ``n_heads`` queries."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.head_dim = config.dim // config.n_heads
-        kv_dim = config.n_kv_heads * self.head_dim
-        self.q = linear(config.dim, config.dim, config, rngs)
+        self.head_dim = config.head_size
+        self.rope_base, self.rope_scaling = config.rope_base, config.rope_scaling
+        q_dim, kv_dim = (n * self.head_dim for n in (config.n_heads, config.n_kv_heads))
+        self.q = linear(config.dim, q_dim, config, rngs)
         self.k = linear(config.dim, kv_dim, config, rngs)
         self.v = linear(config.dim, kv_dim, config, rngs)
-        self.o = linear(config.dim, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
+        self.o = linear(q_dim, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[batch, seq, dim]`` to the same shape."""
@@ -102,32 +161,33 @@ class Attention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
-        q, k, v = rotate(heads(self.q(x))), rotate(heads(self.k(x))), heads(self.v(x))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return self.o(attended.reshape(x.shape))
+        q, k = (rotate(heads(y), self.rope_base, self.rope_scaling) for y in (self.q(x), self.k(x)))
+        attended = jax.nn.dot_product_attention(q, k, heads(self.v(x)), is_causal=True)
+        return self.o(attended.reshape(*x.shape[:2], -1))
 
 
-class SwiGLU(nnx.Module):
-    """The gated feed-forward layer: down(silu(gate(x)) * up(x))."""
+class GatedMLP(nnx.Module):
+    """The gated feed-forward layer: down(f(gate(x)) * up(x)), f SiLU or Gemma's GELU (by tanh)."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.activation = {"llama": nnx.silu, "gemma": nnx.gelu}[config.family]
         self.gate = linear(config.dim, config.hidden, config, rngs)
         self.up = linear(config.dim, config.hidden, config, rngs)
         self.down = linear(config.hidden, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[batch, seq, dim]`` to the same shape."""
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
     """One decoder layer: attention and feed-forward, each behind a norm, each added to x."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+        self.attention_norm = make_norm(config, rngs)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
-        self.mlp = SwiGLU(config, rngs)
+        self.mlp_norm = make_norm(config, rngs)
+        self.mlp = GatedMLP(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[batch, seq, dim]`` to the same shape."""
@@ -140,6 +200,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.remat = config.remat
+        self.embed_scale = {"llama": None, "gemma": config.dim**0.5}[config.family]
         self.embed = nnx.Embed(
             config.vocab_size, config.dim, dtype=config.dtype, rngs=rngs,
             embedding_init=nnx.initializers.normal({"gpt2": 0.02, "unit": 1.0}[config.init]),
@@ -147,9 +208,11 @@ class Llama(nnx.Module):
         # A Python loop, not a scan: every layer's gradient is ready as soon as its backward is
         # done, so its all-reduce can overlap with the layers below.
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.n_layers)])
-        self.norm = nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+        self.norm = make_norm(config, rngs)
         head_scale = {"gpt2": 1.0, "unit": 0.25}[config.init]
-        self.head = linear(config.dim, config.vocab_size, config, rngs, head_scale)
+        self.head = (
+            None if config.tied else linear(config.dim, config.vocab_size, config, rngs, head_scale)
+        )
 
     def __call__(self, tokens: jax.Array, whole: Whole = lambda module: module) -> jax.Array:
         """Predicts at each position the token that follows it; ``whole`` precedes every use."""
@@ -158,10 +221,13 @@ class Llama(nnx.Module):
             return whole(block)(x)
 
         x = whole(self.embed)(tokens)
+        if self.embed_scale is not None:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
         run = nnx.remat(run) if self.remat else run
         for block in self.blocks:
             x = run(block, x)
-        return whole(self.head)(whole(self.norm)(x))
+        head = whole(self.embed).attend if self.head is None else whole(self.head)
+        return head(whole(self.norm)(x))
 
 
 def init_params(config: Config, key: jax.Array) -> nnx.State:
@@ -189,6 +255,16 @@ def param_specs(params: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
+def make_forward(config: Config) -> Callable[..., jax.Array]:
+    """Returns ``forward(params, tokens, whole=...)``: the logits, as of `Llama`, in its dtype."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))
+
+    def forward(params: nnx.State, tokens: jax.Array, whole: Whole = lambda m: m) -> jax.Array:
+        return nnx.merge(graphdef, params)(tokens, whole)
+
+    return forward
+
+
 def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
     """Returns ``loss(params, tokens)``: mean cross-entropy in nats per token.
 
@@ -196,10 +272,10 @@ def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
     are shards, ``whole`` completes those of one module (embedding, block, norm, head) at a time;
     with ``config.remat`` those of a block once more in its backward pass.
     """
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))
+    forward = make_forward(config)
 
     def loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1], whole)
+        logits = forward(params, tokens[:, :-1], whole)
         per_token = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), tokens[:, 1:]
         )
