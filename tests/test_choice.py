@@ -10,6 +10,7 @@ from cases import METHODS, SMALL, assert_same_bits, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.arguments import resolve
+from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -155,9 +156,10 @@ def test_explain_says_which_and_why(hosts, capsys):
 def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fast):
     hosts(1, devices(kind=kind))
     assert rule.fast_links() == fast
-    small, large = (jax.ShapeDtypeStruct((2**k,), jnp.bfloat16) for k in (25, 26))
+    sizes = PSUM_BYTES // 2 - 1, PSUM_BYTES // 2
+    small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in sizes)
     routes = [dq.explain(x, 8, verbose=False).rows[0].route for x in (small, large)]
-    expected = "exact: bucket of 67108864 bytes < min_bucket_bytes 100663296"
+    expected = f"exact: bucket of {PSUM_BYTES - 2} bytes < min_bucket_bytes {PSUM_BYTES}"
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.DynamiQ(min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
@@ -165,7 +167,7 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 
 def test_buckets_are_larger_than_what_pays():
     limits = dq.DynamiQ().limits(8, fast_links=True)
-    assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 384 * 2**20
+    assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 4 * PSUM_BYTES
     assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 32 * 2**20
     assert dq.DynamiQ(bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
     assert dq.DynamiQ(min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes == 0
