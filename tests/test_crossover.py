@@ -1,13 +1,17 @@
 """Where compression starts to pay is measured, and the library takes what was written."""
 
 import json
-import pathlib
+import sys
+from pathlib import Path
 
 import pytest
-from crossover import MIB, Point, crossover_bytes
 
 import dynamiq_jax as dq
-from dynamiq_jax import crossover
+from dynamiq_jax import crossover as taken
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from crossover import MIB, Point, crossover_bytes  # noqa: E402
 
 
 def points(*pairs):
@@ -30,8 +34,8 @@ def test_where_the_largest_does_not_pay_it_is_unknown():
 
 
 def test_the_library_takes_what_was_written():
-    file = pathlib.Path(crossover.__file__).with_name("crossover.json")
+    file = Path(taken.__file__).with_name("crossover.json")
     written = json.loads(file.read_text())
     limits = dq.DynamiQ().limits(4, fast_links=True)
-    assert limits.min_bucket_bytes == crossover.PSUM_BYTES == written["psum_bytes"]
-    assert crossover.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > crossover.PSUM_BYTES
+    assert limits.min_bucket_bytes == taken.PSUM_BYTES == written["psum_bytes"]
+    assert taken.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > taken.PSUM_BYTES
