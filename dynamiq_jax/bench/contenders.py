@@ -69,7 +69,8 @@ BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """Native all-reduces by the dtype on the wire."""
 
 
-Collective = Literal["psum", "psum_scatter"]
+Collective = Literal["psum", "psum_scatter", "exchange"]
+"""The last one moves data and sums nothing."""
 
 
 class Contender(NamedTuple):
@@ -77,8 +78,8 @@ class Contender(NamedTuple):
 
     label: str
     collective: Collective
-    reduce: Callable[..., jax.Array]
-    """(leaf, axis name or names, key=None) -> what one worker ends with."""
+    reduce: Callable[..., Any]
+    """(leaf or tree, axis name or names, key=None) -> what one worker ends with."""
     wire_bytes: Callable[[int, tuple[int, ...]], int]
     """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
     backend: str
