@@ -199,7 +199,7 @@ def _build(
     # JSON and TOML know lists, where fields are tuples.
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "name"}
     try:
-        return classes[name](**plain | (built or {}))
+        return classes[name](**{**plain, **(built or {})})
     except TypeError as error:  # a value of another type, which is compared with numbers
         raise ValueError(f"{where} {name}: a value does not fit in {plain}: {error}") from error
     except ValueError as error:

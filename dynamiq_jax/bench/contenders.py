@@ -109,6 +109,28 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
+def parse_params(text: str) -> int:
+    """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B.
+
+    Raises:
+      ValueError: not such a number, or none that one leaf can have.
+    """
+    factors = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+    number, factor = text.strip().upper(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        params = round(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no number of parameters: write for example 125M") from None
+    if not 1 <= params < 2**31:
+        raise ValueError(
+            f"{text!r} is {params:,} parameters: one leaf takes 1 to {2**31 - 1:,}; pass the "
+            "leaves of a larger model by --model-tree"
+        )
+    return params
+
+
 def parse_topology(text: str, nodes: int = 1) -> Any:
     """The topology called ``text``, for one axis, or for two if there are several nodes.
 
