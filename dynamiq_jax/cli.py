@@ -362,7 +362,11 @@ def _config_file(path: Path | None) -> Path | None:
 def advise(
     model_tree: Annotated[
         Path | None,
-        typer.Option(help="Shapes and dtypes of a model, as dq.save_model_tree writes them."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Shapes and dtypes of a model, as dq.save_model_tree writes them.",
+        ),
     ] = None,
     params: Annotated[
         str | None, typer.Option(help="Instead: one leaf of so many parameters, as 125M.")

@@ -406,7 +406,7 @@ def decide(
     def saved(row: SettingRow, over: SettingRow = native) -> float:
         return 1 - (rest_us + row.time_us) / (rest_us + over.time_us)
 
-    fastest = _best(ours)
+    fastest = min(ours, key=lambda row: row.time_us)
     paying = [row for row in ours if saved(row) >= MIN_GAIN]
     pool = [row for row in paying if row.warning is None] or paying
     if not pool:
@@ -414,7 +414,7 @@ def decide(
         if saved(fastest) <= 0:
             gain = f"is slower than bf16 psum ({_speedup(fastest, native)})"
         verdict = [f"Do not bother: the fastest setting, {fastest.label}, {gain}."]
-        verdict += _step_sentences(step_ms, native, fastest)
+        verdict += [] if step_ms is None else _step_sentences(step_ms, native, fastest)
         return Advice(compress=False, row=native, saved=saved(fastest), sentences=tuple(verdict))
     ladder = [
         _best([row for row in pool if row.bits == bits])
