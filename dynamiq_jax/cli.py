@@ -418,12 +418,11 @@ def advise(
     if config and sizes and "," in sizes:
         raise typer.BadParameter(f"--config holds one choice: pass one of the sizes {sizes}")
     trees = _trees(model_tree, params, sizes, dtype)
-    tried = [_checked("--bits", advice.parse_bits, text) for text in bits.split(",")]
-
     if processes:
         jax.distributed.initialize(coordinator, processes, process_id)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
+    tried = [_checked("--bits", advice.parse_bits, text) for text in bits.split(",")]
     found = jax.devices()
     if len(found) < (devices or 2):
         raise typer.BadParameter(

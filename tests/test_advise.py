@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -265,7 +267,7 @@ class TestCommand:
             (["--params", "1M", "--bits", "1"], "bits=1.0 is below"),
             (["--params", "1M", "--topology", "torus"], "topology 'torus' is not known"),
             (["--params", "1M", "--topology", "hierarchical"], "two axes"),
-            (["--params", "1M", "--devices", "3", "--topology", "butterfly"], "3"),
+            (["--params", "1M", "--devices", "3", "--topology", "butterfly"], "the axis has 3"),
             (["--params", "1M", "--devices", "99"], "99 devices asked for, 8 found"),
             (["--params", "1M", "--nodes", "3"], "8 devices are not 3 equal nodes"),
             (["--params", "1M", "--config", "choice.yaml"], "must end in .json or .toml"),
@@ -289,6 +291,35 @@ class TestCommand:
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
         invoke(*stop)
         assert joined == [("host:1", 2, 1), ()]
+
+
+def test_several_processes_measure_together_and_the_first_reports(tmp_path):
+    """Two of one device each, and a model that travels natively, which compiles at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "dynamiq_jax", "advise", "--params", "10K", "--repeats", "2"]
+    command += ["--processes", "2", "--coordinator", coordinator]
+    flags = "--xla_force_host_platform_device_count=1"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [*command, "--process-id", str(i), "--config", tmp_path / f"{i}.json"],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        ends = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], ends
+    assert "links of 2 CPU device(s) of one machine" in ends[0][0]
+    assert "2 process(es), over cpu" in ends[0][0]
+    assert "everything would travel natively" in ends[0][0]
+    assert "links" not in ends[1][0] and "natively" not in ends[1][0]
+    assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
 
 
 def test_topologies_that_suit():
