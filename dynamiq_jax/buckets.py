@@ -8,6 +8,7 @@ Independent buckets let XLA overlap the reduction of one with the computation of
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -124,8 +125,8 @@ def group_leaves(
     return Grouping(tuple(large), tuple(exact))
 
 
-def concatenate(bucket: Bucket, values: list[Array]) -> Array:
-    """The bucket's flat array."""
+def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
+    """The bucket's flat array, from leaves by index."""
     flat = [jnp.reshape(values[leaf.index], (-1,)) for leaf in bucket.leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 

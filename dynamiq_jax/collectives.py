@@ -1,23 +1,32 @@
 """`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from dynamiq_jax import hierarchy
-from dynamiq_jax._compat import AxisNames, zero_tangent
+from dynamiq_jax import _compat, hierarchy
+from dynamiq_jax._compat import (
+    AxisNames,
+    inlined,
+    is_constant,
+    replicated,
+    several_vmapped,
+    zero_tangent,
+)
 from dynamiq_jax.arguments import (
     AnyTopology,
     Resolved,
     axis_counts,
     axis_sizes,
     check_axis,
+    check_groups,
     check_state,
     check_varying,
+    fixed_leaves,
     resolve,
 )
 from dynamiq_jax.buckets import Grouping, concatenate, describe_leaves, group_leaves, split
@@ -31,20 +40,20 @@ from dynamiq_jax.metrics import (
     bucket_metrics,
     summarise,
 )
-from dynamiq_jax.seeds import fold_seed, key_words
+from dynamiq_jax.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
 
 Op = Literal["sum", "mean"]
 
 
 def psum(
-    tree: Any,
+    x: Any,
     axis_name: AxisNames,
     *,
     method: Method | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
 
@@ -55,8 +64,12 @@ def psum(
     `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on
     all. Differentiates as `jax.lax.psum` does.
 
+    A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` what
+    does not vary over the axis) is never compressed. Its mean is itself; its sum is n times itself,
+    which `psum` refuses for leaves that it would compress: gradients that are summed already.
+
     Args:
-      tree: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
+      x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
@@ -65,34 +78,37 @@ def psum(
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
-      axis_index_groups: not supported; name an axis of the mesh instead.
+      axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
+        for itself. Where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
+        ``check_vma=False``.
 
     Returns:
-      A tree like ``tree``.
+      A tree like ``x``.
 
     Raises:
-      ValueError: a leaf does not vary over ``axis_name`` (its sum would be n times itself), or an
-        argument is malformed.
-      NotImplementedError: ``axis_index_groups``, or positional axes.
+      ValueError: a leaf that would be compressed does not vary over ``axis_name``, or an argument
+        is malformed.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
     options = {"method": method, "topology": topology, "key": key}
-    return reduce(tree, axis_name, op="sum", **options).tree
+    return reduce(x, axis_name, op="sum", **options).tree
 
 
 def pmean(
-    tree: Any,
+    x: Any,
     axis_name: AxisNames,
     *,
     method: Method | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; see `psum` for everything else."""
     axis_name = check_axis(axis_name, axis_index_groups)
     options = {"method": method, "topology": topology, "key": key}
-    return reduce(tree, axis_name, op="mean", **options).tree
+    return reduce(x, axis_name, op="mean", **options).tree
 
 
 def reduce(
@@ -128,43 +144,36 @@ def reduce(
     axis_name = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
     resolved = resolve(method, topology, axis_sizes(axis_name))
-    n_workers, exact_reduce = resolved.n_workers, lax.pmean if op == "mean" else lax.psum
+    n_workers, exact_reduce = resolved.n_workers, _exact(op)
     values, treedef = jax.tree.flatten(tree)
-    leaves = describe_leaves(tree)
-    check_varying(leaves, values, axis_name, n_workers)
-    words = key_words(key)
-    grouping = group_leaves(leaves, **resolved.limits()._asdict())
+    leaves, limits = describe_leaves(tree), resolved.limits()._asdict()
+    check_key(key)
+    grouping = group_leaves(leaves, **limits)
+    fixed = fixed_leaves(leaves, values, axis_name)
+    if len(fixed) < len(leaves):
+        check_groups(axis_name, all_reduce=True)
+    if op == "sum" or state is not None:
+        check_varying(grouping, fixed, values, axis_name, n_workers)
+    if fixed and state is None:
+        grouping = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
     first = functools.partial(_first_state, grouping, resolved)
-    states = check_state(state, first, resolved.method, n_workers)
-    known: list[BucketMetrics] = []
-    if n_workers == 1:
-        total = exact_reduce(tree, axis_name)
-        if metrics:
-            alone = PayloadFacts(error=0.0)
-            buckets = [concatenate(bucket, values) for bucket in grouping.buckets]
-            known = [bucket_metrics(bucket, alone) for bucket in buckets]
-    else:
-        indices = [leaf.index for leaf, _ in grouping.exact]
-        exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
-        for i, value in zip(indices, exact, strict=True):
-            values[i] = value
-        for number, bucket in enumerate(grouping.buckets):
-            seed = None if words is None else fold_seed(words, bucket.tag)
-            options = {"axis_name": axis_name, "resolved": resolved, "op": op, "metrics": metrics}
-            flat, (states[number], of_bucket) = with_tangent(
-                functools.partial(_reduce_flat, **options),
-                functools.partial(exact_reduce, axis_name=axis_name),
-            )(concatenate(bucket, values), seed, states[number])
-            known.append(of_bucket)
-            for i, value in split(bucket, flat):
-                values[i] = value
-        total = jax.tree.unflatten(treedef, values)
-    found = None
+    states = tuple(check_state(state, first, resolved.method, n_workers))
+    inside = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+    for i in fixed - inside:
+        own = op == "mean" and jnp.issubdtype(leaves[i].dtype, jnp.inexact)
+        known_same = is_constant(values[i]) or replicated(values[i], axis_name)
+        values[i] = values[i] if own and known_same else exact_reduce(values[i], axis_name)
+    moving = {i: value for i, value in enumerate(values) if i in inside or i not in fixed}
+    sent = None
     if metrics:
-        sent = explain(tree, resolved.sizes, method=method, topology=topology, verbose=False)
-        bits, sent_bytes = sent.bits_per_coord, sent.wire_bytes
-        found = summarise(known, bits_per_coord=bits, wire_bytes=sent_bytes)
-    return Reduced(total, None if state is None else tuple(states), found)
+        told = explain(moving, resolved.sizes, method=method, topology=topology, verbose=False)
+        sent = told.bits_per_coord, told.wire_bytes
+    # JAX's rules for several axes of vmap have to be known before they are traced.
+    run = _reduce_leaves if several_vmapped(axis_name) else _reduce_compiled
+    options = {"axis_name": axis_name, "resolved": resolved, "op": op, "sent": sent}
+    moved, states, found = run(moving, key, states, grouping=grouping, **options)
+    total = jax.tree.unflatten(treedef, [moved.get(i, value) for i, value in enumerate(values)])
+    return Reduced(total, None if state is None else states, found)
 
 
 def init_state(
@@ -207,6 +216,56 @@ def _first_state(grouping: Grouping, resolved: Resolved) -> tuple[State, ...]:
     n_outer = resolved.n_workers // sizes[-1]
     slices = (hierarchy.slice_size(bucket.size, sizes[-1]) for bucket in grouping.buckets)
     return tuple(method.init(size, n_outer) for size in slices)
+
+
+def _exact(op: Op) -> Callable:
+    return _compat.pmean if op == "mean" else _compat.psum
+
+
+def _reduce_leaves(
+    values: dict[int, Array],
+    key: Array | None,
+    states: tuple[State, ...],
+    *,
+    grouping: Grouping,
+    axis_name: AxisNames,
+    resolved: Resolved,
+    op: Op,
+    sent: tuple[float, float] | None,
+):
+    """The leaves by index, the next states, and the metrics if ``sent`` says bits and bytes."""
+    exact_reduce, values, after = _exact(op), dict(values), list(states)
+    known: list[BucketMetrics] = []
+    if resolved.n_workers == 1:
+        if sent is not None:
+            alone = PayloadFacts(error=0.0)
+            buckets = [concatenate(bucket, values) for bucket in grouping.buckets]
+            known = [bucket_metrics(bucket, alone) for bucket in buckets]
+        values = exact_reduce(values, axis_name)
+    else:
+        words = key_words(key)
+        indices = [leaf.index for leaf, _ in grouping.exact]
+        exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
+        values |= zip(indices, exact, strict=True)
+        options = {"axis_name": axis_name, "resolved": resolved, "op": op}
+        options["metrics"] = sent is not None
+        for number, bucket in enumerate(grouping.buckets):
+            seed = None if words is None else fold_seed(words, bucket.tag)
+            flat, (after[number], of_bucket) = with_tangent(
+                functools.partial(_reduce_flat, **options),
+                functools.partial(exact_reduce, axis_name=axis_name),
+            )(concatenate(bucket, values), seed, after[number])
+            known.append(of_bucket)
+            values |= split(bucket, flat)
+    if sent is None:
+        return values, tuple(after), None
+    found = summarise(known, bits_per_coord=sent[0], wire_bytes=sent[1])
+    return values, tuple(after), found
+
+
+_reduce_compiled = inlined(
+    _reduce_leaves, static_argnames=("grouping", "axis_name", "resolved", "op", "sent")
+)
 
 
 def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op: Op, metrics):

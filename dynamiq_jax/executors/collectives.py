@@ -8,7 +8,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all, ppermute
+from dynamiq_jax._compat import (
+    AxisNames,
+    all_gather_invarying,
+    all_to_all,
+    axis_index,
+    ppermute,
+)
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table
@@ -33,7 +39,7 @@ def all_reduce(
     stages = topology.stages(n_workers)
     last, slot = len(stages) - 1, stages[-1].slots.start
     workers = jnp.arange(n_workers, dtype=jnp.int32)
-    me = lax.axis_index(axis_name)
+    me = axis_index(axis_name)
     everyone = Encoder(last, jnp.full_like(workers, slot), workers)
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
     result = None
@@ -55,7 +61,7 @@ def reduce_scatter(
     Returns:
       What `ChunkCodec.finish` makes of this worker's chunks, and the last carry.
     """
-    mine = lax.axis_index(axis_name) * streams
+    mine = axis_index(axis_name) * streams
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
     result = None
     for i, arrived in enumerate(inputs):
@@ -93,7 +99,7 @@ class _Run(NamedTuple):
     @property
     def me(self) -> Array:
         """This worker's number."""
-        return lax.axis_index(self.axis_name)
+        return axis_index(self.axis_name)
 
     def step(
         self, step: Step, held: list[list[_Held]], carry: Carry
