@@ -35,7 +35,7 @@ def psum_scatter(
     axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
-    tiled: bool = True,
+    tiled: bool = False,
     method: ShardedMethod | None = None,
     topology: Topology | None = None,
     key: Array | None = None,
@@ -43,10 +43,10 @@ def psum_scatter(
 ) -> Tree:
     """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
 
-    The reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter` (whose default
-    is ``tiled=False``). The sum of a slice is decoded by its owner and not encoded again. Widths
-    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics
-    of the whole included. Differentiates as `jax.lax.psum_scatter` does.
+    The reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter`. The sum of a
+    slice is decoded by its owner and not encoded again. Widths are chosen for every slice apart,
+    each at ``method.bits`` bits per coordinate, the statistics of the whole included.
+    Differentiates as `jax.lax.psum_scatter` does.
 
     Args:
       x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
@@ -145,7 +145,7 @@ def all_gather(
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    tiled: bool = True,
+    tiled: bool = False,
     to: To = "varying",
     method: ShardedMethod | None = None,
     key: Array | None = None,
@@ -153,10 +153,10 @@ def all_gather(
 ) -> Tree:
     """Gathers every worker's leaves, quantised: all workers end with the same bits.
 
-    The semantics are those of `jax.lax.all_gather` (whose default is ``tiled=False``), the result
-    that of it plus unbiased noise: every worker encodes its shard once, at ``method.bits`` bits per
-    coordinate with widths from that shard's own statistics. Differentiates as
-    `jax.lax.all_gather` does: the cotangents are summed exactly, in their dtype.
+    The semantics are those of `jax.lax.all_gather`, the result that of it plus unbiased noise:
+    every worker encodes its shard once, at ``method.bits`` bits per coordinate with widths from
+    that shard's own statistics. Differentiates as `jax.lax.all_gather` does: the cotangents are
+    summed exactly, in their dtype.
 
     Parameters, unlike gradients, are of even energy: widths close to ``bits`` serve them best, as
     ``DynamiQ(bits=8)``.

@@ -31,21 +31,23 @@ ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @functools.cache
-def scatter(method, topology=None, **options):
+def scatter(method, topology=None, *, tiled=True, **options):
     """jit of (tree with leading worker axis, key) -> every worker's slices."""
+    options |= {"method": method, "topology": topology, "tiled": tiled}
 
     def one(tree, key):
-        return dq.psum_scatter(tree, "data", method=method, topology=topology, key=key, **options)
+        return dq.psum_scatter(tree, "data", key=key, **options)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
 
 @functools.cache
-def gather(method, **options):
+def gather(method, *, tiled=True, **options):
     """jit of (tree with leading worker axis, key) -> every worker's copy of all shards."""
+    options |= {"method": method, "tiled": tiled}
 
     def one(tree, key):
-        return dq.all_gather(tree, "data", method=method, key=key, **options)
+        return dq.all_gather(tree, "data", key=key, **options)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
@@ -293,7 +295,7 @@ def test_derivatives_under_shard_map():
         specs = {"in_specs": P("data"), "out_specs": P("data")}
         return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))(shards, weight)
 
-    found = grad(lambda x: dq.all_gather(x, "data", method=EIGHT_BITS))
+    found = grad(lambda x: dq.all_gather(x, "data", tiled=True, method=EIGHT_BITS))
     expected = grad(lambda x: lax.all_gather(x, "data", tiled=True))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(
@@ -308,8 +310,10 @@ def test_shard_map_gives_the_bits_of_vmap():
     topology = dq.Butterfly()
 
     def both(x, shard, key):
-        scattered = dq.psum_scatter(x[0], "data", method=DEFAULT, topology=topology, key=key)
-        gathered = dq.all_gather(shard[0], "data", method=DEFAULT, key=key)
+        scattered = dq.psum_scatter(
+            x[0], "data", tiled=True, method=DEFAULT, topology=topology, key=key
+        )
+        gathered = dq.all_gather(shard[0], "data", tiled=True, method=DEFAULT, key=key)
         return scattered[None], gathered[None]
 
     specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
@@ -328,7 +332,7 @@ def test_a_tuple_of_axes_counts_as_one():
     x, key = anchored(8, "piecewise", 4), jax.random.key(0)
 
     def both(x, key):
-        options = {"method": EIGHT_BITS, "key": key}
+        options = {"method": EIGHT_BITS, "key": key, "tiled": True}
         part = dq.psum_scatter(x, names, topology=dq.Direct(), **options)
         return part, dq.all_gather(part, names, **options)
 
@@ -361,7 +365,8 @@ def test_one_worker_keeps_its_bits():
     assert_same_bits(gather(DEFAULT, tiled=False)(tree, key), one)
 
 
-def traced(collective, *shapes, n=4, **options):
+def traced(collective, *shapes, n=4, tiled=True, **options):
+    options["tiled"] = tiled
     trees = [jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]
     mapped = jax.vmap(lambda tree: collective(tree, "data", **options), axis_name="data")
     return jax.eval_shape(mapped, {f"leaf {i}": tree for i, tree in enumerate(trees)})
