@@ -71,7 +71,11 @@ def is_constant(x) -> bool:
 
 def tracks_varying(axis_name: AxisNames) -> bool:
     """Whether the surrounding map checks varying axes (shard_map's ``check_vma=True``)."""
-    return varies_over(lax.axis_index(axis_tuple(axis_name)), axis_name)
+    names = axis_tuple(axis_name)
+    found = []
+    # Traced, so that nothing runs where the caller is not in jit.
+    jax.eval_shape(lambda: found.append(varies_over(lax.axis_index(names), names)))
+    return found[0]
 
 
 def to_varying(tree, axis_name: AxisNames):
@@ -155,7 +159,11 @@ def psum(tree, axis_name: AxisNames):
         parts = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
         return all_gather(psum_scatter(parts, axis_name), axis_name).reshape(-1)[: x.size]
 
-    return jax.tree.map(lambda x: total(x).reshape(x.shape), tree)
+    def one(x):
+        constant = is_constant(x)
+        return lax.psum(x, **axis_name.gathered()) if constant else total(x).reshape(x.shape)
+
+    return jax.tree.map(one, tree)
 
 
 def pmean(tree, axis_name: AxisNames):
