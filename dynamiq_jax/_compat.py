@@ -59,9 +59,18 @@ def varies_over(x, axis_name: AxisNames) -> bool:
 
 def replicated(x, axis_name: AxisNames) -> bool:
     """Whether ``x`` is known to be the same on all workers."""
+    return (varying_axes(x) | _half_reduced_axes(x)).isdisjoint(axis_tuple(axis_name))
+
+
+def plainly_varies(x, axis_name: AxisNames) -> bool:
+    """Whether ``x`` is known to vary over the axes, and over no axis is half of a reduction."""
+    return varies_over(x, axis_name) and not _half_reduced_axes(x)
+
+
+def _half_reduced_axes(x) -> frozenset[str]:
+    """Those over which JAX calls ``x`` "reduced" or "unreduced"."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    marked = varying_axes(x).union(*(getattr(manual, k, ()) for k in ("unreduced", "reduced")))
-    return marked.isdisjoint(axis_tuple(axis_name))
+    return frozenset().union(*(getattr(manual, kind, ()) for kind in ("reduced", "unreduced")))
 
 
 def is_constant(x) -> bool:

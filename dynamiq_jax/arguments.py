@@ -14,9 +14,9 @@ from dynamiq_jax._compat import (
     axis_size,
     axis_tuple,
     is_constant,
+    plainly_varies,
     replicated,
     tracks_varying,
-    varies_over,
     vmapped,
 )
 from dynamiq_jax.buckets import Grouping, Leaf
@@ -239,31 +239,33 @@ def check_state(state, first: Callable[[], tuple], method: Method, n_workers: in
     return list(state)
 
 
-def axis_sizes(axis_name: AxisNames) -> tuple[int, ...]:
+def axis_sizes(axis_name: AxisNames, collective: str = "psum") -> tuple[int, ...]:
     """Workers on every axis; groups count as one axis.
 
     Raises:
-      NameError: an axis is not mapped here.
+      NameError: an axis is not mapped where ``collective`` is called.
     """
     if isinstance(axis_name, Groups):
         return (axis_size(axis_name),)
     try:
         return tuple(lax.axis_size(name) for name in axis_tuple(axis_name))
     except NameError as error:
-        bound_by = "jax.shard_map, jax.pmap or jax.vmap with an axis of this name"
-        raise NameError(f"Found an {error}. To fix this, call it under {bound_by}.") from None
+        raise NameError(
+            f"Found an {error}. To fix this, please call {collective} under `jax.shard_map`, "
+            "`jax.pmap` or `jax.vmap` with an axis of this name."
+        ) from None
 
 
 def fixed_leaves(leaves: list[Leaf], values, axis_name: AxisNames) -> set[int]:
-    """Indices of leaves that need no compression: constants, and what does not vary over the axes.
+    """Indices of leaves that `jax.lax` reduces: constants, and what does not vary over the axes.
 
-    Of the latter `jax.lax` knows whether they are replicated, or still to be summed ("unreduced").
+    Also what is "reduced" or "unreduced" over any axis, types that only it can pass on.
     """
     tracked = bool(axis_tuple(axis_name)) and tracks_varying(axis_name)
     return {
         leaf.index
         for leaf, value in zip(leaves, values, strict=True)
-        if is_constant(value) or (tracked and not varies_over(value, axis_name))
+        if is_constant(value) or (tracked and not plainly_varies(value, axis_name))
     }
 
 

@@ -70,7 +70,7 @@ def psum_scatter(
     axis_name = check_axis(axis_name, axis_index_groups)
     if axis_name == ():
         return x
-    resolved = resolve(method, topology, axis_sizes(axis_name), hierarchies=False)
+    resolved = resolve(method, topology, axis_sizes(axis_name, "psum_scatter"), hierarchies=False)
     n = resolved.n_workers
     values, treedef = jax.tree.flatten(x)
     leaves = describe_leaves(x)
@@ -183,7 +183,7 @@ def all_gather(
     check_choice("to", to, get_args(To))
     if axis_name == ():
         return x
-    resolved = resolve(method, None, axis_sizes(axis_name), hierarchies=False)
+    resolved = resolve(method, None, axis_sizes(axis_name, "all_gather"), hierarchies=False)
     values, treedef = jax.tree.flatten(x)
     leaves = describe_leaves(x)
     check_groups(axis_name, all_reduce=False)
