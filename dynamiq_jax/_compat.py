@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.interpreters import partial_eval
 
 
 class _Inline:
@@ -76,6 +77,11 @@ def _half_reduced_axes(x) -> frozenset[str]:
 def is_constant(x) -> bool:
     """Whether ``x`` is a value that was there before any map: no tracer."""
     return not isinstance(x, jax.core.Tracer)
+
+
+def is_transposed(x) -> bool:
+    """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
+    return isinstance(x, partial_eval.JaxprTracer)
 
 
 def tracks_varying(axis_name: AxisNames) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from dynamiq_jax._compat import (
     axis_size,
     axis_tuple,
     is_constant,
+    is_transposed,
     plainly_varies,
     replicated,
     tracks_varying,
@@ -256,30 +257,36 @@ def axis_sizes(axis_name: AxisNames, collective: str = "psum") -> tuple[int, ...
         ) from None
 
 
-def fixed_leaves(leaves: list[Leaf], values, axis_name: AxisNames) -> set[int]:
-    """Indices of leaves that `jax.lax` reduces: constants, and what does not vary over the axes.
+Fixed = dict[int, Literal["constant", "replicated", "native"]]
+"""Leaves that are not compressed whatever their size, by index, and why."""
 
-    Also what is "reduced" or "unreduced" over any axis, types that only it can pass on.
+
+def fixed_leaves(leaves: list[Leaf], values, axis_name: AxisNames) -> Fixed:
+    """Leaves whose value JAX knows to be the same on all workers, and those for `jax.lax` alone.
+
+    The latter vary over some of the axes, are "reduced" or "unreduced", types that only it can pass
+    on, or are traced to be transposed.
     """
     tracked = bool(axis_tuple(axis_name)) and tracks_varying(axis_name)
-    return {
-        leaf.index
-        for leaf, value in zip(leaves, values, strict=True)
-        if is_constant(value) or (tracked and not plainly_varies(value, axis_name))
-    }
+    fixed: Fixed = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if is_constant(value):
+            fixed[leaf.index] = "constant"
+        elif is_transposed(value):
+            fixed[leaf.index] = "native"
+        elif tracked and not plainly_varies(value, axis_name):
+            same = replicated(value, axis_name)
+            fixed[leaf.index] = "replicated" if same else "native"
+    return fixed
 
 
-def check_varying(
-    grouping: Grouping, fixed: set[int], values, axis_name: AxisNames, n_workers: int
-) -> None:
+def check_varying(grouping: Grouping, fixed: Fixed, axis_name: AxisNames, n_workers: int) -> None:
     """Refuses leaves that would be compressed, and are known to be equal on all workers."""
     found = [
         leaf
         for bucket in grouping.buckets
         for leaf in bucket.leaves
-        if leaf.index in fixed
-        and not is_constant(values[leaf.index])
-        and replicated(values[leaf.index], axis_name)
+        if fixed.get(leaf.index) == "replicated"
     ]
     if found:
         leaf = found[0]

@@ -12,8 +12,6 @@ from dynamiq_jax import _compat, hierarchy
 from dynamiq_jax._compat import (
     AxisNames,
     inlined,
-    is_constant,
-    replicated,
     several_vmapped,
     zero_tangent,
 )
@@ -153,16 +151,15 @@ def reduce(
     if len(fixed) < len(leaves):
         check_groups(axis_name, all_reduce=True)
     if op == "sum" or state is not None:
-        check_varying(grouping, fixed, values, axis_name, n_workers)
+        check_varying(grouping, fixed, axis_name, n_workers)
     if fixed and state is None:
         grouping = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
     first = functools.partial(_first_state, grouping, resolved)
     states = tuple(check_state(state, first, resolved.method, n_workers))
     inside = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
-    for i in fixed - inside:
-        own = op == "mean" and jnp.issubdtype(leaves[i].dtype, jnp.inexact)
-        known_same = is_constant(values[i]) or replicated(values[i], axis_name)
-        values[i] = values[i] if own and known_same else exact_reduce(values[i], axis_name)
+    for i in fixed.keys() - inside:
+        if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
+            values[i] = exact_reduce(values[i], axis_name)
     moving = {i: value for i, value in enumerate(values) if i in inside or i not in fixed}
     sent = None
     if metrics:

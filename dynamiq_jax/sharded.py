@@ -10,6 +10,7 @@ from jax import Array
 from dynamiq_jax import _compat
 from dynamiq_jax._compat import AxisNames, Groups, inlined, several_vmapped
 from dynamiq_jax.arguments import (
+    Fixed,
     Resolved,
     axis_sizes,
     check_axis,
@@ -81,7 +82,7 @@ def psum_scatter(
     sharded(resolved)
     limits = _limits(resolved)
     fixed = fixed_leaves(leaves, values, axis_name)
-    check_varying(group_leaves(leaves, **limits), fixed, values, axis_name, n)
+    check_varying(group_leaves(leaves, **limits), fixed, axis_name, n)
     grouping = _grouped(leaves, fixed, limits)
     run = _scatter_leaves if several_vmapped(axis_name) else _scatter_compiled
     options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "resolved": resolved}
@@ -260,7 +261,7 @@ _gather_compiled = inlined(
 )
 
 
-def _grouped(leaves: list[Leaf], fixed: set[int], limits: dict[str, int]) -> Grouping:
+def _grouped(leaves: list[Leaf], fixed: Fixed, limits: dict[str, int]) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly."""
     found = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)

@@ -258,21 +258,46 @@ def test_a_second_reduction_of_small_leaves_is_that_of_lax(reduce):
         assert_same_bits(found, expected)
 
 
-def test_the_transpose_of_small_leaves_is_that_of_lax():
-    x = jnp.arange(N * 3.0).reshape(N, 3)
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("mapped_by", ["vmap", "shard_map", "shard_map, check_vma"])
+def test_the_transpose_is_that_of_lax(name, mapped_by):
+    x = gradient(9, N, SIZE)
+    y = {"all_gather": jnp.tile(x, (1, N)), "psum_scatter": x[:, : SIZE // N]}.get(name, x)
 
-    def transposed(reduce, mapped_by):
-        def one(x):
-            return jax.linear_transpose(lambda x: reduce(x, "data"), x)(x)[0]
+    def transposed(collective):
+        def one(both):
+            x, y = both
+            f = functools.partial(collective, axis_name="data", **TILED[name])
+            if "check" in mapped_by and name in ("psum", "pmean"):
+                y = lax.pmax(y, "data")
+            return jax.linear_transpose(f, x)(y)[0]
 
         if mapped_by == "vmap":
-            return jax.vmap(one, axis_name="data")(x)
-        return on_devices(rows(one), x)
+            return jax.jit(jax.vmap(one, axis_name="data"))((x, y))
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": "check" in mapped_by}
+        rows = jax.shard_map(
+            lambda both: one(jax.tree.map(lambda x: x[0], both))[None], mesh=auto_mesh(N), **specs
+        )
+        return jax.jit(rows)((x, y))
 
-    for name in ("psum", "pmean"):
-        for mapped_by in ("vmap", "shard_map"):
-            found, expected = (transposed(f, mapped_by) for f in COLLECTIVES[name])
-            assert_same_bits(found, expected)
+    ours, native = COLLECTIVES[name]
+    found, expected = transposed(functools.partial(ours, method=METHOD)), transposed(native)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_half_reduced_leaf_is_left_to_lax():
+    x = gradient(10, N, 512)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(f):
+        def one(x):
+            whole = lax.all_gather(x, "b", to="reduced", tiled=True)
+            return lax.pcast(f(whole, "a"), "b", to="varying")
+
+        specs = {"in_specs": P(("a", "b")), "out_specs": P("b")}
+        return jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x)
+
+    assert_same_bits(run(functools.partial(dq.psum, method=METHOD)), run(lax.psum))
 
 
 # all_gather(to=...)
