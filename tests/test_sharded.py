@@ -259,12 +259,12 @@ def test_derivatives_are_those_of_lax():
     partial = functools.partial
     kinds = [
         (
-            partial(dq.psum_scatter, scatter_dimension=1, method=EIGHT_BITS),
+            partial(dq.psum_scatter, scatter_dimension=1, tiled=True, method=EIGHT_BITS),
             partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
             slices.reshape(n, 8, 10),
         ),
         (
-            partial(dq.all_gather, axis=1, method=EIGHT_BITS),
+            partial(dq.all_gather, axis=1, tiled=True, method=EIGHT_BITS),
             partial(lax.all_gather, axis=1, tiled=True),
             whole.reshape(n, 8, 160),
         ),
@@ -414,7 +414,7 @@ def test_other_refusals():
 
 def test_a_leaf_that_does_not_vary_is_not_summed():
     def one(x):
-        return dq.psum_scatter({"w": jnp.ones(2**19), "x": x}, "data")
+        return dq.psum_scatter({"w": jnp.ones(2**19), "x": x}, "data", tiled=True)
 
     mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"leaf \['w'\].*0 more do not vary over axis 'data'"):
