@@ -82,7 +82,7 @@ class TestErrorFeedback:
                 jax.vmap(lambda x, r=reduce: r(x, "data", method=method), axis_name="data")(x)
         for half in (dq.psum_scatter, dq.all_gather):
             with pytest.raises(NotImplementedError, match="without error feedback"):
-                jax.vmap(lambda x, h=half: h(x, "data", method=method), axis_name="data")(x)
+                jax.vmap(lambda x, h=half: h(x, "data", tiled=True, method=method), axis_name="data")(x)
 
 
 class TestMetrics:
