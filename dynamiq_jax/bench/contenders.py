@@ -159,7 +159,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
         return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
-    reduce = dq.psum if collective == "psum" else dq.psum_scatter
+    reduce = dq.psum if collective == "psum" else partial(dq.psum_scatter, tiled=True)
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,
