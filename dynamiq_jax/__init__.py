@@ -9,6 +9,7 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 """
 
 from dynamiq_jax.agreement import check_agreement
+from dynamiq_jax.by_step import ByStep, by_step
 from dynamiq_jax.collectives import init_state, pmean, psum, reduce
 from dynamiq_jax.explanation import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
@@ -30,6 +31,7 @@ from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topolo
 __all__ = [
     "BF16",
     "Butterfly",
+    "ByStep",
     "Direct",
     "DynamiQ",
     "Explanation",
@@ -46,6 +48,7 @@ __all__ = [
     "THC",
     "Topology",
     "all_gather",
+    "by_step",
     "check_agreement",
     "explain",
     "init_state",

@@ -155,7 +155,7 @@ def multi_steps(
     every: int | Callable[[Array], Array],
     axis_name: AxisNames,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.MultiSteps` around an `all_reduce`: workers accumulate by themselves, then reduce once.
+    """`optax.MultiSteps` around an `all_reduce`: workers accumulate alone, and reduce once.
 
     ``inner`` runs at the last mini-step of a window only (`optax.MultiSteps` runs it at every one
     and throws away what it returns), on the mean of the window's updates; the other mini-steps send
@@ -275,25 +275,26 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
                 f"{now[0].shape}; pass the optimizer and the parameters that it was saved with"
             )
         else:
-            values, note = _resized(part, names[0], then, now)
-            notes.append(note)
+            values, note = _resized(part, then, now)
+            notes.append(f"{_name(path)} {note}")
         done.append(jax.tree.unflatten(inner, values))
     if notes:
-        warnings.warn("opt_state of other workers: " + "; ".join(notes), stacklevel=2)
+        warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
     return jax.tree.unflatten(treedef, done)
 
 
-def _resized(part: PerWorker, name: str, then: list, now: list) -> tuple[list, str]:
+def _resized(part: PerWorker, then: list, now: list) -> tuple[list, str]:
     """The leaves of a part for another number of workers, and what became of them."""
-    workers = f"{'no' if then[0] is None else jnp.shape(then[0])[0]} to {now[0].shape[0]} workers"
-    fit = all(
-        x is not None and jnp.shape(x)[1:] == y.shape[1:] for x, y in zip(then, now, strict=True)
-    )
+    workers = f"{now[0].shape[0]} workers"
+    if any(x is None for x in then):
+        return now, f"was not saved and starts anew for {workers}"
+    workers = f"from {jnp.shape(then[0])[0]} to {workers}"
+    fit = all(jnp.shape(x)[1:] == y.shape[1:] for x, y in zip(then, now, strict=True))
     if part.other_workers == "reset" or not fit:
-        return now, f"{name} was reset ({workers})"
+        return now, f"was reset, {workers}"
     means = (jnp.mean(jnp.asarray(x), axis=0, keepdims=True) for x in then)
     spread = [_placed(jnp.broadcast_to(m, y.shape), y) for m, y in zip(means, now, strict=True)]
-    return spread, f"{name} became its mean over workers ({workers})"
+    return spread, f"became its mean over workers, {workers}"
 
 
 def _placed(x: Any, like: Array) -> Array:

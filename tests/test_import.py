@@ -22,8 +22,8 @@ def python(code, *arguments):
 
 
 def test_importing_the_library_loads_no_command_line():
-    heavy = ("rich", "typer", "matplotlib", "dynamiq_jax.bench", "dynamiq_jax.simulate")
-    heavy += ("dynamiq_jax.cli", "dynamiq_jax.__main__")
+    heavy = ("rich", "typer", "matplotlib", "optax", "tensorboardX", "dynamiq_jax.bench")
+    heavy += ("dynamiq_jax.simulate", "dynamiq_jax.cli", "dynamiq_jax.__main__")
     code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
     result = python(code)
     assert result.stdout.strip() == "[]", result.stderr
