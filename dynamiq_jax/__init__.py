@@ -27,11 +27,13 @@ from dynamiq_jax.methods import (
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
+from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
 
 __all__ = [
     "BF16",
     "Butterfly",
     "ByStep",
+    "CSVWriter",
     "Direct",
     "DynamiQ",
     "Explanation",
@@ -46,6 +48,7 @@ __all__ = [
     "Reduced",
     "Ring",
     "THC",
+    "TensorBoardWriter",
     "Topology",
     "all_gather",
     "by_step",

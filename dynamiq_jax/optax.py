@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import AnyTopology, axis_sizes, check_axis, resolve
+from dynamiq_jax.arguments import AnyTopology, axis_sizes, check_axis
 from dynamiq_jax.collectives import Op, init_state, reduce
-from dynamiq_jax.methods import Method
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.metrics import Metrics
 
 Tree = TypeVar("Tree")
@@ -110,25 +110,26 @@ def all_reduce(
     """
     axis_name = check_axis(axis_name)
 
-    def init(params):
+    def init(params) -> Any:
         sizes, inside = _known_sizes(axis_name)
-        memory = _first_memory(params, sizes, axis_name, method, topology, inside=inside)
+        chosen = method or DynamiQ()
+        memory = _first_memory(params, sizes, axis_name, chosen, topology, inside=inside)
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
-    def update(updates, state, params=None, *, emit=True, method=method, **extra):
+    def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
         del params, extra
 
         def reduced():
             own = None if state.memory is None else state.memory.own()
-            n_workers = axis_sizes(axis_name)
+            n_workers, chosen = axis_sizes(axis_name), method or DynamiQ()
             keeps = jax.eval_shape(
-                lambda: init_state(updates, n_workers, method=method, topology=topology)
+                lambda: init_state(updates, n_workers, method=chosen, topology=topology)
             )
             found = reduce(
                 updates,
                 axis_name,
                 op=op,
-                method=method,
+                method=chosen,
                 topology=topology,
                 key=None if key is None else jax.random.fold_in(key, state.step),
                 state=own if jax.tree.leaves(keeps) else None,
@@ -172,7 +173,7 @@ def multi_steps(
     if not callable(every) and every < 1:
         raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
 
-    def init(params):
+    def init(params) -> Any:
         sizes, inside = _known_sizes(axis_name)
         n_workers = 1 if inside else _product(sizes, axis_name, "multi_steps")
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
@@ -182,7 +183,7 @@ def multi_steps(
         accumulated = PerWorker(zeros, axis_name, "mean")
         return optax.MultiStepsState(start, start, inner.init(params), accumulated)
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, **extra) -> Any:
         length = every(state.gradient_step) if callable(every) else every
         accumulated = jax.tree.map(
             lambda mean, x: mean + (x.astype(jnp.float32) - mean) / (state.mini_step + 1),
@@ -334,7 +335,7 @@ def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -
     known = sizes or (2,) * len(axis_tuple(axis_name))
     if not jax.tree.leaves(jax.eval_shape(first)):
         return None
-    _product(sizes, axis_name, f"method={resolve(method, topology, known).method!r}")
+    _product(sizes, axis_name, f"method={method!r}")
     memory = PerWorker(first(), axis_name, "reset")
     return memory.after(memory.value) if inside else memory
 

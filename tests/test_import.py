@@ -64,7 +64,8 @@ def test_script_and_extras_of_the_package():
     extras = PROJECT["optional-dependencies"]
     assert {"rich", "typer", "matplotlib"} == set(extras["cli"])
     assert not set(extras["cli"]) & set(PROJECT["dependencies"])
-    assert all("dynamiq_jax[cli]" in extras[name] for name in ("train", "dev"))
+    assert "dynamiq_jax[cli]" in extras["train"]
+    assert "dynamiq_jax[cli,tensorboard]" in extras["dev"]
 
 
 def test_completion_shows_the_public_names_alone():
