@@ -4,8 +4,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 
-from dynamiq_jax.arguments import check_kinds
-from dynamiq_jax.methods import Method
+from dynamiq_jax.arguments import AnyMethod, check_kinds, chooses_by_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +15,9 @@ class ByStep:
       settings: (first step, method) of every setting, the first step rising from 0.
     """
 
-    settings: tuple[tuple[int, Method | None], ...]
+    settings: tuple[tuple[int, AnyMethod | None], ...]
 
-    def __call__(self, step: int) -> Method | None:
+    def __call__(self, step: int) -> AnyMethod | None:
         """The method of step number ``step``, on the host: a Python int, 0 or more.
 
         Raises:
@@ -36,7 +35,7 @@ class ByStep:
         return [method for start, method in self.settings if start <= number][-1]
 
 
-def by_step(settings: Mapping[int, Method | None]) -> ByStep:
+def by_step(settings: Mapping[int, AnyMethod | None]) -> ByStep:
     """A schedule of methods, to be asked once per step on the host.
 
     ``by_step({0: BF16(), 100: DynamiQ(bits=5), 1000: DynamiQ(bits=4)})`` is bf16 for 100 steps,
@@ -56,5 +55,6 @@ def by_step(settings: Mapping[int, Method | None]) -> ByStep:
             "dq.by_step({0: dq.BF16(), 100: dq.DynamiQ()})"
         )
     for method in settings.values():
-        check_kinds(method, None)
+        if not chooses_by_path(method):
+            check_kinds(method, None)
     return ByStep(tuple((step, settings[step]) for step in steps))

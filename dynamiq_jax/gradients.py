@@ -12,9 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
+from dynamiq_jax.arguments import (
+    AnyMethod,
+    AnyTopology,
+    check_axis,
+    chooses_by_path,
+    resolve,
+)
 from dynamiq_jax.collectives import reduce
-from dynamiq_jax.methods import Method
 from dynamiq_jax.metrics import Reduced
 
 
@@ -23,7 +28,7 @@ def value_and_grad(
     *,
     mesh: Mesh,
     axis_name: AxisNames,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     has_aux: bool = False,
     metrics: bool = False,
@@ -60,7 +65,7 @@ def value_and_grad(
     if missing:
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
     sizes = tuple(mesh.shape[name] for name in axes)
-    n_workers = resolve(method, topology, sizes).n_workers
+    n_workers = resolve(None if chooses_by_path(method) else method, topology, sizes).n_workers
     others = {name: size for name, size in mesh.shape.items() if name not in axes and size > 1}
     if others:
         raise NotImplementedError(

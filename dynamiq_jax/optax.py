@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import AnyTopology, axis_sizes, check_axis
+from dynamiq_jax.arguments import AnyMethod, AnyTopology, axis_sizes, check_axis
 from dynamiq_jax.collectives import Op, init_state, reduce
-from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.metrics import Metrics
 
 Tree = TypeVar("Tree")
@@ -77,7 +77,7 @@ class AllReduceState(NamedTuple):
 def all_reduce(
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     op: Op = "mean",
     key: Array | None = None,
@@ -342,4 +342,5 @@ def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -
 
 def _no_metrics() -> Metrics:
     zero = jnp.zeros((), jnp.float32)
-    return Metrics(zero, zero, zero, jnp.zeros(17, jnp.float32), zero, zero)
+    scalars = dict.fromkeys(Metrics._fields, zero)
+    return Metrics(**scalars | {"widths": jnp.zeros(17, jnp.float32)})

@@ -9,6 +9,7 @@ from jax import Array
 from dynamiq_jax import _compat
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.arguments import (
+    ByPath,
     Resolved,
     axis_sizes,
     check_axis,
@@ -17,6 +18,7 @@ from dynamiq_jax.arguments import (
     sharded,
 )
 from dynamiq_jax.buckets import Bucket, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.seeds import fold_seed, key_words
@@ -25,13 +27,14 @@ from dynamiq_jax.topologies import Topology
 Tree = TypeVar("Tree")
 
 
+@by_path(join_trees)
 def psum_scatter(
     tree: Tree,
     axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
     tiled: bool = True,
-    method: ShardedMethod | None = None,
+    method: ShardedMethod | ByPath | None = None,
     topology: Topology | None = None,
     key: Array | None = None,
     axis_index_groups: None = None,
@@ -104,13 +107,14 @@ def psum_scatter(
     return jax.tree.unflatten(treedef, values)
 
 
+@by_path(join_trees)
 def all_gather(
     tree: Tree,
     axis_name: AxisNames,
     *,
     axis: int = 0,
     tiled: bool = True,
-    method: ShardedMethod | None = None,
+    method: ShardedMethod | ByPath | None = None,
     key: Array | None = None,
     axis_index_groups: None = None,
 ) -> Tree:
