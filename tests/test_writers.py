@@ -20,6 +20,7 @@ from dynamiq_jax import cli, curves
 PNG = b"\x89PNG"
 METRICS = dq.Metrics(
     vnmse=jnp.float32(0.25),
+    norm=jnp.float32(9),
     nonfinite=jnp.float32(3),
     saturated=jnp.float32(0),
     widths=jnp.zeros(17).at[jnp.array([4, 6])].set(jnp.array([0.75, 0.25])),
@@ -52,9 +53,18 @@ def test_csv_has_a_row_for_every_step_at_once(tmp_path):
         assert len(read(path)) == 1  # a run that is killed has its rows
         log.write(10, METRICS._replace(vnmse=jnp.float32(np.nan)), loss=1)
     first, second = read(path)
-    names = ["vnmse", "nonfinite", "saturated", "bits_per_coord", "wire_bytes"]
+    names = ["vnmse", "norm", "nonfinite", "saturated", "bits_per_coord", "wire_bytes"]
     assert list(first) == ["step", "loss", *names, *(f"width_{w}" for w in range(17))]
-    assert [float(first[name]) for name in ("step", "loss", *names)] == [0, 2.5, 0.25, 3, 0, 5, 1e6]
+    assert [float(first[name]) for name in ("step", "loss", *names)] == [
+        0,
+        2.5,
+        0.25,
+        9,
+        3,
+        0,
+        5,
+        1e6,
+    ]
     assert {n: float(x) for n, x in first.items() if n.startswith("width") and float(x)} == {
         "width_4": 0.75,
         "width_6": 0.25,
@@ -87,7 +97,7 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
     assert (0, "dynamiq/vnmse", 0.25) in found
     assert (0, "dynamiq/width_4", 0.75) in found
     assert [entry for entry in found if entry[0] == 5] == [(5, "loss", 1.5)]
-    assert len(found) == 1 + 5 + 17 + 1
+    assert len(found) == 1 + 6 + 17 + 1
 
 
 def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):
