@@ -281,7 +281,7 @@ def test_other_workers_are_told_what_was_reset(tmp_path):
     assert (int(state.mini_step), int(state.inner_opt_state[0].step)) == (1, 1)
 
 
-def test_a_memory_that_was_not_saved_starts_anew_and_other_leaves_must_fit():
+def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_refused():
     params, _ = problem(1)
     mesh = auto_mesh()
     without = dq.optax.init(stateful(dq.BF16()), params, mesh)
@@ -296,7 +296,7 @@ def test_a_memory_that_was_not_saved_starts_anew_and_other_leaves_must_fit():
         dq.optax.restore_state(fresh.inner_opt_state, fresh)
 
 
-def test_workers_that_are_not_known_are_asked_for():
+def test_workers_that_are_not_known_are_refused():
     params, _ = problem(1)
     keeps = dq.optax.all_reduce("data", method=MEMORY)
     for optimizer in (keeps, dq.optax.multi_steps(keeps, 2, "data")):

@@ -83,9 +83,15 @@ def test_csv_goes_on_after_a_restart_or_starts_anew(tmp_path):
     ]
     with dq.CSVWriter(path) as log:
         log.write(7, c=1)
+    assert read(path) == [{"step": "7", "c": "1.0"}]
+
+
+def test_csv_refuses_other_columns(tmp_path):
+    with dq.CSVWriter(tmp_path / "metrics.csv") as log:
+        log.write(7, c=1)
         with pytest.raises(ValueError, match=r"\['step', 'c'\], and step 8 .* \['step', 'd'\]"):
             log.write(8, d=1)
-    assert read(path) == [{"step": "7", "c": "1.0"}]
+    assert read(tmp_path / "metrics.csv") == [{"step": "7", "c": "1.0"}]
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):
