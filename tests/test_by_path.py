@@ -140,18 +140,18 @@ def test_states_and_metrics_are_those_of_all_methods():
 
 def test_metrics_weigh_methods_by_what_they_reduce():
     """DynamiQ knows its error and widths: that of the whole is between those of two bits."""
-    size = 96 * 256
+    sizes = {"a": 96 * 256, "b": 3 * 96 * 256, "c": 3000}
 
     def by_bits(path, leaf):
         return (
             None if path == "c" else dq.DynamiQ(bits=32, widths=(4 if path == "a" else 8,), **SMALL)
         )
 
-    tree = {name: gradient(i, N, size) for i, name in enumerate("abc")}
+    tree = {name: gradient(i, N, size) for i, (name, size) in enumerate(sizes.items())}
     tree["b"] = 10 * tree["b"]
     total, _, metrics = reducer(by_bits, op="sum", metrics=True)(tree, None)
     widths = np.asarray(metrics.widths[0])
-    assert widths[[4, 8]] == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert widths[[4, 8]] == pytest.approx([0.25, 0.75], abs=1e-3)
     exact = {name: np.sum(np.asarray(x, np.float64), axis=0) for name, x in tree.items()}
     wrong = sum(np.sum((np.asarray(total[name][0]) - exact[name]) ** 2) for name in "ab")
     norm = sum(np.sum(exact[name] ** 2) for name in "ab")
@@ -213,9 +213,9 @@ def test_value_and_grad_and_agreement_take_it():
     _, exact = jax.value_and_grad(loss_fn)(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(dq.vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
-    with pytest.raises(ValueError, match="Butterfly"):
-        odd = auto_mesh(6)
-        dq.check_agreement(params, odd, "data", method=by_name, topology=dq.Butterfly())
+    wrong = {"method": lambda path, leaf: dq.OmniReduce(), "topology": DIRECT}
+    with pytest.raises(NotImplementedError, match="leave topology=None"):
+        dq.check_agreement(params, mesh, "data", **wrong)
 
 
 def test_processes_compare_the_methods_of_all_leaves():
