@@ -2,7 +2,9 @@
 
 A *bucket* is one flat array that is reduced as a whole. A leaf larger than ``bucket_bytes`` is a
 bucket by itself (a reshape, no copy); smaller ones of one dtype are concatenated in tree order.
-Independent buckets let XLA overlap the reduction of one with the computation of another.
+Independent buckets let XLA overlap the reduction of one with the computation of another. On a mesh
+of several axes only leaves that differ over the same axes share a bucket: copies of a bucket then
+have the same widths and noise, and stay copies.
 """
 
 import dataclasses
@@ -15,17 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dynamiq_jax._compat import varying_axes
+
 COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Static description of one leaf."""
+    """Static description of what one device holds of one leaf."""
 
     index: int
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    axes: frozenset[str] = frozenset()
+    """Mesh axes over which devices hold different parts."""
+    alone: bool = False
+    """Whether it shares a bucket with no other leaf."""
 
     @property
     def size(self) -> int:
@@ -47,6 +55,11 @@ class Bucket(NamedTuple):
     def dtype(self) -> np.dtype:
         """That of every leaf."""
         return self.leaves[0].dtype
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Those of every leaf."""
+        return self.leaves[0].axes
 
     @property
     def size(self) -> int:
@@ -75,7 +88,13 @@ def describe_leaves(tree) -> list[Leaf]:
     """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
-        Leaf(i, jax.tree_util.keystr(path) or "<root>", tuple(np.shape(x)), _dtype(x))
+        Leaf(
+            index=i,
+            name=jax.tree_util.keystr(path) or "<root>",
+            shape=tuple(np.shape(x)),
+            dtype=_dtype(x),
+            axes=varying_axes(x),
+        )
         for i, (path, x) in enumerate(leaves)
     ]
 
@@ -94,17 +113,17 @@ def group_leaves(
 ) -> Grouping:
     """Sorts leaves into buckets and exact ones; see `methods.base.Limits`."""
     exact: list[tuple[Leaf, str]] = []
-    open_buckets: dict[np.dtype, list[Leaf]] = {}
+    open_buckets: dict[tuple[np.dtype, frozenset[str]], list[Leaf]] = {}
     buckets: list[Bucket] = []
     for leaf in leaves:
         if leaf.dtype.name not in COMPRESSED_DTYPES:
             exact.append((leaf, f"dtype {leaf.dtype.name}"))
         elif leaf.size < max(min_leaf_size, 1):
             exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
-        elif leaf.nbytes >= bucket_bytes:
+        elif leaf.alone or leaf.nbytes >= bucket_bytes:
             buckets.append(Bucket((leaf,)))
         else:
-            group = open_buckets.setdefault(leaf.dtype, [])
+            group = open_buckets.setdefault((leaf.dtype, leaf.axes), [])
             if group and sum(member.nbytes for member in group) + leaf.nbytes > bucket_bytes:
                 buckets.append(Bucket(tuple(group)))
                 group.clear()

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
 
 from dynamiq_jax import hierarchy
 from dynamiq_jax.arguments import AnyMethod, AnyTopology, Resolved, axis_counts, resolve
-from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, describe_leaves, group_leaves
+from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, Leaf, describe_leaves, group_leaves
 from dynamiq_jax.by_path import by_path
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.placement import placed_leaves
 from dynamiq_jax.topologies import Hierarchical
 
 
@@ -129,6 +133,8 @@ def explain(
     method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     verbose: bool = True,
+    mesh: Mesh | None = None,
+    specs: Any = None,
 ) -> Explanation:
     """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless ``verbose=False``.
 
@@ -138,10 +144,19 @@ def explain(
       method: as for `psum`.
       topology: as for `psum`.
       verbose: whether to print.
+      mesh: as for `init_state`.
+      specs: as for `init_state`; shapes and bytes are then those of one device's parts.
     """
     resolved = resolve(method, topology, axis_counts(n_workers))
+    explanation = explain_leaves(placed_leaves(tree, mesh, specs)[0], resolved)
+    if verbose:
+        print(explanation)
+    return explanation
+
+
+def explain_leaves(leaves: list[Leaf], resolved: Resolved) -> Explanation:
+    """Explains the reduction of what one device holds of a tree."""
     n = resolved.n_workers
-    leaves = describe_leaves(tree)
     grouping = group_leaves(leaves, **resolved.limits()._asdict())
     share = 2 * (n - 1) / n
     rows = {}
@@ -159,7 +174,7 @@ def explain(
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     error, advice = _expected_error(resolved) if grouping.buckets and n > 1 else (None, None)
-    explanation = Explanation(
+    return Explanation(
         rows=tuple(rows[i] for i in sorted(rows)),
         n_workers=n,
         method=repr(resolved.method),
@@ -172,9 +187,6 @@ def explain(
         relative_error=error,
         advice=advice,
     )
-    if verbose:
-        print(explanation)
-    return explanation
 
 
 def wire_bits(
@@ -183,9 +195,12 @@ def wire_bits(
     *,
     method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
+    mesh: Mesh | None = None,
+    specs: Any = None,
 ) -> int:
     """Bits that one worker sends in `psum` of ``tree``: what the compiled collectives move."""
-    explanation = explain(tree, n_workers, method=method, topology=topology, verbose=False)
+    options = {"method": method, "topology": topology, "mesh": mesh, "specs": specs}
+    explanation = explain(tree, n_workers, **options, verbose=False)
     return round(8 * explanation.wire_bytes)
 
 

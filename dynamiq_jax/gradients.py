@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,8 +20,11 @@ from dynamiq_jax.arguments import (
     chooses_by_path,
     resolve,
 )
+from dynamiq_jax.buckets import describe_leaves
 from dynamiq_jax.collectives import reduce
+from dynamiq_jax.fsdp import Reduction, gather, split_of
 from dynamiq_jax.metrics import Reduced
+from dynamiq_jax.placement import flat_specs, only, part, surroundings
 
 
 def value_and_grad(
@@ -32,32 +36,47 @@ def value_and_grad(
     topology: AnyTopology | None = None,
     has_aux: bool = False,
     metrics: bool = False,
+    specs: Any = None,
 ) -> Callable[..., Any]:
-    """Data-parallel `jax.value_and_grad` whose gradient mean is compressed.
+    """Data-parallel `jax.value_and_grad` whose gradient mean is compressed, on any mesh.
+
+    Every device reduces its own shards of the gradient, over the data axes alone. Parameters that
+    are sharded over a data axis (FSDP) are gathered over it, exactly, before the loss takes them;
+    their gradients are scattered over it, compressed, and all-reduced over the other data axes
+    (HSDP). With ``topology=Hierarchical()`` the last data axis scatters natively, in 16 bits.
 
     Args:
       loss_fn: ``loss_fn(params, *batch) -> loss``, a mean over the examples it is given; or
-        ``-> (loss, aux)`` with ``has_aux``. Pure, as for `jax.jit`.
-      mesh: a mesh with Auto or Explicit axes; its axes other than ``axis_name`` have size 1.
-      axis_name: the data-parallel axis, or a tuple of axes that together are.
+        ``-> (loss, aux)`` with ``has_aux``. Pure, as for `jax.jit`. It runs under `jax.shard_map`
+        over the data axes: it sees its worker's examples and parameters that are whole over these
+        axes; all other axes are automatic or explicit there, as in ``mesh``.
+      mesh: a mesh with Auto or Explicit axes.
+      axis_name: the data-parallel axis, or a tuple of axes that together are, the outermost first:
+        "data", "fsdp" or ("replica", "fsdp").
       method: as for `psum`.
       topology: as for `psum`.
       has_aux: whether ``loss_fn`` returns more than the loss.
       metrics: whether ``f`` returns the `Metrics` of the mean.
+      specs: how parameters are sharded over ``mesh``: PartitionSpecs, a tree like ``params`` or a
+        prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit axes their
+        types. A program that is being traced does not see how its arguments are sharded over
+        automatic axes: there ``specs`` is needed if the mesh has such axes besides ``axis_name``,
+        and for parameters to stay sharded over ``axis_name``.
 
     Returns:
       ``f(params, *batch, key=None, state=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
       ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` stands in the place of ``grads``, as
       `reduce` returns it), to be called inside or outside `jax.jit`; outside it is one program,
-      compiled once for all calls with the same shapes and dtypes. Parameters are replicated; every
-      array of ``batch`` is split along its leading axis, and both are brought there however they
-      are sharded over the mesh. A state is `init_state`'s with ``stacked=True``, then that of the
-      step before: its leading axis is that of the workers. Loss, gradients and the floating-point
-      leaves of aux are means over workers, other leaves of aux are sums.
+      compiled once for all calls with the same shapes, dtypes and shardings. Gradients are sharded
+      as parameters are. Every array of ``batch`` is split along its leading axis, and brought there
+      however it is sharded. A state is `init_state`'s with ``stacked=True``, then that of the step
+      before: its leading axis is that of the workers. Loss, gradients and the floating-point leaves
+      of aux are means over workers, other leaves of aux are sums.
 
     Raises:
-      ValueError: ``axis_name`` is not in the mesh, or a batch axis does not divide by its size.
-      NotImplementedError: the mesh has another axis of size greater than 1.
+      ValueError: ``axis_name`` is not in the mesh, a batch axis does not divide by its size, or
+        ``specs`` are missing or do not fit.
+      NotImplementedError: a state, or metrics, of parameters that are sharded over data axes.
     """
     axis_name = check_axis(axis_name)
     axes = axis_tuple(axis_name)
@@ -66,42 +85,114 @@ def value_and_grad(
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
     sizes = tuple(mesh.shape[name] for name in axes)
     n_workers = resolve(None if chooses_by_path(method) else method, topology, sizes).n_workers
-    others = {name: size for name, size in mesh.shape.items() if name not in axes and size > 1}
-    if others:
-        raise NotImplementedError(
-            f"value_and_grad is data-parallel over {axis_name!r} alone, but the mesh has {others} "
-            "as well; call dq.pmean inside your own jax.shard_map over all axes"
-        )
+    others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
+    manual = {*mesh.axis_names} - {*others}
+    automatic = [name for name, kind in _types(mesh).items() if kind == AxisType.Auto]
+    hidden = {name: mesh.shape[name] for name in others if name in automatic}
+    options = {"method": method, "topology": topology}
+    reduction = Reduction(axes, sizes, **options)
 
-    def local(params, key, state, *batch):
-        params = to_varying(params, axis_name)
-        value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
-        own = jax.tree.map(lambda x: x[0], state)
-        options = {"method": method, "topology": topology, "metrics": metrics}
-        found = reduce(grads, axis_name, key=key, state=own, **options)
-        after = jax.tree.map(lambda x: to_varying(x, axis_name)[None], found.state)
-        value = jax.tree.map(lambda x: _reduce_value(x, axis_name), value)
-        return value, found._replace(state=after)
+    @functools.partial(jax.jit, inline=True, static_argnames="placed")
+    def mapped(params, key, state, *batch, placed: tuple[P, ...]):
+        tree = jax.tree.structure(params)
+        over_data = tree.unflatten(only(spec, axes) for spec in placed)
+        over_others = tree.unflatten(only(spec, others) for spec in placed)
+        splits = [split_of(spec, axes) for spec in placed]
 
-    @functools.partial(jax.jit, inline=True)
-    def mapped(params, key, state, *batch):
-        specs = (P(), P(), P(axis_name), *(P(axis_name) for _ in batch))
-        args = params, key, state, *batch
-        if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-            # There the types of arguments say how they are sharded, and must fit the specs.
-            shardings = (NamedSharding(mesh, spec) for spec in specs)
-            args = tuple(jax.reshard(x, s) for x, s in zip(args, shardings, strict=True))
+        def local(params, key, state, *batch):
+            around = surroundings(axis_name)
+            if any(splits):
+                whole = functools.partial(gather, splits=splits)
+                params = around.per_part(whole, (over_others,), over_others)(params)
+            params = to_varying(params, axis_name)
+            value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+            if any(splits):
+                mean = functools.partial(reduction.mean, splits=splits)
+                grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
+                found = Reduced(grads, None, None)
+            else:
+                own = jax.tree.map(lambda x: x[0], state)
+                stateful = {"key": key, "state": own, "metrics": metrics, "specs": over_others}
+                found = reduce(grads, axis_name, **options, **stateful)
+            after = jax.tree.map(lambda x: to_varying(x, axis_name)[None], found.state)
+            value = jax.tree.map(lambda x: _reduce_value(x, axis_name), value)
+            return value, found._replace(state=after)
+
+        by_worker = [_split_first(x, axes, others) for x in jax.tree.leaves((state, batch))]
+        params = _as_explicit(params, list(placed), mesh)
+        key = _as_explicit(key, [P()], mesh)
+        state, batch = _as_explicit((state, batch), by_worker, mesh)
+        in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
         spec_of: Any = Reduced
-        out_specs = P(), spec_of(tree=P(), state=P(axis_name), metrics=P())
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
+        out_specs = P(), spec_of(over_data, P(axis_name), P())
+        maps = {"mesh": mesh, "axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
+        value, found = jax.shard_map(local, **maps)(params, key, state, *batch)
+        if hidden:  # the compiler would choose
+            named = [NamedSharding(mesh, only(spec, automatic)) for spec in placed]
+            grads = lax.with_sharding_constraint(found.tree, tree.unflatten(named))
+            found = found._replace(tree=grads)
+        return value, found
 
     def reduced(params, *batch, key=None, state=None):
         _check_batch(batch, n_workers, axis_name)
         _check_stacked(state, sizes)
-        value, found = mapped(params, key, state, *batch)
+        placed = tuple(
+            only(spec, axes + others) for spec in _placed(params, specs, mesh, automatic)
+        )
+        if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {axes}, and scattering their gradients "
+                "keeps no state and has no metrics; pass metrics=False, no state, and a method "
+                "without memory, or replicate the parameters over these axes"
+            )
+        value, found = mapped(params, key, state, *batch, placed=placed)
         return value, found if metrics or state is not None else found.tree
 
     return reduced
+
+
+def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tuple[P, ...]:
+    """How every parameter is sharded over the mesh; over hidden axes tracers do not show it."""
+    leaves = jax.tree.leaves(params)
+    if specs is None and hidden and any(isinstance(x, Tracer) for x in leaves):
+        raise ValueError(
+            f"how parameters are sharded over the automatic axes {hidden} cannot be seen inside "
+            "jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), "
+            "or specs=P() if they are replicated"
+        )
+    found = map(functools.partial(_spec_of, mesh=mesh), leaves)
+    placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
+    for leaf, spec in zip(describe_leaves(params), placed, strict=True):
+        part(leaf, spec, mesh.shape)  # refuses what does not fit
+    return placed
+
+
+def _types(mesh: Mesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _spec_of(x: Any, mesh: Mesh) -> P:
+    """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
+    traced = isinstance(x, Tracer)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return P()
+    return sharding.spec
+
+
+def _as_explicit(tree: Any, specs: list[P], mesh: Mesh) -> Any:
+    """``tree`` with types that fit the specs of its leaves on Explicit axes of the mesh."""
+    explicit = [name for name, kind in _types(mesh).items() if kind == AxisType.Explicit]
+    if not explicit:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    shardings = (NamedSharding(mesh, only(spec, explicit)) for spec in specs)
+    return treedef.unflatten(map(jax.reshard, leaves, shardings))
+
+
+def _split_first(x: Any, axes: tuple[str, ...], others: tuple[str, ...]) -> P:
+    """Data axes along the first dimension; along the rest what the type has of other axes."""
+    return P(axes, *only(jax.typeof(x).sharding.spec, others)[1:])
 
 
 def _reduce_value(x, axis_name: AxisNames):

@@ -2,11 +2,15 @@
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
+
+from dynamiq_jax._compat import to_varying
 
 
 class Metrics(NamedTuple):
@@ -71,6 +75,15 @@ def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetr
     # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
     norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
     return BucketMetrics(facts, norm, nonfinite)
+
+
+def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
+    """Those of a bucket that is split over mesh axes, from those of a device's own part."""
+    if not axes:
+        return own
+    names = tuple(sorted(axes))
+    own = to_varying(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), own), names)
+    return lax.psum(own, names)
 
 
 def finite_norm(x: Float[Array, "*shape"]) -> Float[Array, ""]:

@@ -21,6 +21,7 @@ from dynamiq_jax.buckets import Bucket, Leaf, describe_leaves, group_leaves
 from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.methods import ShardedMethod
+from dynamiq_jax.placement import check_whole
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.topologies import Topology
 
@@ -61,7 +62,8 @@ def psum_scatter(
     Raises:
       ValueError: a leaf's dimension does not divide, does not vary over the axis, or an argument
         is malformed.
-      NotImplementedError: ``axis_index_groups``, or positional axes.
+      NotImplementedError: ``axis_index_groups``, positional axes, or leaves to be compressed where
+        `jax.shard_map` left axes of the mesh automatic or explicit.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
     resolved = resolve(method, topology, axis_sizes(axis_name), hierarchies=False)
@@ -94,6 +96,7 @@ def psum_scatter(
         return chosen.reduce_scatter(x, axis_name, n_workers=n, topology=route, seed=seed)
 
     grouping = group_leaves(leaves, **_limits(resolved))
+    check_whole(grouping, axis_name)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(rows(values[leaf.index])))
     for bucket in grouping.buckets:
@@ -140,7 +143,8 @@ def all_gather(
 
     Raises:
       ValueError: a leaf does not have the axis, or an argument is malformed.
-      NotImplementedError: ``axis_index_groups``, or positional axes.
+      NotImplementedError: ``axis_index_groups``, positional axes, or leaves to be compressed where
+        `jax.shard_map` left axes of the mesh automatic or explicit.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
     resolved = resolve(method, None, axis_sizes(axis_name), hierarchies=False)
@@ -175,6 +179,7 @@ def all_gather(
 
     limits = {name: -(-limit // n) for name, limit in _limits(resolved).items()}  # of a shard
     grouping = group_leaves(leaves, **limits)
+    check_whole(grouping, axis_name)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
@@ -166,6 +167,26 @@ class Llama(nnx.Module):
 def init_params(config: Config, key: jax.Array) -> nnx.State:
     """Fresh parameters. Pure: wrap it in ``jax.jit(..., out_shardings=...)`` to place them."""
     return nnx.state(Llama(config, nnx.Rngs(key)))
+
+
+def param_specs(params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """How parameters are split over the axes "model" and "fsdp" of a mesh, where it has them.
+
+    Tensor parallelism splits what a matrix makes or what it takes: heads and hidden units, so that
+    two matrices in a row need one sum of activations. FSDP splits the other dimension.
+    """
+    model, fsdp = (name if name in mesh.axis_names else None for name in ("model", "fsdp"))
+    takes, makes = P(model, fsdp), P(fsdp, model)
+    by_module = {"o": takes, "down": takes}
+    by_module |= dict.fromkeys(("q", "k", "v", "gate", "up", "embed", "head"), makes)
+
+    def of_leaf(path: tuple, leaf: Any) -> P:
+        if leaf.ndim < 2:
+            return P()  # the norms' scales
+        names = (getattr(entry, "key", None) for entry in path)
+        return next(by_module[name] for name in names if name in by_module)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:

@@ -25,6 +25,14 @@ The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``r
 version, whose standard library is the training text. ``--init unit`` starts from other weights, see
 ``llm_model.py``.
 
+    python examples/train_llm.py --mesh data=4,model=2
+    python examples/train_llm.py --mesh replica=2,fsdp=4 --compare
+
+train on a mesh of several axes: "data" and "replica" have copies of the parameters, "fsdp" has
+shards that are gathered on use, "model" splits every matrix (tensor parallelism). Errors are then
+those of the mean gradient against the one that plain `jax.jit` computes; what shards send is not
+counted here, but in ``train_fsdp.py``.
+
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
@@ -38,6 +46,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     )
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +64,7 @@ import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
-from llm_model import CONFIGS, INITS, Config, Loss, init_params, make_loss
+from llm_model import CONFIGS, INITS, Config, Loss, init_params, make_loss, param_specs
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -65,6 +74,7 @@ from rich.table import Column, Table
 import dynamiq_jax as dq
 
 AXIS = "data"
+DATA_AXES = ("replica", "data", "fsdp")  # of a mesh, the outermost first; "model" is the other one
 TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 METHODS = ("dynamiq", "bf16", "f32")
 MAX_NORM = 1.0  # of the gradient
@@ -96,13 +106,13 @@ class Method(NamedTuple):
     """One way to average gradients over the workers.
 
     ``value_and_grad(params, tokens)`` gives the mean loss and the mean gradients; ``mean(grads)``
-    is its averaging alone, for measuring the error inside shard_map. Wire bytes are what one
-    worker sends per step.
+    is its averaging alone, for measuring the error inside shard_map; a mesh of several axes has
+    none. Wire bytes are what one worker sends per step (NaN of parameters in shards).
     """
 
     name: str
     value_and_grad: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
-    mean: Callable[[Any], Any]
+    mean: Callable[[Any], Any] | None
     wire_bytes: float
     bits_per_coord: float
 
@@ -140,6 +150,27 @@ def lax_psum(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str) -> 
     return Method(name, value_and_grad, mean, wire_bytes, 8.0 * dtype.itemsize)
 
 
+def on_mesh(
+    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, bits: dq.DynamiQ, topology: Any
+) -> Method:
+    """The same, on a mesh of several axes: ``specs`` say how it splits the parameters."""
+    axes, specs = data_axes(mesh), param_specs(params, mesh)
+    method = {"dynamiq": bits, "bf16": dq.BF16(), "f32": dq.F32()}[name]
+    options = {"method": method, "topology": topology if name == "dynamiq" else None}
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=axes, specs=specs, **options)
+    dq.check_agreement(params, mesh, axes, **options)
+    if "fsdp" in mesh.axis_names:
+        return Method(name, value_and_grad, None, float("nan"), float("nan"))
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+    cost = dq.explain(params, sizes, mesh=mesh, specs=specs, **options, verbose=False)
+    return Method(name, value_and_grad, None, cost.wire_bytes, cost.bits_per_coord)
+
+
+def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """The axes over which the batch is split."""
+    return tuple(name for name in DATA_AXES if name in mesh.axis_names)
+
+
 # --- The three compiled functions: a step, every worker's own gradient, the error of a mean -------
 
 
@@ -171,8 +202,8 @@ def make_worker_grads(loss_fn: Loss, mesh: jax.sharding.Mesh, per_device: int = 
     return worker_grads
 
 
-def make_measure(method: Method, mesh: jax.sharding.Mesh) -> Callable:
-    """Returns ``f(worker_grads)``: two errors of the method's mean against the exact f32 mean.
+def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Callable:
+    """Returns ``f(worker_grads)``: two errors of a method's mean against the exact f32 mean.
 
     They are the vNMSE of the whole gradient and the relative error of its worst leaf.
     """
@@ -181,7 +212,18 @@ def make_measure(method: Method, mesh: jax.sharding.Mesh) -> Callable:
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)
-        mean, exact = method.mean(grads), jax.lax.pmean(grads, AXIS)
+        mean, exact = mean_of(grads), jax.lax.pmean(grads, AXIS)
+        return dq.vnmse(mean, exact), dq.worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
+
+    return measure
+
+
+def make_measure_on_mesh(method: Method, loss_fn: Loss) -> Callable:
+    """Returns ``f(params, tokens)``: the same errors, against the gradient of plain `jax.jit`."""
+
+    @jax.jit
+    def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (_, mean), exact = method.value_and_grad(params, tokens), jax.grad(loss_fn)(params, tokens)
         return dq.vnmse(mean, exact), dq.worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
 
     return measure
@@ -223,16 +265,32 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Sequences per step, over all devices."""
-        return self.recipe.batch_size * self.mesh.size
+        """Sequences per step, over all workers."""
+        sizes = (self.mesh.shape[name] for name in data_axes(self.mesh))
+        return self.recipe.batch_size * math.prod(sizes)
 
     def shard(self, tokens: np.ndarray) -> jax.Array:
-        """Puts equal shares of the rows on the devices."""
-        return jax.device_put(tokens, NamedSharding(self.mesh, P(AXIS)))
+        """Puts equal shares of the rows on the workers."""
+        return jax.device_put(tokens, NamedSharding(self.mesh, P(data_axes(self.mesh))))
 
     def init(self) -> Any:
-        """The same parameters at every call, a copy on each device."""
-        return self.replicated(partial(init_params, self.model), jax.random.key(self.seed))
+        """The same parameters at every call, placed as the mesh splits them."""
+        init, key = partial(init_params, self.model), jax.random.key(self.seed)
+        return jax.jit(init, out_shardings=self.shardings(jax.eval_shape(init, key)))(key)
+
+    def init_optimizer(self, optimizer: optax.GradientTransformation, params: Any) -> Any:
+        """The optimizer's first state, its moments placed as the parameters."""
+        whole = NamedSharding(self.mesh, P())
+        state = jax.eval_shape(optimizer.init, params)
+        shardings = optax.tree_map_params(
+            optimizer, lambda _, own: own, state, self.shardings(params),
+            transform_non_params=lambda _: whole,
+        )  # fmt: skip
+        return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+    def shardings(self, params: Any) -> Any:
+        """Where the parameters are."""
+        return jax.tree.map(partial(NamedSharding, self.mesh), param_specs(params, self.mesh))
 
     def replicated(self, function: Callable, *args: Any) -> Any:
         """``function(*args)``, computed with a copy on each device."""
@@ -266,15 +324,22 @@ class Dump(NamedTuple):
 def train(run: Run, method: Method, dump: Dump | None = None) -> Result:
     """Trains from ``run.init()`` with ``method``; saves one step's worker gradients if asked."""
     params, optimizer = run.init(), make_optimizer(run.recipe)
-    opt_state = run.replicated(optimizer.init, params)
-    measure = make_measure(method, run.mesh)
+    opt_state = run.init_optimizer(optimizer, params)
+    if method.mean is None:
+        measure = make_measure_on_mesh(method, run.loss_fn)
+    else:
+        of_workers = make_measure(method.mean, run.mesh)
+
+        def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return of_workers(run.worker_grads(params, tokens))
+
     result = Result(
         method=method.name, wire_bytes=method.wire_bytes, bits_per_coord=method.bits_per_coord
     )
 
     def before(i: int, params: Any, tokens: jax.Array) -> None:
         if i % run.measure_every == 0:
-            vnmse, worst_leaf = measure(run.worker_grads(params, tokens))
+            vnmse, worst_leaf = measure(params, tokens)
             result.vnmse[i], result.worst_leaf[i] = float(vnmse), float(worst_leaf)
             result.mean_vnmse = float(np.mean(list(result.vnmse.values())))
             result.mean_worst_leaf = float(np.mean(list(result.worst_leaf.values())))
@@ -318,7 +383,7 @@ def status(result: Result, tokens_per_step: int) -> str:
     vnmse = f"  vNMSE {result.mean_vnmse:.1e}" if result.vnmse else ""
     return (
         f"loss {result.losses[-1]:.3f}  {tokens_per_step / result.seconds_per_step:,.0f} tok/s  "
-        f"{result.wire_bytes / 1e6:,.2f} MB/step{vnmse}"
+        f"{known(f'{result.wire_bytes / 1e6:,.2f}')} MB/step{vnmse}"
     )
 
 
@@ -358,10 +423,16 @@ def table(results: Sequence[Result]) -> Table:
         percent = "-" if r.percent_vs_f32 is None else f"{r.percent_vs_f32:+.2f}%"
         out.add_row(
             r.method, f"{r.validation_loss:.4f}", "0" if r.method == "f32" else percent,
-            f"{r.wire_bytes / 1e6:,.2f}", f"{r.bits_per_coord:.2f}", f"{r.mean_vnmse:.1e}",
+            known(f"{r.wire_bytes / 1e6:,.2f}"), known(f"{r.bits_per_coord:.2f}"),
+            f"{r.mean_vnmse:.1e}",
             f"{r.mean_worst_leaf:.1e}", f"{r.seconds_per_step:.3f}",
         )  # fmt: skip
     return out
+
+
+def known(figure: str) -> str:
+    """The figure, or a dash for what was not counted."""
+    return "-" if figure == "nan" else figure
 
 
 def plot(results: Sequence[Result], title: str, file: Path) -> None:
@@ -412,6 +483,23 @@ def check_choice(value: str, choices: Any, option: str) -> None:
         raise typer.BadParameter(f"{option} {value!r}: choose one of {', '.join(choices)}")
 
 
+def make_mesh(text: str) -> jax.sharding.Mesh:
+    """The mesh that ``--mesh`` describes: names and sizes of its axes, the outermost first."""
+    parts = (part.partition("=") for part in text.split(","))
+    axes = {name: size for name, _, size in parts}
+    known = (*DATA_AXES, "model")
+    if not all(name in known and size.isdigit() and int(size) for name, size in axes.items()):
+        raise typer.BadParameter(f"--mesh {text}: expected {' or '.join(known)} = size, as data=8")
+    sizes = {name: int(axes[name]) for name in known if name in axes}
+    if math.prod(sizes.values()) != jax.device_count() or {*sizes} == {"model"}:
+        raise typer.BadParameter(
+            f"--mesh {text}: the sizes must multiply to the {jax.device_count()} devices, with "
+            f"one of {', '.join(DATA_AXES)} among the axes"
+        )
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
 def main(
     model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
     method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
@@ -419,7 +507,8 @@ def main(
     topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
     init: Annotated[str, typer.Option(help="of the weights: gpt2 or unit")] = "gpt2",
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
+    mesh: Annotated[str | None, typer.Option(help="as data=4,model=2 or replica=2,fsdp=4")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     compare: Annotated[bool, typer.Option(help="run dynamiq, bf16 and f32 in turn")] = False,
@@ -448,6 +537,8 @@ def main(
     dump_workers = dump_workers or n_devices
     dump = dump_gradients and Dump(dump_gradients, dump_step, dump_workers // n_devices)
     if dump_gradients:
+        if mesh:
+            raise typer.BadParameter("--dump-gradients: leave out --mesh")
         if dump_gradients.suffix != ".npz":
             raise typer.BadParameter(f"--dump-gradients {dump_gradients}: must end in .npz")
         if not dump_gradients.parent.is_dir():
@@ -464,14 +555,14 @@ def main(
 
     config, console = CONFIGS[model], Console()
     config = replace(config, vocab_size=vocab_size or config.vocab_size, init=init)
-    mesh = jax.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    devices = make_mesh(mesh or f"{AXIS}={n_devices}")
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
     loss_fn = make_loss(config)
     run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
-        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
+        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=devices,
+        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, devices), seed=seed,
         measure_every=measure_every, console=console,
     )  # fmt: skip
     params = jax.eval_shape(run.init)
@@ -481,10 +572,12 @@ def main(
 
     results = []
     for name in METHODS if compare else (method,):
-        if name == "dynamiq":
-            chosen = dynamiq(loss_fn, params, mesh, compression, TOPOLOGIES[topology])
+        if mesh:
+            chosen = on_mesh(loss_fn, params, devices, name, compression, TOPOLOGIES[topology])
+        elif name == "dynamiq":
+            chosen = dynamiq(loss_fn, params, devices, compression, TOPOLOGIES[topology])
         else:
-            chosen = lax_psum(loss_fn, params, mesh, name)
+            chosen = lax_psum(loss_fn, params, devices, name)
         results.append(train(run, chosen, dump))
         dump = None  # one dump, from the first run
     if compare:
@@ -493,10 +586,12 @@ def main(
 
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "init": init, "seq_len": config.seq_len, "seed": seed, "bits": bits, "topology": topology,
+        "init": init, "mesh": dict(devices.shape), "seq_len": config.seq_len, "seed": seed,
+        "bits": bits, "topology": topology,
         "results": [asdict(result) for result in results],
     }  # fmt: skip
     name = f"{model}-{'compare' if compare else method}"
+    name += f"-{mesh.replace('=', '').replace(',', '-')}" if mesh else ""
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
     save_curves(results, out / name)
     plot(results, f"{model}, {where['devices']}", out / f"{name}.png")

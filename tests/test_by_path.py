@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, gradient
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
@@ -216,6 +218,50 @@ def test_value_and_grad_and_agreement_take_it():
     wrong = {"method": lambda path, leaf: dq.OmniReduce(), "topology": DIRECT}
     with pytest.raises(NotImplementedError, match="leave topology=None"):
         dq.check_agreement(params, mesh, "data", **wrong)
+
+
+def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
+    """The kernel is split over "model" alone, the table over "data", too; the norm nowhere."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    coarse = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+    params = {
+        "norm": jnp.ones(64),
+        "table": jax.random.normal(KEY, (16, 64)),
+        "w": jax.random.normal(KEY, (64, 64)) / 8,
+    }
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(x @ params["table"] * params["norm"] @ params["w"]))
+
+    def by_name(path, leaf):
+        return {"norm": None, "table": coarse, "w": MX8}[path]
+
+    x = jax.random.normal(jax.random.key(1), (32, 16))
+    _, exact = jax.value_and_grad(loss)(params, x)
+    for table in (P(None, "model"), P("data", "model")):
+        specs = {"norm": P(), "table": table, "w": P(None, "model")}
+        placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+        options = {"method": by_name, "topology": DIRECT, "specs": specs}
+        _, found = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", **options))(
+            placed, x
+        )
+        np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-4)
+        error = {name: float(dq.vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
+        assert 1e-8 < error["table"] < 1e-3 < error["w"] < 1e-2
+        sent = dq.explain(
+            params,
+            4,
+            method=by_name,
+            topology=DIRECT,
+            mesh=mesh,
+            specs={
+                "norm": P(),
+                "table": P(None, "model"),
+                "w": P(None, "model"),
+            },
+            verbose=False,
+        )
+        assert [row.shape for row in sent.rows] == [(64,), (16, 32), (64, 32)]
 
 
 def test_processes_compare_the_methods_of_all_leaves():

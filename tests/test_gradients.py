@@ -221,7 +221,11 @@ def test_explicit_meshes_take_arguments_from_anywhere(axis, place):
         )
 
     def check(found):
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+        loss, grads = found
+        assert loss.sharding.is_fully_replicated
+        for grad, param in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
+            spread = param.sharding if spec_of_batch is not None else NamedSharding(mesh, P())
+            assert grad.sharding.is_equivalent_to(spread, grad.ndim)
         for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
 

@@ -81,8 +81,9 @@ def close(found, expected, own, terms):
 @pytest.mark.parametrize("tiled", [True, False])
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
-    n, method = 4, dq.DynamiQ(
-        widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200
+    n, method = (
+        4,
+        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200),
     )
     length, other = (12, 7) if tiled else (4, 9)
 
@@ -113,8 +114,9 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     ("axis", "tiled"), [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
 )
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
-    n, method = 3, dq.DynamiQ(
-        widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600
+    n, method = (
+        3,
+        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600),
     )
     tree = {
         "w": normal(n, 5, 61),

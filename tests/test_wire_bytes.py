@@ -6,48 +6,17 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import SMALL
+from hlo import OPERATION, arrays_of, bits_of, groups_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
-ITEM_BITS = dict(pred=8, u8=8, u16=16, bf16=16, f16=16, s32=32, u32=32, f32=32, c64=64)
-COLLECTIVES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter|send|recv"
-OPERATION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<name>{COLLECTIVES})(?P<start>-start)?\(")
-GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)={{(.*?)}}")
-GROUPS_BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\] {(.*?)}")
 ASKED = re.compile(
     r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?\) -> tensor<([\dx]*)(\w+)>', re.DOTALL
 )
-
-
-def arrays_of(hlo_type):
-    """(dtype, shape as text) of every array of an HLO type."""
-    return re.findall(r"(\w+)\[([\d,]*)\]", hlo_type)
-
-
-def groups_of(line):
-    """The workers that exchange something, group by group; or (source, target) pairs."""
-    if explicit := GROUPS.search(line):
-        return [[int(i) for i in group.split(",")] for group in explicit[1].split("},{")]
-    # From JAX 0.12 on: mesh['node'=2,'gpu'=4] {'gpu'}
-    mesh, axes = GROUPS_BY_AXES.search(line).groups()
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    within = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
-    workers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-    last = range(-len(within), 0)
-    size = math.prod(workers.shape[i] for i in within)
-    return np.moveaxis(workers, within, last).reshape(-1, size).tolist()
-
-
-def bits_of(dtype, shape):
-    size = 1
-    for length in filter(None, shape.split(",")):
-        size *= int(length)
-    return size * ITEM_BITS[dtype]
 
 
 def lower(collective, tree, sizes, method, topology=None):

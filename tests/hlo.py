@@ -1,0 +1,60 @@
+"""What the text of a compiled program (HLO) says of its collectives: who sends whom how much."""
+
+import math
+import re
+
+import numpy as np
+
+ITEM_BITS = dict(pred=8, u8=8, u16=16, bf16=16, f16=16, s32=32, u32=32, f32=32, c64=64)
+COLLECTIVES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter|send|recv"
+OPERATION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<name>{COLLECTIVES})(?P<start>-start)?\(")
+GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)={{(.*?)}}")
+GROUPS_IN_ORDER = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+GROUPS_BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\] {(.*?)}")
+
+
+def arrays_of(hlo_type):
+    """(dtype, shape as text) of every array of an HLO type."""
+    return re.findall(r"(\w+)\[([\d,]*)\]", hlo_type)
+
+
+def groups_of(line):
+    """The workers that exchange something, group by group; or (source, target) pairs."""
+    if explicit := GROUPS.search(line):
+        return [[int(i) for i in group.split(",")] for group in explicit[1].split("},{")]
+    if ordered := GROUPS_IN_ORDER.search(line):  # as [4,2]<=[2,4]T(1,0)
+        shape, dims, order = (
+            [int(i) for i in part.split(",")] if part else None for part in ordered.groups()
+        )
+        return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    # From JAX 0.12 on: mesh['node'=2,'gpu'=4] {'gpu'}
+    mesh, axes = GROUPS_BY_AXES.search(line).groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    within = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
+    workers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    last = range(-len(within), 0)
+    size = math.prod(workers.shape[i] for i in within)
+    return np.moveaxis(workers, within, last).reshape(-1, size).tolist()
+
+
+def bits_of(dtype, shape):
+    size = 1
+    for length in filter(None, shape.split(",")):
+        size *= int(length)
+    return size * ITEM_BITS[dtype]
+
+
+def crossing_bytes(hlo, shape, axis):
+    """Bytes of operands and results of collectives between devices that differ along an axis.
+
+    ``shape`` has the sizes of all axes of the mesh, ``axis`` is the number of one of them.
+    """
+    total = 0
+    for line in hlo.splitlines():
+        match = OPERATION.search(line)
+        if match is None:
+            continue
+        along = [{np.unravel_index(i, shape)[axis] for i in group} for group in groups_of(line)]
+        if any(len(places) > 1 for places in along):
+            total += sum(bits_of(*array) // 8 for array in arrays_of(match["type"]))
+    return total

@@ -1,0 +1,285 @@
+"""`value_and_grad` where parameters are sharded: over model axes, over data axes, over both."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL
+from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_meshes import assert_copies_equal
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods.base import Outcome
+
+F32 = dq.F32(**SMALL)
+SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
+
+
+KINDS = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "data explicit": (AxisType.Auto, AxisType.Explicit),
+    "model explicit": (AxisType.Explicit, AxisType.Auto),
+}
+"""Types of the axes that are not data axes, and of those that are."""
+
+
+class Layout(NamedTuple):
+    """A mesh, its data axes, and how parameters are sharded over it."""
+
+    mesh: dict[str, int]
+    data: str | tuple[str, ...]
+    specs: Any
+
+    @property
+    def sizes(self):
+        return tuple(self.mesh.values())
+
+    def make(self, kind="automatic"):
+        types = {name: KINDS[kind][name in self.data] for name in self.mesh}
+        return jax.make_mesh(self.sizes, tuple(types), axis_types=tuple(types.values()))
+
+
+def specs(first, second):
+    """``first`` splits the input layer's columns, ``second`` its rows."""
+    columns, rows = P(second, first), P(first, second)
+    return {"in": columns, "bias": P(first), "out": rows, "scale": P()}
+
+
+LAYOUTS = {
+    "tensor parallel": Layout({"data": 4, "model": 2}, "data", specs("model", None)),
+    "fsdp": Layout({"fsdp": 8}, "fsdp", specs(None, "fsdp")),
+    "hsdp": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, "fsdp")),
+    "fsdp of all data axes": Layout(
+        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, ("replica", "fsdp"))
+    ),
+    "fsdp and tensor parallel": Layout({"fsdp": 4, "model": 2}, "fsdp", specs("model", "fsdp")),
+    "hsdp and tensor parallel": Layout(
+        {"replica": 2, "fsdp": 2, "model": 2}, ("replica", "fsdp"), specs("model", "fsdp")
+    ),
+    "both in one dimension": Layout(
+        {"fsdp": 4, "model": 2}, "fsdp", specs(("fsdp", "model"), None)
+    ),
+    "a data axis for each dimension": Layout(
+        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs("replica", "fsdp")
+    ),
+}
+
+
+def model(params, x, y):
+    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    out = jnp.matmul(hidden, params["out"], **OUT.get(jax.typeof(hidden).sharding.spec[-1], {}))
+    return jnp.mean(jnp.square(out * params["scale"] - y))
+
+
+OUT = {"model": {"out_sharding": P()}}
+"""On Explicit axes products over a dimension that is split have to say what becomes of it."""
+
+
+@functools.cache
+def problem():
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {
+        name: jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=False)
+    }
+    # Workers differ a lot: later examples are larger.
+    x = jax.random.normal(keys[4], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
+    return params, (x, jax.random.normal(keys[5], (32, 24)))
+
+
+@functools.cache
+def expected():
+    params, batch = problem()
+    return jax.device_get(jax.value_and_grad(model)(params, *batch))
+
+
+def placed(layout, mesh):
+    params, batch = problem()
+    sharding = functools.partial(NamedSharding, mesh)
+    return (
+        jax.device_put(params, jax.tree.map(sharding, layout.specs)),
+        jax.device_put(batch, sharding(P(layout.data))),
+    )
+
+
+def assert_as_plain(found, params):
+    (loss, grads), (plain_loss, plain) = found, expected()
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    for name, grad in grads.items():
+        assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
+        np.testing.assert_allclose(grad, plain[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(name, kind):
+    layout = LAYOUTS[name]
+    mesh = layout.make(kind)
+    options = {"mesh": mesh, "axis_name": layout.data, "method": F32}
+    params, batch = placed(layout, mesh)
+    seen = dq.value_and_grad(model, **options)(params, *batch)
+    assert_as_plain(seen, params)
+    told = dq.value_and_grad(model, specs=layout.specs, **options)
+    assert_as_plain(jax.jit(told)(params, *batch), params)
+
+
+def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis():
+    layout = LAYOUTS["tensor parallel"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    options = {"mesh": mesh, "axis_name": "data", "specs": layout.specs}
+    ours = dq.value_and_grad(model, method=F32, topology=dq.Direct(), **options)
+
+    def plain(params, *batch):
+        params = lax.pcast(params, "data", to="varying")
+        return lax.pmean(jax.value_and_grad(model)(params, *batch), "data")
+
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "axis_names": {"data"}}
+    native = jax.shard_map(plain, mesh=mesh, **specs)
+
+    def moved(function):
+        compiled = jax.jit(function).lower(params, *batch).compile()
+        return crossing_bytes(compiled.as_text(), layout.sizes, 1)
+
+    assert moved(ours) == moved(native) > 0  # activations
+    assert_copies_equal({k: jax.jit(ours)(params, *batch)[1][k] for k in ("scale",)})
+
+
+COMPRESSED = dq.DynamiQ(bits=8, **SMALL)
+ROUTES = {
+    "scattered compressed": dq.Direct(),
+    "scattered natively": dq.Hierarchical(outer=dq.Direct()),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_of_shards_are_compressed(route):
+    layout = LAYOUTS["hsdp and tensor parallel"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
+    f = jax.jit(dq.value_and_grad(model, method=COMPRESSED, topology=ROUTES[route], **options))
+    compiled = f.lower(params, *batch, key=jax.random.key(0)).compile()
+    hlo = compiled.as_text()
+    assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
+    assert " all-to-all(" in hlo
+    native = jax.jit(dq.value_and_grad(model, method=F32, **options))
+    plain = native.lower(params, *batch, key=jax.random.key(0)).compile().as_text()
+    assert crossing_bytes(hlo, layout.sizes, 2) == crossing_bytes(plain, layout.sizes, 2)
+    loss, grads = compiled(params, *batch, key=jax.random.key(0))
+    for name, grad in grads.items():
+        assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
+        assert 1e-8 < float(dq.vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
+    assert_copies_equal(grads)
+
+
+def test_parameters_whose_sharding_cannot_be_seen_are_refused():
+    layout = LAYOUTS["tensor parallel"]
+    mesh = layout.make()
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=F32)
+    params, batch = placed(layout, mesh)
+    with pytest.raises(
+        ValueError, match=r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="
+    ):
+        jax.jit(f)(params, *batch)
+
+
+def test_states_and_metrics_of_shards_over_data_axes_are_refused():
+    layout = LAYOUTS["fsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=F32, metrics=True)
+    with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):
+        f(params, *batch)
+
+
+def test_methods_that_do_not_scatter_are_refused():
+    layout = LAYOUTS["fsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.THC())
+    with pytest.raises(NotImplementedError, match="THC.*psum_scatter"):
+        f(params, *batch)
+
+
+def test_a_state_of_model_shards():
+    """Error feedback with a tensor-parallel axis: every step takes the state of the one before."""
+    layout = LAYOUTS["tensor parallel"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    method = dq.OmniReduce(density=0.5, error_feedback=True, block_size=8, **SMALL)
+    options = {"method": method, "mesh": mesh, "specs": layout.specs}
+    f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
+    state = dq.init_state(params, 4, stacked=True, **options)
+    total, plain = None, expected()[1]
+    for step in range(1, 9):
+        _, found = f(params, *batch, state=state)
+        state, grads = found.state, jax.device_get(found.tree)
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
+        if step == 1:
+            first = float(dq.vnmse(total, plain))
+    mean = jax.tree.map(lambda x: x / 8, total)
+    assert first > 1e-3
+    assert float(dq.vnmse(mean, plain)) < first / 10  # what was left out came later
+
+
+def test_the_readme_runs_as_pasted():
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    section = text.split("## Meshes\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    found = {}
+    exec(code, found)
+    plain = jax.grad(found["loss_fn"])(found["params"], found["x"], found["y"])
+    for name, grad in found["grads"].items():
+        assert dict(grad.sharding.mesh.shape) == {"replica": 2, "fsdp": 4}
+        assert grad.addressable_shards[0].data.shape[0] == grad.shape[0] // 4
+        assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
+
+
+def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
+    layout = LAYOUTS["fsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", specs=layout.specs, method=F32)
+    hlo = jax.jit(f).lower(params, *batch).compile().as_text()
+    sizes = Counter()
+    for line in hlo.splitlines():
+        if match := OPERATION.search(line):
+            arrays = arrays_of(match["type"])
+            sizes[match["name"]] += sum(bits_of(*array) for array in arrays) // 32
+    split = 16 * 64 + 64 * 24
+    assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 24 + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds(dq.F32):
+    """Scatters the seeds it is told, and "sums" to their spread over the groups that scattered."""
+
+    native_by_default = False
+
+    def reduce_scatter(self, x, axis_name, *, seed, **_):
+        return jnp.full(x.shape[1], seed[0] % 1000, x.dtype) + 0 * x[0]
+
+    def all_reduce(self, x, axis_name, **_):
+        return Outcome(lax.pmax(x, axis_name) - lax.pmin(x, axis_name), ())
+
+
+def test_groups_that_scatter_apart_do_so_with_different_noise():
+    layout = LAYOUTS["hsdp"]
+    mesh = layout.make()
+    params, batch = placed(layout, mesh)
+    options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
+    f = dq.value_and_grad(model, method=Seeds(**SMALL), topology=dq.Direct(), **options)
+    grads = f(params, *batch, key=jax.random.key(1))[1]
+    assert np.all(np.asarray(grads["in"]) != 0)

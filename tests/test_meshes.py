@@ -1,0 +1,334 @@
+"""Reductions over the data axis of a mesh with a model axis: each device its own shards, alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_same_bits, auto_mesh, gradient
+from hlo import crossing_bytes
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+N, PARTS, MODEL = 4, 2, 1
+SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}
+SHAPES = {"columns": (24, 64), "norm": (700,), "other": (300,), "rows": (64, 40)}
+MODELS = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "data explicit": (AxisType.Explicit, AxisType.Auto),
+    "model explicit": (AxisType.Auto, AxisType.Explicit),
+}
+F32 = dq.F32(**SMALL)
+DYNAMIQ = dq.DynamiQ(bits=8, **SMALL)
+
+
+def mesh_of(kind="automatic", sizes=(N, PARTS), names=("data", "model")):
+    types = MODELS[kind] if kind in MODELS else kind
+    return jax.make_mesh(sizes, names, axis_types=types)
+
+
+@functools.cache
+def inputs():
+    """Every worker's own gradients, [N, ...]."""
+    return {
+        name: np.asarray(gradient(seed, N, int(np.prod(shape)))).reshape(N, *shape)
+        for seed, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def placed(mesh):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, P("data", *SPECS[name])))
+        for name, x in inputs().items()
+    }
+
+
+def part_of(name, x, number):
+    """One of the parts in which a leaf is on the model axis."""
+    spec = [*SPECS[name]]
+    return np.split(x, PARTS, spec.index("model"))[number] if "model" in spec else x
+
+
+def over_data(mesh, reduce, **options):
+    """A jitted ``reduce`` of every worker's tree, whose model axis is left as it is."""
+
+    def one(tree):
+        return reduce(jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree))
+
+    specs = {"in_specs": P("data"), "out_specs": P()} | options
+    return jax.jit(jax.shard_map(one, mesh=mesh, axis_names={"data"}, **specs))
+
+
+def moved(function, *args):
+    """Bytes of collectives over the model axis."""
+    return crossing_bytes(function.lower(*args).compile().as_text(), (N, PARTS), MODEL)
+
+
+def assert_copies_equal(tree):
+    """All devices that hold the same part of an array hold the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        first = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            assert_same_bits(data, first.setdefault(str(shard.index), data))
+        assert len(first) < len(leaf.addressable_shards)
+
+
+def assert_means(found):
+    for name, x in inputs().items():
+        exact = np.mean(x.astype(np.float64), axis=0)
+        np.testing.assert_allclose(found[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma):
+    mesh = mesh_of(kind)
+    tree = placed(mesh)
+    specs = None if kind in ("explicit", "model explicit") else SPECS
+    options = {"method": F32, "topology": dq.Direct(), "specs": specs}
+    ours = over_data(mesh, lambda t: dq.pmean(t, "data", **options), check_vma=check_vma)
+    native = over_data(mesh, lambda t: lax.pmean(t, "data"), check_vma=check_vma)
+    with jax.set_mesh(mesh):
+        assert moved(ours, tree) == moved(native, tree)
+        if "explicit" not in kind:
+            assert moved(ours, tree) == 0
+        found = ours(tree)
+    assert_means(found)
+    assert_copies_equal(found)
+
+
+def reduced_apart(method, *, number, names, key=None):
+    """Parts of leaves, reduced on a mesh that has nothing else."""
+
+    def one(tree):
+        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+        return dq.pmean(tree, "data", method=method, topology=dq.Direct(), key=key)
+
+    own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
+    mapped = jax.shard_map(one, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P())
+    return jax.jit(mapped)(own)
+
+
+@functools.cache
+def expected(keyed):
+    """What each device along the model axis should end with, from meshes of a data axis alone."""
+    key = jax.random.key(3) if keyed else None
+    copies = reduced_apart(DYNAMIQ, number=0, names=("norm", "other"), key=key)
+    shards = [
+        reduced_apart(DYNAMIQ, number=i, names=("columns", "rows"), key=key) for i in range(PARTS)
+    ]
+    return [jax.device_get(copies | own) for own in shards]
+
+
+def assert_each_as_alone(found, keyed):
+    assert_copies_equal(found)
+    for name, leaf in found.items():
+        whole = np.asarray(leaf)
+        for number, alone in enumerate(expected(keyed)):
+            assert_same_bits(part_of(name, whole, number), alone[name])
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
+    """Statistics, plan and noise are those of a device's own shards, and copies share them."""
+    mesh = mesh_of(kind)
+    options = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
+    ours = over_data(mesh, lambda t: dq.pmean(t, "data", specs=SPECS, **options))
+    with jax.set_mesh(mesh):
+        found = ours(placed(mesh))
+    assert_each_as_alone(found, keyed=True)
+    for name, x in inputs().items():
+        assert 0 < dq.vnmse(expected(True)[0][name], part_of(name, x.mean(0), 0)) < 0.003
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma):
+    mesh = mesh_of()
+
+    def one(tree):
+        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+        told = None if check_vma else SPECS
+        return dq.pmean(tree, "data", method=DYNAMIQ, topology=dq.Direct(), specs=told)
+
+    specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
+    mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=check_vma, **specs))
+    assert moved(mapped, placed(mesh)) == 0
+    assert_each_as_alone(mapped(placed(mesh)), keyed=False)
+
+
+def test_copies_stay_copies_where_nobody_tells_them_from_shards():
+    """With check_vma=False and no specs a leaf shares its widths with no other."""
+    mesh = mesh_of()
+
+    def one(tree):
+        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+        return dq.pmean(tree, "data", method=DYNAMIQ, topology=dq.Direct())
+
+    specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
+    mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs))
+    assert_copies_equal(mapped(placed(mesh)))
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_derivatives_are_those_of_the_exact_mean(kind):
+    mesh = mesh_of(kind)
+
+    def gradient_of(pmean):
+        def loss(tree):
+            total = pmean(jax.tree.map(jnp.square, tree))
+            return sum(jnp.sum(leaf * jnp.square(leaf)) for leaf in total.values())
+
+        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))
+
+    def ours(tree):
+        return dq.pmean(tree, "data", method=F32, topology=dq.Direct(), specs=SPECS)
+
+    with jax.set_mesh(mesh):
+        tree = placed(mesh)
+        found, exact = gradient_of(ours)(tree), gradient_of(lambda t: lax.pmean(t, "data"))(tree)
+    for name, leaf in exact.items():
+        assert np.any(np.asarray(leaf) != 0)
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-4)
+
+
+# --- What else there is: states, metrics, explanations, refusals ---------------------------------
+
+MEMORY = dq.OmniReduce(density=0.5, error_feedback=True, **SMALL)
+
+
+def test_buckets_of_different_axes_are_told_apart():
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    found = dq.explain(tree, N, method=F32, mesh=mesh_of(), specs=SPECS, verbose=False)
+    assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
+    assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
+    coords = 24 * 32 + 700 + 300 + 32 * 40
+    assert dq.wire_bits(tree, N, method=F32, mesh=mesh_of(), specs=SPECS) == 48 * coords
+
+
+def abstract(shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def two_steps(tree, state, specs):
+    """The second of two steps with error feedback, and the state after it."""
+    tree, state = jax.tree.map(lambda x: lax.squeeze(x, (0,)), (tree, state))
+    for _ in range(2):
+        mean, state, _ = dq.reduce(tree, "data", method=MEMORY, state=state, specs=specs)
+    return mean, jax.tree.map(lambda x: x[None], state)
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_states_are_those_of_every_part(kind):
+    mesh = mesh_of(kind)
+    init = functools.partial(dq.init_state, n_workers=N, method=MEMORY, stacked=True)
+    out_specs = P(), P("data")
+
+    def alone(number, names):
+        own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
+        state = init(abstract({name: x.shape[1:] for name, x in own.items()}))
+        specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": out_specs}
+        return jax.jit(jax.shard_map(functools.partial(two_steps, specs=None), **specs))(own, state)
+
+    expected = {i: alone(i, ("columns", "rows")) for i in range(PARTS)}
+    state = init(abstract(SHAPES), mesh=mesh, specs=SPECS)
+    state = jax.device_put(state, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": out_specs}
+        steps = functools.partial(two_steps, specs=SPECS)
+        mapped = jax.jit(jax.shard_map(steps, axis_names={"data"}, **specs))
+        found, after = mapped(placed(mesh), state)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    split, whole = (np.asarray(of_bucket.residual) for of_bucket in after)
+    assert split.shape == (N, PARTS, 24 * 32 + 32 * 40)
+    assert whole.shape == (N, 700 + 300)
+    for number, (mean, (of_part,)) in expected.items():
+        assert np.any(of_part.residual != 0)
+        assert_same_bits(split[:, number], np.asarray(of_part.residual))
+        for name in mean:
+            assert_same_bits(part_of(name, np.asarray(found[name]), number), np.asarray(mean[name]))
+
+
+def test_a_state_of_whole_leaves_is_refused():
+    mesh, state = mesh_of(), dq.init_state(abstract(SHAPES), N, method=MEMORY, stacked=True)
+    steps = functools.partial(two_steps, specs=SPECS)
+    mapped = jax.shard_map(
+        steps, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), axis_names={"data"}
+    )
+    with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
+        jax.jit(mapped)(placed(mesh), state)
+
+
+def test_metrics_are_those_of_all_parts():
+    mesh, tree = mesh_of(), inputs()
+    columns, norm = tree["columns"].copy(), tree["norm"].copy()
+    columns[0, 0, [3, 50]], norm[2, 5] = np.nan, np.inf
+    options = {"method": F32, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
+    mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
+    metrics = mapped(tree | {"columns": columns, "norm": norm})
+    assert metrics.nonfinite == 3
+    bits = dq.wire_bits(
+        abstract(SHAPES), N, method=F32, topology=dq.Direct(), mesh=mesh, specs=SPECS
+    )
+    assert metrics.wire_bytes == bits / 8
+
+
+REFUSED = {
+    "nothing told": (None, r"leaf \['columns'\].*automatic axes \{'model': 2\}.*specs=P\(\)"),
+    "no prefix": ({"columns": P()}, "no prefix of the tree"),
+    "no specs": ({**SPECS, "norm": "model"}, "leaf 'model' of type str"),
+    "too many entries": ({**SPECS, "norm": P(None, "model")}, "700.*has 2 entries"),
+    "no such axis": ({**SPECS, "norm": P("stage")}, "axis .stage.*not in the mesh"),
+    "does not divide": (
+        {**SPECS, "other": P("model")},
+        "301 entries.*no multiple of the 2 devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_specs_that_are_missing_or_wrong_are_refused(name):
+    specs, message = REFUSED[name]
+    tree = inputs() | {"other": np.ones((N, 301), np.float32)}
+    mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", method=F32, specs=specs))
+    with pytest.raises(ValueError, match=message):
+        mapped(tree)
+
+
+def test_small_leaves_need_no_specs():
+    """What is reduced exactly goes to lax as it is."""
+    mesh = mesh_of()
+    ours = over_data(mesh, lambda t: dq.pmean(t, "data"))
+    assert moved(ours, placed(mesh)) == 0
+    assert_means(ours(placed(mesh)))
+
+
+def test_specs_without_a_mesh_are_refused():
+    with pytest.raises(ValueError, match="pass mesh="):
+        dq.explain(abstract(SHAPES), N, specs=SPECS)
+
+
+@pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
+def test_halves_group_leaves_by_axes_and_are_refused_where_axes_are_open(collective):
+    mesh = mesh_of()
+
+    def one(tree):
+        tree = {name: x.reshape(4, -1) for name, x in tree.items()}
+        return collective(tree, "data", method=DYNAMIQ)
+
+    # JAX counts all of a bucket as varying over what one leaf varies over, and refuses `out_specs`.
+    specs = {
+        "in_specs": ({name: P("data", *spec) for name, spec in SPECS.items()},),
+        "out_specs": {
+            k: P(("data", "model") if "model" in v else "data") for k, v in SPECS.items()
+        },
+    }
+    shapes = jax.eval_shape(jax.shard_map(one, mesh=mesh, **specs), inputs())
+    assert shapes.keys() == SPECS.keys()
+    with pytest.raises(NotImplementedError, match="left the axes {'model': 2}.*value_and_grad"):
+        jax.eval_shape(over_data(mesh, one, out_specs=P("data")), inputs())
