@@ -185,8 +185,9 @@ def test_halves_of_an_all_reduce_exclude_by_path():
         def by_name(path, leaf):
             return None if path == "norm" else method
 
-        part = dq.psum_scatter(tree, "data", method=by_name, topology=DIRECT, key=KEY)
-        return part, dq.all_gather(part, "data", method=by_name, key=KEY)
+        options = {"tiled": True, "method": by_name, "key": KEY}
+        part = dq.psum_scatter(tree, "data", topology=DIRECT, **options)
+        return part, dq.all_gather(part, "data", **options)
 
     part, whole = jax.jit(jax.vmap(one, axis_name="data"))(tree)
     exact = np.sum(np.asarray(x, np.float64), axis=0).reshape(N, -1)
