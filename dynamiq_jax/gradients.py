@@ -137,7 +137,7 @@ def value_and_grad(
         _check_batch(batch, n_workers, axis_name)
         _check_stacked(state, sizes)
         placed = tuple(
-            only(spec, axes + others) for spec in _placed(params, specs, mesh, automatic)
+            only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden)
         )
         if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
