@@ -179,9 +179,9 @@ def multi_steps(
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
         if inside:
             zeros = to_varying(zeros, axis_name)
-        start = jnp.zeros((), jnp.int32)
         accumulated = PerWorker(zeros, axis_name, "mean")
-        return optax.MultiStepsState(start, start, inner.init(params), accumulated)
+        first, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
+        return optax.MultiStepsState(first, none, inner.init(params), accumulated)
 
     def update(updates, state, params=None, **extra) -> Any:
         length = every(state.gradient_step) if callable(every) else every
@@ -341,6 +341,5 @@ def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -
 
 
 def _no_metrics() -> Metrics:
-    zero = jnp.zeros((), jnp.float32)
-    scalars = dict.fromkeys(Metrics._fields, zero)
-    return Metrics(**scalars | {"widths": jnp.zeros(17, jnp.float32)})
+    shapes = {name: () for name in Metrics._fields} | {"widths": (17,)}
+    return Metrics(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})

@@ -312,6 +312,17 @@ def test_workers_that_are_not_known_are_refused():
         dq.optax.multi_steps(keeps, 0, "data")
 
 
+def test_a_first_state_can_be_donated():
+    """No array is in it twice, also where init runs operation by operation."""
+    mesh, (params, _) = auto_mesh(), problem(1)
+    optimizer = stateful()
+    with jax.set_mesh(mesh):
+        state = optimizer.init(params)
+    arrays = {id(leaf) for leaf in jax.tree.leaves(state)}
+    assert len(arrays) == len(jax.tree.leaves(state))
+    assert_same_bits(state, dq.optax.init(optimizer, params, mesh))
+
+
 def test_every_part_arises_where_it_belongs():
     params, _ = problem(1)
     with compilations() as compiled:
