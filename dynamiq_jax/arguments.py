@@ -32,6 +32,10 @@ from dynamiq_jax.topologies import (
 )
 
 AnyTopology = Topology | Hierarchical
+ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
+"""``(path, leaf) -> method``: how a leaf is compressed, such as that of path "layers/0/kernel";
+`None`: not at all, it is summed by `jax.lax.psum`."""
+AnyMethod = Method | ByPath
 
 
 class Resolved(NamedTuple):
@@ -52,8 +56,13 @@ class Resolved(NamedTuple):
         return self.method.limits(self.n_workers, fast_links=fast_links())
 
 
+def chooses_by_path(method: object) -> bool:
+    """Whether it is a `ByPath`."""
+    return callable(method) and not isinstance(method, type) and not hasattr(method, "wire_bits")
+
+
 def resolve(
-    method: Method | None,
+    method: AnyMethod | None,
     topology: AnyTopology | None,
     sizes: tuple[int, ...],
     *,
@@ -68,7 +77,7 @@ def resolve(
       hierarchies: whether they can serve.
     """
     check_kinds(method, topology)
-    method = DynamiQ() if method is None else method
+    method = DynamiQ() if method is None else cast(Method, method)
     if topology is None and method.native_by_default:
         reason = "native collectives, the method's default"
     elif topology is None:

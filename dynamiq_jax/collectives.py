@@ -18,6 +18,7 @@ from dynamiq_jax._compat import (
     zero_tangent,
 )
 from dynamiq_jax.arguments import (
+    AnyMethod,
     AnyTopology,
     Resolved,
     axis_counts,
@@ -30,8 +31,9 @@ from dynamiq_jax.arguments import (
     resolve,
 )
 from dynamiq_jax.buckets import Grouping, concatenate, group_leaves, split
+from dynamiq_jax.by_path import by_path, join_reductions, join_states
 from dynamiq_jax.explanation import explain_leaves
-from dynamiq_jax.methods import Method, State
+from dynamiq_jax.methods import State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.metrics import (
     BucketMetrics,
@@ -60,7 +62,7 @@ def psum(
     x: Any,
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -85,7 +87,9 @@ def psum(
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
       method: how to compress; default ``DynamiQ()``, 5 bits per coordinate. Methods with memory
-        take `reduce`.
+        take `reduce`. A function ``(path, leaf) -> method`` chooses for every leaf, and excludes
+        those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
+        dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
@@ -117,7 +121,7 @@ def pmean(
     x: Any,
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -129,12 +133,13 @@ def pmean(
     return reduce(x, axis_name, op="mean", **options).tree
 
 
+@by_path(join_reductions)
 def reduce(
     tree: Any,
     axis_name: AxisNames,
     *,
     op: Op = "mean",
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     state: State | None = None,
@@ -281,11 +286,12 @@ def _over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over:
     return of_whole
 
 
+@by_path(join_states)
 def init_state(
     tree: Any,
     n_workers: int | tuple[int, ...],
     *,
-    method: Method,
+    method: AnyMethod | None,
     topology: AnyTopology | None = None,
     stacked: bool = False,
     mesh: Mesh | None = None,

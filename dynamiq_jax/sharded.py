@@ -10,6 +10,7 @@ from jax import Array
 from dynamiq_jax import _compat
 from dynamiq_jax._compat import AxisNames, Groups, inlined, several_vmapped
 from dynamiq_jax.arguments import (
+    ByPath,
     Fixed,
     Resolved,
     axis_sizes,
@@ -21,6 +22,7 @@ from dynamiq_jax.arguments import (
     sharded,
 )
 from dynamiq_jax.buckets import Bucket, Grouping, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import check_choice
@@ -32,13 +34,14 @@ Tree = TypeVar("Tree")
 To = Literal["varying", "invarying", "reduced"]
 
 
+@by_path(join_trees)
 def psum_scatter(
     x: Tree,
     axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    method: ShardedMethod | None = None,
+    method: ShardedMethod | ByPath | None = None,
     topology: Topology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -144,6 +147,7 @@ _scatter_compiled = inlined(
 )
 
 
+@by_path(join_trees)
 def all_gather(
     x: Tree,
     axis_name: AxisNames,
@@ -151,7 +155,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: To = "varying",
-    method: ShardedMethod | None = None,
+    method: ShardedMethod | ByPath | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
