@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir, partial_eval
+from jax.interpreters import batching, mlir, partial_eval
 
 
 class _Inline:
@@ -130,6 +130,7 @@ def _less_varying(x, *, axes: frozenset[str]):
 _assume_invarying_p = Primitive("assume_invarying")
 _assume_invarying_p.def_abstract_eval(_less_varying)
 _assume_invarying_p.def_impl(lambda x, **_: x)
+batching.defvectorized(_assume_invarying_p)
 mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 

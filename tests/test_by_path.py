@@ -16,7 +16,7 @@ import dynamiq_jax as dq
 N = 4
 KEY = jax.random.key(0)
 MX8, MX4 = dq.MXFP8(**SMALL), dq.MXFP4(**SMALL)
-DIRECT = dq.Direct()
+DIRECT = dq.Direct(transport="collectives")
 OWN = {
     "embed": jax.ShapeDtypeStruct((500, 20), jnp.float32),
     "layers": [
