@@ -72,6 +72,10 @@ def bench_all_reduce(
     topology: Annotated[
         str, typer.Option(help="direct, ring, butterfly, hierarchical (needs --nodes), or several.")
     ] = "direct",
+    transport: Annotated[
+        str | None,
+        typer.Option(help="collectives or permutes (default: permutes if copy engines serve)."),
+    ] = None,
     baseline: Annotated[str, typer.Option(help="Native psum by wire dtype: bf16, f32.")] = "bf16",
     collective: Annotated[
         str, typer.Option(help="psum, or psum_scatter: the half that sharded training needs.")
@@ -103,7 +107,7 @@ def bench_all_reduce(
     if processes:
         jax.distributed.initialize(coordinator, processes, process_id)
     routes = [
-        _checked("--topology", contenders.parse_topology, name, nodes)
+        _checked("--topology", contenders.parse_topology, name, nodes, transport)
         for name in topology.split(",")
     ]
     if collective not in ("psum", "psum_scatter"):

@@ -109,7 +109,7 @@ def make_step(
     """Returns ``step(params, opt_state, tokens, weights) -> (params, opt_state, loss)``."""
     value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, **method._asdict())
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
     def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = value_and_grad(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -195,7 +195,7 @@ def make_sharded(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh, wire: 
     check_rows(state[0], mesh.size)
     specs = jax.tree.map(spec, state)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
     @partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=(*specs, P()))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)

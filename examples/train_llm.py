@@ -177,7 +177,7 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
     """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = method.value_and_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -208,7 +208,7 @@ def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Call
     They are the vNMSE of the whole gradient and the relative error of its worst leaf.
     """
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=dq.xla_options())
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)

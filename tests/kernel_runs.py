@@ -107,6 +107,15 @@ def programs(layout: Layout, fmt, dtype, backend):
             inputs(o, p), source(o, 1), chunks, target(o, 1, 1), **kw
         )
 
+    def hop_without_means(o: Operands, p: Payloads):
+        # Inputs of one stage share their tiles, and with them a branch of the kernel.
+        alike = tuple(pk.Input(p.second[k : k + 1], o.tiles[1]) for k in (2, 0))
+        given = (pk.Input(p.first, o.tiles[0]), *alike)
+        own = source(o, 1)._replace(mean=None)
+        return pk.decompress_accumulate_recompress(
+            given, own, jnp.asarray(SWAPPED), target(o, 1, 1), **kw
+        )
+
     def sums(o: Operands, p: Payloads):
         # As in a reduce-scatter, its chunks hold nothing that comes before it.
         order = jnp.where(o.order < start, layout.super_groups - start + o.order, o.order)
@@ -134,6 +143,7 @@ def programs(layout: Layout, fmt, dtype, backend):
         "compress": compress,
         "compress skipping": compress_one,
         "decompress_accumulate_recompress": hop,
+        "decompress_accumulate_recompress without means": hop_without_means,
         "decompress_accumulate": sums,
         "decompress_accumulate into": sums_into,
         "decompress": decompress,
@@ -163,6 +173,7 @@ def kernels_of(name: str) -> tuple[str, ...]:
     if name.startswith("width"):
         return coding
     others = "compress skipping", "decompress into", "decompress_accumulate into"
+    others = (*others, "decompress_accumulate_recompress without means")
     others = others if name in ("default", "odd widths") else ()
     return (*coding, "decompress_accumulate", *others)
 
@@ -172,8 +183,8 @@ def run(names, layout: Layout, fmt, dtype, backend, o, p) -> dict[str, np.ndarra
     kernels = programs(layout, fmt, dtype, backend)
     found = {name: np.asarray(jax.jit(kernels[name])(o, p)) for name in names}
     found = {n: a.astype(np.float32) if a.dtype == dtype else a for n, a in found.items()}
-    encoders = {"compress": 0, "compress skipping": 1, "decompress_accumulate_recompress": 1}
-    for name, stage in encoders.items():
-        if name in found:
+    for name in found:
+        if name.startswith(("compress", "decompress_accumulate_recompress")):
+            stage = 0 if name == "compress" else 1
             found[name] = found[name][:, : used_words(o.tiles[stage], fmt)]
     return found

@@ -106,7 +106,7 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     given = jnp.asarray(energy)
     words = [fmt.tile_words(w) for w in range(11)]
     for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
-        widths = np.asarray(assign_widths(given, tiles * words[floor] + spare, fmt, floor))
+        widths = np.asarray(assign_widths(given, (tiles * words[floor] + spare,), fmt, (floor,))[0])
         if spare < 0:
             assert widths.max() <= floor
             short = energy[widths < floor]

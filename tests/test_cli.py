@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
+import dynamiq_jax as dq
 from dynamiq_jax import cli
 from dynamiq_jax.bench import all_reduce, contenders, kernels, tables, timing
 from pallas_kernels import TILE_ROWS
@@ -304,13 +305,35 @@ def test_coords(text, coords):
 @pytest.mark.parametrize(
     ("told", "label"),
     [
-        ({}, "nvlink/p2p"),
-        ({"NCCL_SHM_DISABLE": "1"}, "nvlink/p2p"),
+        ({}, "p2p, NCCL"),
+        ({"NCCL_SHM_DISABLE": "1"}, "p2p, NCCL"),
+        ({"NCCL_HOSTID": "node0", "NCCL_NET": "Socket"}, "p2p, NCCL + socket"),
+        ({"NCCL_HOSTID": "node0", "NCCL_P2P_DISABLE": "1"}, "shm + net"),
         ({"NCCL_P2P_DISABLE": "1"}, "shm"),
         ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}, "socket"),
         ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "net"),
     ],
 )
 def test_transport_label(told, label):
-    assert all_reduce.transport("gpu", told) == label
-    assert all_reduce.transport("cpu", told) == "cpu"
+    assert all_reduce.transport("gpu", None, told) == label
+    assert all_reduce.transport("gpu", dq.Direct(transport="collectives"), told) == label
+    assert all_reduce.transport("cpu", None, told) == "cpu"
+
+
+def test_transport_label_of_copy_engines(monkeypatch):
+    monkeypatch.setattr(all_reduce, "copy_engines", lambda: "they are asked for")
+    permutes, collectives = (dq.Direct(transport=t) for t in ("permutes", "collectives"))
+    assert all_reduce.transport("gpu", permutes, {}) == "p2p, copy engines"
+    symmetric = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllGather,AllToAll"
+    told = {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": symmetric}
+    assert all_reduce.transport("gpu", collectives, told) == "p2p, NCCL copy engines"
+    assert all_reduce.transport("gpu", None, told) == "p2p, NCCL"
+    assert all_reduce.transport("gpu", None, {"NCCL_CTA_POLICY": "2"}) == "p2p, NCCL"
+
+
+def test_a_transport_is_that_of_the_topology_or_of_the_outer_one():
+    assert contenders.parse_topology("ring", 1, "permutes") == dq.Ring(transport="permutes")
+    outer = contenders.parse_topology("hierarchical", 2, "permutes").outer
+    assert outer == dq.Butterfly(transport="permutes")
+    with pytest.raises(ValueError, match="transport='nccl'"):
+        contenders.parse_topology("ring", 1, "nccl")

@@ -24,7 +24,7 @@ WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
 
 @functools.partial(jax.jit, static_argnames=("payload_words", "fmt"))
 def assigned(energy, payload_words, fmt):
-    return assign_widths(energy, payload_words, fmt)
+    return assign_widths(energy, (payload_words,), fmt, (None,))[0]
 
 
 def words_of(fmt, widths):

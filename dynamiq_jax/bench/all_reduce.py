@@ -31,6 +31,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.bench.contenders import Collective, Contender
 from dynamiq_jax.bench.timing import Timing, repeat_on_device, time_calls
 from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.topologies import with_transport
+from dynamiq_jax.xla import copy_engines
 
 AXES = ("node", "gpu")
 """Of the mesh; with one node, the last of them alone."""
@@ -61,15 +63,26 @@ class AllReduceRow:
     transport: str
 
 
-def transport(platform: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What carries the bytes, as the environment has told NCCL."""
+def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = os.environ) -> str:
+    """What carries the bytes of a topology, or of native collectives.
+
+    Of NCCL it says what the environment has told it: which links, and whether its copy engines or
+    its kernels send. Where NCCL takes processes for several hosts, both links are named.
+    """
     if platform == "cpu":
         return "cpu"
-    if environ.get("NCCL_P2P_DISABLE", "0") != "1":
-        return "nvlink/p2p"
-    if environ.get("NCCL_SHM_DISABLE", "0") != "1":
-        return "shm"
-    return "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
+    if topology is not None and not isinstance(topology, dq.Hierarchical):
+        filled, _ = with_transport(topology)
+        if getattr(filled, "transport", None) == "permutes" and copy_engines():
+            return "p2p, copy engines"
+    net = "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
+    if environ.get("NCCL_P2P_DISABLE", "0") == "1":
+        inside = "shm" if environ.get("NCCL_SHM_DISABLE", "0") != "1" else net
+    else:
+        symmetric = "nccl_symmetric_buffers" in environ.get("XLA_FLAGS", "")
+        engines = environ.get("NCCL_CTA_POLICY") == "2" and symmetric and topology is not None
+        inside = "p2p, NCCL copy engines" if engines else "p2p, NCCL"
+    return f"{inside} + {net}" if environ.get("NCCL_HOSTID") and inside != net else inside
 
 
 IN_FLIGHT_BYTES = 128 * 2**20
@@ -141,7 +154,7 @@ def bench_all_reduce(
                     wrong=int(wrong),
                     n_workers=len(devices),
                     iterations=times,
-                    transport=transport(devices[0].platform),
+                    transport=transport(devices[0].platform, contender.topology),
                 )
             )
     return rows

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
+from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
 _ANY_SIZE = {"min_leaf_size": 0, "min_bucket_size": 0}
@@ -82,6 +84,8 @@ class Contender(NamedTuple):
     wire_bytes: Callable[[int, tuple[int, ...]], int]
     """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
     backend: str
+    topology: Any = None
+    """`None`: native collectives."""
 
 
 def parse_size(text: str) -> int:
@@ -108,8 +112,10 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
-def parse_topology(text: str, nodes: int = 1) -> Any:
+def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> Any:
     """The topology called ``text``, for one axis, or for two if there are several nodes.
+
+    With a ``transport`` it, or the outer one of a hierarchy, takes that one.
 
     Raises:
       ValueError: there is no such topology, or it needs two axes.
@@ -121,7 +127,11 @@ def parse_topology(text: str, nodes: int = 1) -> Any:
             "topology 'hierarchical' reduces over two axes, and here is one: pass another, or in "
             "`bench all-reduce` --nodes"
         )
-    return TOPOLOGIES[text]()
+    if transport is None:
+        return TOPOLOGIES[text]()
+    if text == "hierarchical":
+        return dq.Hierarchical(outer=replace(across_hosts(nodes), transport=transport))
+    return TOPOLOGIES[text](transport=transport)
 
 
 def native_only(text: str) -> bool:
@@ -166,6 +176,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         reduce=partial(reduce, method=method, topology=topology),
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
+        topology=topology,
     )
 
 

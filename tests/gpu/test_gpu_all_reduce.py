@@ -1,5 +1,7 @@
 """`psum`, `psum_scatter` and `all_gather` on all GPUs of this machine."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax import xla
 from dynamiq_jax.synthetic import lognormal_mixture
 
 METHOD = dq.DynamiQ(min_bucket_size=1)
@@ -20,6 +23,8 @@ TOPOLOGIES = {
     "butterfly, two streams": dq.Butterfly(streams=2, stream_size=1),
     "direct": dq.Direct(),
     "direct, three streams": dq.Direct(streams=3, stream_size=1),
+    "ring, permutes": dq.Ring(transport="permutes"),
+    "direct, permutes": dq.Direct(transport="permutes", streams=2, stream_size=1),
 }
 
 
@@ -51,13 +56,15 @@ def _assert_equal_replicas(out, n):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_replicas_are_equal_and_accurate(topology, dtype):
+def test_replicas_are_equal_and_accurate(topology, dtype, monkeypatch):
     mesh = _mesh()
+    monkeypatch.setattr(xla, "_asked_for", False)  # and so it is again after this test
+    options = dq.xla_options() if topology.transport == "permutes" else None
     if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
         pytest.skip(f"{mesh.size} GPUs are no power of two")
     x = _gradients(mesh, dtype)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options)
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def reduce(x):
         return dq.psum(x[0], "data", method=METHOD, topology=topology)

@@ -90,9 +90,43 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
     return UpgradeOrder(level, words[upgrade], place.reshape(gain.shape))
 
 
+class _Tables(NamedTuple):
+    """`upgrade_order` of several floors, padded to equal lengths."""
+
+    level: np.ndarray
+    """int32[F, E]"""
+    words: np.ndarray
+    """int32[F, E], at least 1"""
+    entries: np.ndarray
+    """int32[F]: how many are no padding; fewer than E."""
+    place: np.ndarray
+    """int32[F, levels, U]; E - 1 for upgrades that there are not."""
+    widths: np.ndarray
+    """int32[F, U + 1]: the width after so many upgrades."""
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
+    upgrades = [width_upgrades(fmt, floor) for floor in floors]
+    orders = [upgrade_order(fmt, floor) for floor in floors]
+    entries = np.array([len(order.level) for order in orders], np.int32)
+    n_entries, n_upgrades = entries.max() + 1, max(len(u) for _, u in upgrades)
+    level = np.zeros((len(floors), n_entries), np.int32)
+    words, place = np.ones_like(level), np.full((len(floors), _LEVELS, n_upgrades), n_entries - 1)
+    widths = np.zeros((len(floors), n_upgrades + 1), np.int32)
+    for i, (order, (narrowest, own)) in enumerate(zip(orders, upgrades, strict=True)):
+        level[i, : entries[i]], words[i, : entries[i]] = order.level, order.words
+        place[i, :, : len(own)] = order.place
+        widths[i, : len(own) + 1] = [narrowest, *(u.width for u in own)]
+    return _Tables(level, words, entries, place.astype(np.int32), widths)
+
+
 def assign_widths(
-    energy: Float[Array, " T"], payload_words: int, fmt: WireFormat, floor: int | None = None
-) -> Int[Array, " T"]:
+    energy: Float[Array, " T"],
+    payload_words: tuple[int, ...],
+    fmt: WireFormat,
+    floors: tuple[int | None, ...],
+) -> Int[Array, "F T"]:
     """The width of each tile: the floor, and above it the least expected squared error.
 
     Energies are told apart in steps of 1/16 octave, down to 2^64 below the largest. Of the upgrade
@@ -100,31 +134,30 @@ def assign_widths(
 
     Args:
       energy: the energy of each tile, summed over chunks and workers; not negative.
-      payload_words: the budget, in 32-bit words.
+      payload_words: budgets, in 32-bit words: of F assignments, made together, since what takes
+        time is the number of kernels.
       fmt: its widths are the choice.
-      floor: what all tiles get before any gets more; where the payload is too small for that,
-        those of least energy do without. `None` is the narrowest.
+      floors: what all tiles get before any gets more, in each of the F; where the payload is too
+        small for that, those of least energy do without. `None` is the narrowest.
     """
-    narrowest, upgrades = width_upgrades(fmt, floor)
-    tiles = energy.shape[0]
-    if not upgrades:
-        return jnp.full((tiles,), narrowest, jnp.int32)
-    upgrade = upgrade_order(fmt, floor)
-    budget = payload_words - tiles * fmt.tile_words(narrowest)
+    tables = _tables(fmt, floors)
+    budgets = np.array(payload_words) - energy.shape[0] * fmt.tile_words(min(fmt.widths))
     level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
     is_level = level[:, None] == jnp.arange(_LEVELS, dtype=jnp.int32)
     tiles_at = jnp.sum(is_level, axis=0, dtype=jnp.int32)
-    spent = jnp.cumsum(tiles_at[upgrade.level] * upgrade.words)
-    fits = spent <= budget
-    taken = jnp.sum(fits[upgrade.place], axis=1, dtype=jnp.int32)[level]
-    # What is left pays for the next entry in part.
-    cut = jnp.sum(fits, dtype=jnp.int32)
-    last = jnp.minimum(cut, len(upgrade.level) - 1)
-    left = budget - jnp.where(cut > 0, spent[jnp.maximum(cut - 1, 0)], 0)
-    affordable = jnp.where(cut == last, left // jnp.asarray(upgrade.words)[last], 0)
-    marginal = level == jnp.asarray(upgrade.level)[last]
-    chosen = taken + (marginal & (jnp.cumsum(marginal) <= affordable))
-    return jnp.asarray([narrowest] + [u.width for u in upgrades], jnp.int32)[chosen]
+
+    def assign(budget, table: _Tables):
+        spent = jnp.cumsum(tiles_at[table.level] * table.words)
+        fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.entries)
+        taken = jnp.sum(fits[table.place], axis=1, dtype=jnp.int32)[level]
+        # What is left pays for the next entry in part.
+        cut = jnp.sum(fits, dtype=jnp.int32)
+        left = budget - jnp.where(cut > 0, spent[jnp.maximum(cut - 1, 0)], 0)
+        affordable = jnp.where(cut < table.entries, left // table.words[cut], 0)
+        marginal = level == table.level[cut]
+        return table.widths[taken + (marginal & (jnp.cumsum(marginal) <= affordable))]
+
+    return jax.vmap(assign)(jnp.asarray(budgets, jnp.int32), jax.tree.map(jnp.asarray, tables))
 
 
 def _steps_below_largest(x: Array, *, mantissa_bits: int, steps: int) -> Array:
@@ -198,14 +231,13 @@ def _tiles_of_stages(
     fmt = layout.fmt
     table = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
-    found: dict[tuple[int, int], Array] = {}
-    for payload_words, floor in dict.fromkeys(stages):
-        assign = functools.partial(assign_widths, payload_words=payload_words, fmt=fmt, floor=floor)
-        width = jax.vmap(assign)(energy)
-        words = table[width]
-        tiles = pack_tiles(jnp.cumsum(words, axis=1) - words, width)
-        found[payload_words, floor] = jnp.repeat(tiles, layout.shard_chunks, axis=0)
-    return tuple(found[stage] for stage in stages)
+    different = tuple(dict.fromkeys(stages))
+    payload_words, floors = zip(*different, strict=True)
+    width = jax.vmap(lambda e: assign_widths(e, payload_words, fmt, floors))(energy)
+    words = table[width]
+    tiles = pack_tiles(jnp.cumsum(words, axis=2) - words, width)
+    tiles = jnp.repeat(tiles, layout.shard_chunks, axis=0)
+    return tuple(tiles[:, different.index(stage)] for stage in stages)
 
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
