@@ -216,7 +216,7 @@ def test_gathered_shards_are_unbiased_and_the_same_everywhere():
     assert_replicas_equal(found)
     relative = np.sum(error**2, axis=1) / np.sum(exact**2, axis=1)
     assert np.all(relative > 1e-4)
-    assert np.all(relative < 0.03)
+    assert np.all(relative < 0.035)
     # The shard's first bytes decide nothing of another shard's noise.
     assert np.mean(error[0] / np.max(np.abs(error[0])) == error[1] / np.max(np.abs(error[1]))) < 0.1
     # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 31.
