@@ -24,6 +24,7 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.buckets import Bucket, Grouping, Leaf, describe_leaves, group_leaves
 from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
+from dynamiq_jax.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.placement import check_whole
@@ -278,13 +279,9 @@ def _grouped(leaves: list[Leaf], fixed: Fixed, limits: dict[str, int]) -> Groupi
 
 
 def _limits(resolved: Resolved) -> dict[str, int]:
-    """Those of the all-reduce, but that half of it pays on fast links from larger buckets on.
-
-    Statistics and plan are the same work for half the traffic: on eight H200 with NVLink
-    `psum_scatter` overtakes the native one at 2 to 3 times the size at which `psum` does.
-    """
+    """Those of the all-reduce, but that half of it pays on fast links from larger buckets on."""
     limits = resolved.limits()._asdict()
-    limits["min_bucket_bytes"] *= 3
+    limits["min_bucket_bytes"] = limits["min_bucket_bytes"] * PSUM_SCATTER_BYTES // PSUM_BYTES
     limits["bucket_bytes"] = max(limits["bucket_bytes"], 2 * limits["min_bucket_bytes"])
     return limits
 

@@ -10,7 +10,13 @@ from cases import METHODS, SMALL, assert_same_bits, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.arguments import resolve
+from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.topologies import choice as rule
+
+
+def filled(topology):
+    """Where no copy engines serve."""
+    return rule.with_transport(topology)[0]
 
 
 def devices(count=8, platform="gpu", kind="NVIDIA H200", domains=1):
@@ -90,25 +96,25 @@ def slow(monkeypatch):
 def test_what_is_passed_is_taken(slow):
     for topology in (dq.Direct(), dq.Ring(streams=1)):
         resolved = resolve(None, topology, (2, 4))
-        assert resolved.topology == topology
+        assert resolved.topology == filled(topology)
         assert resolved.reason == "as passed"
         assert resolved.n_workers == 8
 
 
 def test_halves_take_several_axes_as_one(slow):
-    assert resolve(None, None, (2, 4), hierarchies=False).topology == dq.Butterfly()
-    assert resolve(None, None, (2, 3), hierarchies=False).topology == dq.Ring()
-    assert resolve(None, None, (2, 3)).topology == dq.Hierarchical(outer=dq.Butterfly())
+    assert resolve(None, None, (2, 4), hierarchies=False).topology == filled(dq.Butterfly())
+    assert resolve(None, None, (2, 3), hierarchies=False).topology == filled(dq.Ring())
+    assert resolve(None, None, (2, 3)).topology == filled(dq.Hierarchical(outer=dq.Butterfly()))
 
 
 def test_a_hierarchy_fills_in_its_outer_topology(slow):
     whole = dq.Hierarchical()
-    assert resolve(None, whole, (6, 2)).topology == dq.Hierarchical(outer=dq.Ring())
-    assert resolve(None, whole, (2, 2, 2)).topology == dq.Hierarchical(outer=dq.Butterfly())
+    assert resolve(None, whole, (6, 2)).topology == filled(dq.Hierarchical(outer=dq.Ring()))
+    assert resolve(None, whole, (2, 2, 2)).topology == filled(dq.Hierarchical(outer=dq.Butterfly()))
     inner = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
-    assert resolve(None, inner, (4, 2)).topology == inner
+    assert resolve(None, inner, (4, 2)).topology == filled(inner)
     # Of nodes of one worker nothing else is left.
-    assert resolve(None, whole, (6, 1)).topology == dq.Ring()
+    assert resolve(None, whole, (6, 1)).topology == filled(dq.Ring())
 
 
 def test_psum_follows_the_rule(slow):
@@ -128,7 +134,7 @@ def test_explain_says_which_and_why(hosts, capsys):
     tree = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
     hosts(2, devices(domains=2))
     explanation = dq.explain(tree, (2, 4), method=dq.DynamiQ(**SMALL))
-    assert explanation.topology == repr(dq.Hierarchical(outer=dq.Butterfly()))
+    assert explanation.topology == repr(filled(dq.Hierarchical(outer=dq.Butterfly())))
     assert "several axes" in explanation.reason
     assert "several axes" in " ".join(capsys.readouterr().out.split())
     # 16 bits both ways on three quarters of the inner links, and 5 bits of a quarter outside.
@@ -155,9 +161,10 @@ def test_explain_says_which_and_why(hosts, capsys):
 def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fast):
     hosts(1, devices(kind=kind))
     assert rule.fast_links() == fast
-    small, large = (jax.ShapeDtypeStruct((2**k,), jnp.bfloat16) for k in (25, 26))
+    sizes = PSUM_BYTES // 2 - 1, PSUM_BYTES // 2
+    small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in sizes)
     routes = [dq.explain(x, 8, verbose=False).rows[0].route for x in (small, large)]
-    expected = "exact: bucket of 67108864 bytes < min_bucket_bytes 100663296"
+    expected = f"exact: bucket of {PSUM_BYTES - 2} bytes < min_bucket_bytes {PSUM_BYTES}"
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.DynamiQ(min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
@@ -165,7 +172,7 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 
 def test_buckets_are_larger_than_what_pays():
     limits = dq.DynamiQ().limits(8, fast_links=True)
-    assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 384 * 2**20
+    assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 4 * PSUM_BYTES
     assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 32 * 2**20
     assert dq.DynamiQ(bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
     assert dq.DynamiQ(min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes == 0

@@ -60,7 +60,7 @@ uncompressed over the topology."""
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""
 
-TOPOLOGIES: Mapping[str, Callable[[], Any]] = {
+TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "direct": dq.Direct,
     "ring": dq.Ring,
     "butterfly": dq.Butterfly,
@@ -130,7 +130,8 @@ def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> A
     if transport is None:
         return TOPOLOGIES[text]()
     if text == "hierarchical":
-        return dq.Hierarchical(outer=replace(across_hosts(nodes), transport=transport))
+        outer: Any = across_hosts(nodes)
+        return dq.Hierarchical(outer=replace(outer, transport=transport))
     return TOPOLOGIES[text](transport=transport)
 
 

@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
+from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.methods.base import (
     Collective,
@@ -51,8 +52,6 @@ from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 MIN_BUCKET_SIZE = 65536
 MIN_TILES_PER_WORKER = 16
 BUCKET_BYTES = 32 * 2**20
-FAST_LINK_BYTES = 96 * 2**20
-"""Where `Direct` overtakes bf16 psum on eight H200 with NVLink; README, "How fast"."""
 
 
 class DynamiQState(NamedTuple):
@@ -94,9 +93,9 @@ class DynamiQ(HopMethod):
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
         of 8 super-groups for each worker, since padding would take the bits of less.
-      min_bucket_bytes: and so do buckets of fewer bytes. Default: 96 MiB on GPUs that NVLink
-        connects all to all, where native psum is faster below that (unless ``min_bucket_size`` is
-        given), 0 elsewhere.
+      min_bucket_bytes: and so do buckets of fewer bytes. Default: `dynamiq_jax.crossover` on GPUs
+        that NVLink connects all to all, where native psum is faster below that (unless
+        ``min_bucket_size`` is given), 0 elsewhere.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
         larger ones are buckets of their own. Default: 32 MiB, but 4 ``min_bucket_bytes`` at least.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
@@ -215,7 +214,7 @@ class DynamiQ(HopMethod):
         if size is None:
             size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
         if least is None:
-            least = FAST_LINK_BYTES if fast_links and self.min_bucket_size is None else 0
+            least = PSUM_BYTES if fast_links and self.min_bucket_size is None else 0
         if bucket is None:
             bucket = max(BUCKET_BYTES, 4 * least)
         return Limits(self.min_leaf_size, size, least, bucket)

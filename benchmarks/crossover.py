@@ -1,0 +1,84 @@
+"""Finds from which size on compression pays on fast links, and writes it where the library looks.
+
+    python benchmarks/crossover.py [--write]
+
+Times bf16 `lax.psum` and `lax.psum_scatter` against `DynamiQ()` over `Direct` on all GPUs, at sizes
+around the expected ones, and takes the smallest from which on compression is faster, between sizes
+by their logarithms. ``--write`` puts it into ``dynamiq_jax/crossover.json``: smaller buckets travel
+natively (`DynamiQ.min_bucket_bytes`).
+"""
+
+import json
+import math
+import pathlib
+from typing import Annotated, NamedTuple
+
+import jax
+import typer
+from rich import print
+
+from dynamiq_jax.bench import all_reduce, contenders, tables
+
+FILE = pathlib.Path(__file__).parents[1] / "dynamiq_jax" / "crossover.json"
+MIB = 2**20
+SIZES = {"psum": (32, 48, 64, 96, 128), "psum_scatter": (96, 192, 288, 384)}
+
+
+class Point(NamedTuple):
+    """One size."""
+
+    size_bytes: int
+    speedup: float
+
+
+def crossover_bytes(points: list[Point]) -> int:
+    """The size from which on the speed-up is at least 1, up to whole MiB; of ascending points.
+
+    Raises:
+      ValueError: compression does not pay at the largest size.
+    """
+    slower = [i for i, point in enumerate(points) if point.speedup < 1]
+    if not slower:
+        return points[0].size_bytes
+    if slower[-1] == len(points) - 1:
+        raise ValueError(
+            f"compression takes {1 / points[-1].speedup:.2f} times as long at "
+            f"{points[-1].size_bytes / MIB:g} MiB, the largest size; measure larger ones"
+        )
+    low, high = points[slower[-1]], points[slower[-1] + 1]
+    part = -math.log(low.speedup) / (math.log(high.speedup) - math.log(low.speedup))
+    size = low.size_bytes * (high.size_bytes / low.size_bytes) ** part
+    return math.ceil(size / MIB) * MIB
+
+
+def measure(collective: str, repeats: int) -> list[Point]:
+    """Speed-ups over the native collective at all sizes."""
+    route = contenders.parse_topology("direct")
+    method = contenders.parse_method("dynamiq:5", route, collective)
+    rows = all_reduce.bench_all_reduce(
+        [size * MIB for size in SIZES[collective]],
+        [method],
+        contenders.uncompressed("bf16", collective),
+        devices=jax.devices(),
+        repeats=repeats,
+    )
+    print(f"{collective}: {rows[1].method}, {rows[1].transport}")
+    for row in rows[1::2]:
+        print(f"  {row.size_bytes // MIB} MiB: {row.time_us:.0f} µs, {row.speedup:.2f}x")
+    return [Point(row.size_bytes, row.speedup) for row in rows[1::2]]
+
+
+def main(
+    write: Annotated[bool, typer.Option(help="Whether the library takes them.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples per size.")] = 20,
+) -> None:
+    """Measures, prints and writes."""
+    found = {f"{name}_bytes": crossover_bytes(measure(name, repeats)) for name in SIZES}
+    print({name: f"{size // MIB} MiB" for name, size in found.items()})
+    if write:
+        told = {**found, "measured_on": tables.surroundings(jax.devices())}
+        FILE.write_text(json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
