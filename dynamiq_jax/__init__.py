@@ -9,6 +9,7 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 """
 
 from dynamiq_jax.agreement import check_agreement
+from dynamiq_jax.by_step import ByStep, by_step
 from dynamiq_jax.collectives import init_state, pmean, psum, reduce
 from dynamiq_jax.configuration import (
     Configuration,
@@ -33,11 +34,14 @@ from dynamiq_jax.methods import (
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
+from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
 from dynamiq_jax.xla import xla_options
 
 __all__ = [
     "BF16",
     "Butterfly",
+    "ByStep",
+    "CSVWriter",
     "Configuration",
     "Direct",
     "DynamiQ",
@@ -53,8 +57,10 @@ __all__ = [
     "Reduced",
     "Ring",
     "THC",
+    "TensorBoardWriter",
     "Topology",
     "all_gather",
+    "by_step",
     "check_agreement",
     "explain",
     "init_state",

@@ -1,21 +1,49 @@
 """Differences between JAX versions, and what its tracing state can tell. The only such file."""
 
+import dataclasses
 import functools
 import math
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir, partial_eval
 
-AxisNames = str | tuple[str, ...]
-"""One mapped axis, or several that count as one: workers are numbered in row-major order."""
+
+class _Inline:
+    """`jax.Inline` before JAX had it."""
+
+    JAX_EARLY = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of an axis's workers, each of which is an axis of its own: ``axis_index_groups``."""
+
+    names: str | tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Of equal size; every worker is in one."""
+
+    def gathered(self) -> dict:
+        """Arguments of `jax.lax`'s collectives."""
+        return {"axis_name": self.names, "axis_index_groups": self.groups}
+
+
+AxisNames = str | tuple[str, ...] | Groups
+"""One mapped axis, or several that count as one: workers are numbered in row-major order.
+
+Or groups of workers, which users pass as ``axis_index_groups``: then every function here means the
+workers of one group, numbered as the group lists them.
+"""
 
 
 def axis_tuple(axis_name: AxisNames) -> tuple[str, ...]:
     """The names as a tuple."""
+    if isinstance(axis_name, Groups):
+        axis_name = axis_name.names
     return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
@@ -31,9 +59,39 @@ def varies_over(x, axis_name: AxisNames) -> bool:
     return varying_axes(x).issuperset(axis_tuple(axis_name))
 
 
+def replicated(x, axis_name: AxisNames) -> bool:
+    """Whether ``x`` is known to be the same on all workers."""
+    return (varying_axes(x) | _half_reduced_axes(x)).isdisjoint(axis_tuple(axis_name))
+
+
+def plainly_varies(x, axis_name: AxisNames) -> bool:
+    """Whether ``x`` is known to vary over the axes, and over no axis is half of a reduction."""
+    return varies_over(x, axis_name) and not _half_reduced_axes(x)
+
+
+def _half_reduced_axes(x) -> frozenset[str]:
+    """Those over which JAX calls ``x`` "reduced" or "unreduced"."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset().union(*(getattr(manual, kind, ()) for kind in ("reduced", "unreduced")))
+
+
+def is_constant(x) -> bool:
+    """Whether ``x`` is a value that was there before any map: no tracer."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def is_transposed(x) -> bool:
+    """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
+    return isinstance(x, partial_eval.JaxprTracer)
+
+
 def tracks_varying(axis_name: AxisNames) -> bool:
     """Whether the surrounding map checks varying axes (shard_map's ``check_vma=True``)."""
-    return varies_over(lax.axis_index(axis_name), axis_name)
+    names = axis_tuple(axis_name)
+    found = [False]
+    if names:  # Traced, so that nothing runs where the caller is not in jit.
+        jax.eval_shape(lambda: found.append(varies_over(lax.axis_index(names), names)))
+    return found[-1]
 
 
 def to_varying(tree, axis_name: AxisNames):
@@ -48,13 +106,15 @@ def to_varying(tree, axis_name: AxisNames):
 
 def all_gather_invarying(x: Array, axis_name: AxisNames) -> Array:
     """Gathers to a new leading axis; where JAX tracks it, the result counts as replicated."""
-    if varies_over(x, axis_name):
+    if varies_over(x, axis_name) and not isinstance(axis_name, Groups):
         return lax.all_gather(x, axis_name, to="invarying")
     return all_gather(x, axis_name)  # pmap, vmap, check_vma=False
 
 
 def assume_invarying(x: Array, axis_name: AxisNames) -> Array:
     """``x``, which has the same bits on all workers: JAX counts it as replicated from here on."""
+    if isinstance(axis_name, Groups):
+        return x
     axes = varying_axes(x) & set(axis_tuple(axis_name))
     return _assume_invarying_p.bind(x, axes=axes) if axes else x
 
@@ -70,20 +130,40 @@ def _less_varying(x, *, axes: frozenset[str]):
 _assume_invarying_p = Primitive("assume_invarying")
 _assume_invarying_p.def_abstract_eval(_less_varying)
 _assume_invarying_p.def_impl(lambda x, **_: x)
+batching.defvectorized(_assume_invarying_p)
 mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 
 def all_gather(x: Array, axis_name: AxisNames) -> Array:
     """`lax.all_gather` to a new leading axis, also over several axes of `jax.vmap`."""
-    if not _several_vmapped(axis_name):
+    if isinstance(axis_name, Groups):
+        return lax.all_gather(x, **axis_name.gathered())
+    if not several_vmapped(axis_name):
         return lax.all_gather(x, axis_name)
     gathered = functools.reduce(lax.all_gather, reversed(axis_name), x)
     return gathered.reshape(-1, *x.shape)
 
 
+def all_gather_to(x: Array, axis_name: AxisNames, to: str) -> Array:
+    """`all_gather`, whose result is "varying", "invarying" or "reduced" where JAX tracks that."""
+    if to != "varying" and tracks_varying(axis_name):
+        return lax.all_gather(x, axis_name, to=to)
+    return all_gather(x, axis_name)
+
+
+def gathered_as(x: Array, axis_name: AxisNames, to: str) -> Array:
+    """What was gathered, replicated where JAX tracks that, as `all_gather_to` returns it."""
+    if to == "reduced" and tracks_varying(axis_name):
+        return lax.pcast(x, axis_tuple(axis_name), to="reduced")
+    return x
+
+
 def ppermute(x: Array, axis_name: AxisNames, permutation: list[tuple[int, int]]) -> Array:
     """`lax.ppermute` by a whole permutation, also over several axes of `jax.vmap`."""
-    if not _several_vmapped(axis_name):
+    if isinstance(axis_name, Groups):
+        pairs = [(group[s], group[d]) for group in axis_name.groups for s, d in permutation]
+        return lax.ppermute(x, axis_name.names, pairs)
+    if not several_vmapped(axis_name):
         return lax.ppermute(x, axis_name, permutation)
     source = jnp.array([s for s, _ in sorted(permutation, key=lambda pair: pair[1])])
     return all_gather(x, axis_name)[source[lax.axis_index(axis_name)]]
@@ -91,14 +171,62 @@ def ppermute(x: Array, axis_name: AxisNames, permutation: list[tuple[int, int]])
 
 def all_to_all(x: Array, axis_name: AxisNames) -> Array:
     """Sends x[j] to worker j; result[i] came from worker i."""
-    return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+    options = {"split_axis": 0, "concat_axis": 0, "tiled": True}
+    if isinstance(axis_name, Groups):
+        return lax.all_to_all(x, **axis_name.gathered(), **options)
+    return lax.all_to_all(x, axis_name, **options)
 
 
 def psum_scatter(x: Array, axis_name: AxisNames) -> Array:
     """The sum of x[me] over workers; also over several axes of `jax.vmap`."""
-    if not _several_vmapped(axis_name):
+    if isinstance(axis_name, Groups):
+        return lax.psum_scatter(x, **axis_name.gathered())
+    if not several_vmapped(axis_name):
         return lax.psum_scatter(x, axis_name)
     return lax.psum(x, axis_name)[lax.axis_index(axis_name)]
+
+
+def psum(tree, axis_name: AxisNames):
+    """`lax.psum`; of groups also where JAX tracks varying axes, and the sums still vary."""
+    if not isinstance(axis_name, Groups):
+        return lax.psum(tree, axis_name)
+    if not tracks_varying(axis_name):
+        return lax.psum(tree, **axis_name.gathered())
+
+    def total(x):
+        n = axis_size(axis_name)
+        parts = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
+        return all_gather(psum_scatter(parts, axis_name), axis_name).reshape(-1)[: x.size]
+
+    def one(x):
+        constant = is_constant(x)
+        return lax.psum(x, **axis_name.gathered()) if constant else total(x).reshape(x.shape)
+
+    return jax.tree.map(one, tree)
+
+
+def pmean(tree, axis_name: AxisNames):
+    """`lax.pmean`."""
+    if not isinstance(axis_name, Groups):
+        return lax.pmean(tree, axis_name)
+    return lax.pmean(tree, **axis_name.gathered())
+
+
+def pmax(tree, axis_name: AxisNames):
+    """`lax.pmax`; of groups it still varies where JAX tracks that."""
+    if not isinstance(axis_name, Groups):
+        return lax.pmax(tree, axis_name)
+    return jax.tree.map(lambda x: jnp.max(all_gather(x, axis_name), axis=0), tree)
+
+
+def axis_index(axis_name: AxisNames) -> Array:
+    """This worker's number, int32."""
+    if not isinstance(axis_name, Groups):
+        return lax.axis_index(axis_name)
+    place = np.empty(sum(map(len, axis_name.groups)), np.int32)
+    for group in axis_name.groups:
+        place[list(group)] = np.arange(len(group))
+    return jnp.asarray(place)[lax.axis_index(axis_name.names)]
 
 
 def zero_tangent(x: Array) -> Array | np.ndarray:
@@ -109,12 +237,21 @@ def zero_tangent(x: Array) -> Array | np.ndarray:
 
 
 def axis_size(axis_name: AxisNames) -> int:
-    """Workers on the axis or axes."""
+    """Workers on the axis or axes, or in a group."""
+    if isinstance(axis_name, Groups):
+        return len(axis_name.groups[0])
     return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
 
 
-def _several_vmapped(axis_name: AxisNames) -> bool:
-    """JAX's batching rules of most collectives take one axis only (their tracers have a dim)."""
-    if isinstance(axis_name, str) or len(axis_name) == 1:
-        return False
-    return any(hasattr(lax.axis_index(name), "batch_dim") for name in axis_name)
+inlined = functools.partial(jax.jit, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+"""`jax.jit` of which nothing is left within another: one program for operations called eagerly."""
+
+
+def several_vmapped(axis_name: AxisNames) -> bool:
+    """Whether it is several axes, some of them `jax.vmap`'s: most batching rules take one only."""
+    return len(axis_tuple(axis_name)) > 1 and vmapped(axis_name)
+
+
+def vmapped(axis_name: AxisNames) -> bool:
+    """Whether one of the axes is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
+    return any(hasattr(lax.axis_index(name), "batch_dim") for name in axis_tuple(axis_name))

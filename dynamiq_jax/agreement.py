@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dynamiq_jax._compat import AxisNames, axis_tuple
-from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
+from dynamiq_jax.arguments import AnyMethod, AnyTopology, check_axis, chooses_by_path, resolve
 from dynamiq_jax.buckets import describe_leaves
-from dynamiq_jax.methods import Method
+from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.seeds import key_words
 
 FACT_BYTES = 4096
@@ -34,7 +34,7 @@ def check_agreement(
     mesh: Mesh,
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
 ) -> None:
@@ -73,7 +73,13 @@ def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -
     missing = [name for name in names if name not in mesh.shape]
     if missing:
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
-    resolved = resolve(method, topology, tuple(mesh.shape[name] for name in names))
+    sizes = tuple(mesh.shape[name] for name in names)
+    chosen = None
+    if chooses_by_path(method):
+        chosen, method = methods_of(tree, method), None
+        for own in {own for _, own in chosen} - {None}:
+            resolve(own, topology, sizes)
+    resolved = resolve(method, topology, sizes)
     words = key_words(key)
     leaves = describe_leaves(tree)
     facts = {
@@ -83,7 +89,7 @@ def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -
         "platform": jax.default_backend(),
         "mesh": f"{dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}",
         "axis_name": repr(names),
-        "method": repr(resolved.method),
+        "method": repr(resolved.method) if chosen is None else repr(chosen),
         "topology": f"{resolved.topology!r} ({resolved.reason})",
         "limits": repr(resolved.limits()),
         "key": "none" if words is None else str(np.asarray(words).tolist()),

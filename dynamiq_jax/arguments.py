@@ -2,14 +2,25 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dynamiq_jax._compat import AxisNames, axis_tuple, tracks_varying, varies_over
-from dynamiq_jax.buckets import Leaf
+from dynamiq_jax._compat import (
+    AxisNames,
+    Groups,
+    axis_size,
+    axis_tuple,
+    is_constant,
+    is_transposed,
+    plainly_varies,
+    replicated,
+    tracks_varying,
+    vmapped,
+)
+from dynamiq_jax.buckets import Grouping, Leaf
 from dynamiq_jax.methods import DynamiQ, Limits, Method, ShardedMethod
 from dynamiq_jax.topologies import (
     Hierarchical,
@@ -21,6 +32,10 @@ from dynamiq_jax.topologies import (
 )
 
 AnyTopology = Topology | Hierarchical
+ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
+"""``(path, leaf) -> method``: how a leaf is compressed, such as that of path "layers/0/kernel";
+`None`: not at all, it is summed by `jax.lax.psum`."""
+AnyMethod = Method | ByPath
 
 
 class Resolved(NamedTuple):
@@ -41,8 +56,13 @@ class Resolved(NamedTuple):
         return self.method.limits(self.n_workers, fast_links=fast_links())
 
 
+def chooses_by_path(method: object) -> bool:
+    """Whether it is a `ByPath`."""
+    return callable(method) and not isinstance(method, type) and not hasattr(method, "wire_bits")
+
+
 def resolve(
-    method: Method | None,
+    method: AnyMethod | None,
     topology: AnyTopology | None,
     sizes: tuple[int, ...],
     *,
@@ -57,7 +77,7 @@ def resolve(
       hierarchies: whether they can serve.
     """
     check_kinds(method, topology)
-    method = DynamiQ() if method is None else method
+    method = DynamiQ() if method is None else cast(Method, method)
     if topology is None and method.native_by_default:
         reason = "native collectives, the method's default"
     elif topology is None:
@@ -151,24 +171,56 @@ def check_kinds(method, topology) -> None:
 
 
 def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
-    """The axis name, or several as a tuple."""
-    if axis_index_groups is not None:
-        raise NotImplementedError(
-            f"axis_index_groups={axis_index_groups!r}: groups of workers are not supported; give "
-            "each group an axis of the mesh and pass its name, as axis_name='gpu' of a mesh "
-            "('node', 'gpu')"
-        )
+    """The axis name, several or none as a tuple, or groups of its workers."""
+    if isinstance(axis_name, Groups):
+        return axis_name
     if isinstance(axis_name, list):
         axis_name = tuple(axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) for name in names):
         raise NotImplementedError(
             f"axis_name={axis_name!r}: expected the name of a mapped axis (a str), or a tuple of "
             "names; positional axes of jax.lax.psum are not supported"
         )
     if len(set(names)) < len(names):
         raise ValueError(f"axis_name={axis_name!r} names an axis twice; pass each once")
-    return names[0] if len(names) == 1 else names
+    axis_name = names[0] if len(names) == 1 else names
+    if axis_index_groups is None or not names:
+        return axis_name
+    return _groups_of(axis_name, axis_index_groups)
+
+
+def _groups_of(axis_name, axis_index_groups) -> Groups:
+    groups = tuple(tuple(int(worker) for worker in group) for group in axis_index_groups)
+    n_workers = math.prod(axis_sizes(axis_name))
+    if sorted(worker for group in groups for worker in group) != list(range(n_workers)):
+        raise ValueError(
+            f"axis_index_groups={groups} must cover all indices exactly once, and axis "
+            f"{axis_name!r} has those from 0 to {n_workers - 1}; pass a partition of these"
+        )
+    sizes = [len(group) for group in groups]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"axis_index_groups={groups} has groups of {sizes} workers; pass groups that are all "
+            "the same size"
+        )
+    return Groups(axis_name, groups)
+
+
+def check_groups(axis_name: AxisNames, *, all_reduce: bool) -> None:
+    """Refuses groups of workers where `jax.lax` knows none."""
+    if not isinstance(axis_name, Groups):
+        return
+    asked = f"axis_index_groups={axis_name.groups}"
+    remedy = "give each group an axis of its own and pass its name, as axis_name='gpu' of axes "
+    remedy += "('node', 'gpu')"
+    if vmapped(axis_name):
+        raise NotImplementedError(f"{asked}: jax.vmap has no groups of workers; {remedy}")
+    if all_reduce and tracks_varying(axis_name):
+        raise NotImplementedError(
+            f"{asked}: under jax.shard_map with check_vma=True no sum is replicated within groups "
+            f"alone; pass check_vma=False, or {remedy}"
+        )
 
 
 def check_state(state, first: Callable[[], tuple], method: Method, n_workers: int) -> list:
@@ -207,24 +259,58 @@ def check_state(state, first: Callable[[], tuple], method: Method, n_workers: in
     return list(state)
 
 
-def axis_sizes(axis_name: AxisNames) -> tuple[int, ...]:
-    """Workers on every axis."""
-    return tuple(lax.axis_size(name) for name in axis_tuple(axis_name))
+def axis_sizes(axis_name: AxisNames, collective: str = "psum") -> tuple[int, ...]:
+    """Workers on every axis; groups count as one axis.
+
+    Raises:
+      NameError: an axis is not mapped where ``collective`` is called.
+    """
+    if isinstance(axis_name, Groups):
+        return (axis_size(axis_name),)
+    try:
+        return tuple(lax.axis_size(name) for name in axis_tuple(axis_name))
+    except NameError as error:
+        raise NameError(
+            f"Found an {error}. To fix this, please call {collective} under `jax.shard_map`, "
+            "`jax.pmap` or `jax.vmap` with an axis of this name."
+        ) from None
 
 
-def check_varying(leaves: list[Leaf], values, axis_name: AxisNames, n_workers: int) -> None:
-    """Refuses leaves that are known to be equal on all workers."""
-    if not tracks_varying(axis_name):
-        return
-    fixed = [
+Fixed = dict[int, Literal["constant", "replicated", "native"]]
+"""Leaves that are not compressed whatever their size, by index, and why."""
+
+
+def fixed_leaves(leaves: list[Leaf], values, axis_name: AxisNames) -> Fixed:
+    """Leaves whose value JAX knows to be the same on all workers, and those for `jax.lax` alone.
+
+    The latter vary over some of the axes, are "reduced" or "unreduced", types that only it can pass
+    on, or are traced to be transposed.
+    """
+    tracked = tracks_varying(axis_name)
+    fixed: Fixed = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if is_constant(value):
+            fixed[leaf.index] = "constant"
+        elif is_transposed(value):
+            fixed[leaf.index] = "native"
+        elif tracked and not plainly_varies(value, axis_name):
+            same = replicated(value, axis_name)
+            fixed[leaf.index] = "replicated" if same else "native"
+    return fixed
+
+
+def check_varying(grouping: Grouping, fixed: Fixed, axis_name: AxisNames, n_workers: int) -> None:
+    """Refuses leaves that would be compressed, and are known to be equal on all workers."""
+    found = [
         leaf
-        for leaf, value in zip(leaves, values, strict=True)
-        if not varies_over(value, axis_name) and leaf.size > 0
+        for bucket in grouping.buckets
+        for leaf in bucket.leaves
+        if fixed.get(leaf.index) == "replicated"
     ]
-    if fixed:
-        leaf = fixed[0]
+    if found:
+        leaf = found[0]
         raise ValueError(
-            f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) and {len(fixed) - 1} more do "
+            f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) and {len(found) - 1} more do "
             f"not vary over axis {axis_name!r}: all {n_workers} workers hold the same value, which "
             f"a psum would multiply by {n_workers}. Gradients of replicated parameters are already "
             "summed under check_vma=True: differentiate with dq.value_and_grad, or cast the "

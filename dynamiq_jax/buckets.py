@@ -10,6 +10,7 @@ have the same widths and noise, and stay copies.
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -143,8 +144,8 @@ def group_leaves(
     return Grouping(tuple(large), tuple(exact))
 
 
-def concatenate(bucket: Bucket, values: list[Array]) -> Array:
-    """The bucket's flat array."""
+def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
+    """The bucket's flat array, from leaves by index."""
     flat = [jnp.reshape(values[leaf.index], (-1,)) for leaf in bucket.leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 

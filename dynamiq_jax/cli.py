@@ -1,4 +1,4 @@
-"""The `dynamiq-jax` command: benchmarks of all-reduce and of the kernels, and simulations."""
+"""The `dynamiq-jax` command: benchmarks, simulations, and curves of runs."""
 
 import os
 import textwrap
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from dynamiq_jax import curves
 from dynamiq_jax.bench import advice, all_reduce, contenders, error, kernels, simulations, tables
 from dynamiq_jax.configuration import SUFFIXES, load_model_tree, parse_config, save_config
 from dynamiq_jax.methods import DynamiQ
@@ -495,6 +496,27 @@ def _trees(
         parsed = {text: _checked("--sizes", contenders.parse_size, text) for text in texts}
         coords = {text: max(size // held.itemsize, 1) for text, size in parsed.items()}
     return {f"{k} in {dtype}": [jax.ShapeDtypeStruct((n,), held)] for k, n in coords.items()}
+
+
+@app.command("plot")
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="CSV files of dq.CSVWriter, or folders with such files in them."),
+    ],
+    out: Annotated[
+        Path, typer.Option(callback=_in_a_folder, help="The image: .png, .svg or .pdf.")
+    ] = Path("curves.png"),
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Columns to draw (default: of loss,vnmse,bits_per_coord what is there)."),
+    ] = None,
+) -> None:
+    """Draw loss, vNMSE and bits of one or several runs against the step."""
+    chosen = columns.split(",") if columns else ()
+    found = _checked("RUNS", curves.read_runs, runs)
+    drawn = _checked("--columns", curves.plot_runs, found, out, chosen)
+    print(f"{', '.join(drawn)} of {len(found)} run(s): {out}")
 
 
 def _checked(option: str, parse: Callable[..., T], *args: object, **kwargs: object) -> T:

@@ -1,33 +1,43 @@
 """`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax import hierarchy
-from dynamiq_jax._compat import AxisNames, zero_tangent
+from dynamiq_jax import _compat, hierarchy
+from dynamiq_jax._compat import (
+    AxisNames,
+    inlined,
+    several_vmapped,
+    zero_tangent,
+)
 from dynamiq_jax.arguments import (
+    AnyMethod,
     AnyTopology,
     Resolved,
     axis_counts,
     axis_sizes,
     check_axis,
+    check_groups,
     check_state,
     check_varying,
+    fixed_leaves,
     resolve,
 )
-from dynamiq_jax.buckets import Grouping, Leaf, concatenate, group_leaves, split
+from dynamiq_jax.buckets import Grouping, concatenate, group_leaves, split
+from dynamiq_jax.by_path import by_path, join_reductions, join_states
 from dynamiq_jax.explanation import explain_leaves
-from dynamiq_jax.methods import Method, State
+from dynamiq_jax.methods import State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.metrics import (
     BucketMetrics,
+    Metrics,
     PayloadFacts,
     Reduced,
     bucket_metrics,
@@ -42,20 +52,20 @@ from dynamiq_jax.placement import (
     surroundings,
     told_specs,
 )
-from dynamiq_jax.seeds import fold_seed, key_words
+from dynamiq_jax.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.topologies import Hierarchical
 
 Op = Literal["sum", "mean"]
 
 
 def psum(
-    tree: Any,
+    x: Any,
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
@@ -67,18 +77,26 @@ def psum(
     `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on
     all. Differentiates as `jax.lax.psum` does.
 
+    A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` what
+    does not vary over the axis) is never compressed. Its mean is itself; its sum is n times itself,
+    which `psum` refuses for leaves that it would compress: gradients that are summed already.
+
     Args:
-      tree: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
+      x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
       method: how to compress; default ``DynamiQ()``, 5 bits per coordinate. Methods with memory
-        take `reduce`.
+        take `reduce`. A function ``(path, leaf) -> method`` chooses for every leaf, and excludes
+        those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
+        dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
         all-reduced statistics, new whenever the gradient is.
-      axis_index_groups: not supported; name an axis of the mesh instead.
-      specs: PartitionSpecs of the leaves, a tree like ``tree`` or a prefix of it, where
+      axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
+        for itself. Where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
+        ``check_vma=False``.
+      specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it, where
         `jax.shard_map` left axes of the mesh automatic (``axis_names={"data"}``): there every
         device reduces its own part of a leaf, and JAX shows nobody how leaves are split. Axes other
         than these may be in it and do not count. Explicit axes are seen without it. With
@@ -86,40 +104,42 @@ def psum(
         that is not known travel one by one.
 
     Returns:
-      A tree like ``tree``.
+      A tree like ``x``.
 
     Raises:
-      ValueError: a leaf does not vary over ``axis_name`` (its sum would be n times itself), is to
-        be compressed over automatic axes without ``specs``, or an argument is malformed.
-      NotImplementedError: ``axis_index_groups``, or positional axes.
+      ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
+        axes around it and no ``specs``; or an argument is malformed.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
     options = {"method": method, "topology": topology, "key": key, "specs": specs}
-    return reduce(tree, axis_name, op="sum", **options).tree
+    return reduce(x, axis_name, op="sum", **options).tree
 
 
 def pmean(
-    tree: Any,
+    x: Any,
     axis_name: AxisNames,
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; see `psum` for everything else."""
     axis_name = check_axis(axis_name, axis_index_groups)
     options = {"method": method, "topology": topology, "key": key, "specs": specs}
-    return reduce(tree, axis_name, op="mean", **options).tree
+    return reduce(x, axis_name, op="mean", **options).tree
 
 
+@by_path(join_reductions)
 def reduce(
     tree: Any,
     axis_name: AxisNames,
     *,
     op: Op = "mean",
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     state: State | None = None,
@@ -149,92 +169,129 @@ def reduce(
     """
     axis_name = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
+    check_key(key)
     resolved = resolve(method, topology, axis_sizes(axis_name))
-    around = surroundings(axis_name)
+    values, treedef = jax.tree.flatten(tree)
+    around, limits = surroundings(axis_name), resolved.limits()._asdict()
     leaves = around.leaves(tree, specs)
-    grouping = group_leaves(leaves, **resolved.limits()._asdict())
-    check_varying(leaves, jax.tree.leaves(tree), axis_name, resolved.n_workers)
-    inside = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
-    counts = [n_parts(axes, around.sizes) for axes in inside]
+    grouping = group_leaves(leaves, **limits)
+    fixed = fixed_leaves(leaves, values, axis_name)
+    if len(fixed) < len(leaves):
+        check_groups(axis_name, all_reduce=True)
+    if op == "sum" or state is not None:
+        check_varying(grouping, fixed, axis_name, resolved.n_workers)
+    if fixed and state is None:
+        grouping = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
+    split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
+    counts = [n_parts(axes, around.sizes) for axes in split_over]
     first = functools.partial(_first_state, grouping, resolved, counts)
     states = check_state(state, first, resolved.method, resolved.n_workers)
-    options = {"axis_name": axis_name, "resolved": resolved, "op": op, "metrics": metrics}
-    run = functools.partial(_reduce_parts, leaves=leaves, grouping=grouping, **options)
-    if grouping.buckets and around.open:
-        opened = jax.tree.structure(tree).unflatten(told_specs(tree, specs, around, grouping))
-        run = _over_open_axes(run, around, opened, inside)
-    total, states, known = run(tree, key_words(key), states)
-    found = None
+    compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+    for i in fixed.keys() - compressed:
+        if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
+            values[i] = _exact(op)(values[i], axis_name)
+    moving = {i: value for i, value in enumerate(values) if i in compressed or i not in fixed}
+    sent = None
     if metrics:
-        sent = explain_leaves(leaves, resolved)
-        bits, sent_bytes = sent.bits_per_coord, sent.wire_bytes
-        found = summarise(known, bits_per_coord=bits, wire_bytes=sent_bytes)
+        told = explain_leaves([leaves[i] for i in moving], resolved)
+        sent = told.bits_per_coord, told.wire_bytes
+    # JAX's rules for several axes of vmap have to be known before they are traced.
+    run = _reduce_leaves if several_vmapped(axis_name) else _reduce_compiled
+    options = {"axis_name": axis_name, "resolved": resolved, "op": op, "sent": sent}
+    run = functools.partial(run, grouping=grouping, **options)
+    if grouping.buckets and around.open:
+        opened = told_specs(tree, specs, around, grouping)
+        run = _over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
+    moved, states, found = run(moving, key, states)
+    total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
     return Reduced(total, None if state is None else tuple(states), found)
 
 
-def _reduce_parts(
-    tree, words, states: list, *, leaves: list[Leaf], grouping: Grouping, axis_name: AxisNames,
-    resolved: Resolved, op: Op, metrics: bool,
-) -> tuple[Any, list, list[BucketMetrics]]:  # fmt: skip
-    """What `reduce` does with what one device holds: the tree, the states, the metrics."""
-    exact_reduce = functools.partial(lax.pmean if op == "mean" else lax.psum, axis_name=axis_name)
-    values, treedef = jax.tree.flatten(tree)
+def _exact(op: Op) -> Callable:
+    return _compat.pmean if op == "mean" else _compat.psum
+
+
+def _reduce_leaves(
+    values: dict[int, Array],
+    key: Array | None,
+    states: list[State],
+    *,
+    grouping: Grouping,
+    axis_name: AxisNames,
+    resolved: Resolved,
+    op: Op,
+    sent: tuple[float, float] | None,
+) -> tuple[dict[int, Array], list[State], Metrics | None]:
+    """What `reduce` does with what one device holds of the leaves, which are told by index.
+
+    Returns the sums or means, the next states, and the metrics if ``sent`` says bits per coordinate
+    and bytes.
+    """
+    exact_reduce, values, after = _exact(op), dict(values), list(states)
     known: list[BucketMetrics] = []
     if resolved.n_workers == 1:
-        if metrics:
+        if sent is not None:
             alone = PayloadFacts(error=0.0)
-            for bucket in grouping.buckets:
-                own = bucket_metrics(concatenate(bucket, values), alone)
-                known.append(of_all_parts(own, bucket.axes))
-        return exact_reduce(tree), states, known
-    indices = [leaf.index for leaf, _ in grouping.exact]
-    exact = exact_reduce([values[i] for i in indices]) if indices else []
-    for i, value in zip(indices, exact, strict=True):
-        values[i] = value
-    after = []
-    for bucket, state in zip(grouping.buckets, states, strict=True):
-        seed = None if words is None else fold_seed(words, bucket.tag)
-        options = {"axis_name": axis_name, "resolved": resolved, "op": op, "metrics": metrics}
-        compressed = functools.partial(_reduce_flat, **options)
-        flat, (state, of_bucket) = with_tangent(compressed, exact_reduce)(
-            concatenate(bucket, values), seed, state
-        )
-        after.append(state)
-        if metrics:
-            known.append(of_all_parts(of_bucket, bucket.axes))
-        for i, value in split(bucket, flat):
-            values[i] = value
-    return jax.tree.unflatten(treedef, values), after, known
+            known = [bucket_metrics(concatenate(own, values), alone) for own in grouping.buckets]
+        values = exact_reduce(values, axis_name)
+    else:
+        words = key_words(key)
+        indices = [leaf.index for leaf, _ in grouping.exact]
+        exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
+        values |= zip(indices, exact, strict=True)
+        options = {"axis_name": axis_name, "resolved": resolved, "op": op}
+        options["metrics"] = sent is not None
+        for number, bucket in enumerate(grouping.buckets):
+            seed = None if words is None else fold_seed(words, bucket.tag)
+            flat, (after[number], of_bucket) = with_tangent(
+                functools.partial(_reduce_flat, **options),
+                functools.partial(exact_reduce, axis_name=axis_name),
+            )(concatenate(bucket, values), seed, after[number])
+            known.append(of_bucket)
+            values |= split(bucket, flat)
+    if sent is None:
+        return values, after, None
+    pairs = zip(known, grouping.buckets, strict=True)
+    whole = [of_all_parts(own, bucket.axes) for own, bucket in pairs]
+    return values, after, summarise(whole, bits_per_coord=sent[0], wire_bytes=sent[1])
 
 
-def _over_open_axes(run: Callable, around: Surroundings, specs: Any, inside: list) -> Callable:
-    """``run(tree, words, states)`` of what every device holds of a tree that is still whole.
+_reduce_compiled = inlined(
+    _reduce_leaves, static_argnames=("grouping", "axis_name", "resolved", "op", "sent")
+)
+
+
+def _over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
+    """``run(values, key, states)`` of what every device holds of leaves that are still whole.
 
     States of buckets whose parts differ have a leading axis of parts.
     """
 
-    def each(f: Callable, states: list) -> list:
-        return [jax.tree.map(f, x) if axes else x for x, axes in zip(states, inside, strict=True)]
+    def each(f: Callable, states: list[State]) -> list[State]:
+        pairs = zip(states, split_over, strict=True)
+        return [jax.tree.map(f, state) if axes else state for state, axes in pairs]
 
-    def of_part(tree, words, states):
-        total, states, known = run(tree, words, each(lambda x: x[0], states))
-        return total, each(lambda x: x[None], states), known
+    def of_part(values, words, states):
+        values, states, found = run(values, words, each(lambda x: x[0], states))
+        return values, each(lambda x: x[None], states), found
 
-    of_states = [P(axes) if axes else P() for axes in inside]
+    of_states = [P(axes) if axes else P() for axes in split_over]
     mapped = around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
 
-    def of_whole(tree, words, states):
+    def of_whole(values, key, states):
         pairs = zip(states, of_states, strict=True)
-        return mapped(tree, words, [around.as_typed(state, spec) for state, spec in pairs])
+        typed = [around.as_typed(state, spec) for state, spec in pairs]
+        return mapped(values, key_words(key), typed)
 
     return of_whole
 
 
+@by_path(join_states)
 def init_state(
     tree: Any,
     n_workers: int | tuple[int, ...],
     *,
-    method: Method,
+    method: AnyMethod | None,
     topology: AnyTopology | None = None,
     stacked: bool = False,
     mesh: Mesh | None = None,

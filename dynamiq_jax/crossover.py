@@ -3,7 +3,7 @@
 import json
 from importlib import resources
 
-_MEASURED = json.loads(resources.files(__package__).joinpath("crossover.json").read_text())
+_MEASURED = json.loads(resources.files("dynamiq_jax").joinpath("crossover.json").read_text())
 
 PSUM_BYTES: int = _MEASURED["psum_bytes"]
 """Buckets of less are faster by `jax.lax.psum` on GPUs that NVLink connects all to all."""

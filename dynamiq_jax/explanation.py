@@ -1,15 +1,17 @@
 """What `psum` does with a tree: which leaf travels how, and how many bytes that takes."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
 from dynamiq_jax import hierarchy
-from dynamiq_jax.arguments import AnyTopology, Resolved, axis_counts, resolve
-from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, Leaf, group_leaves
-from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.arguments import AnyMethod, AnyTopology, Resolved, axis_counts, resolve
+from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.by_path import by_path
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.placement import placed_leaves
 from dynamiq_jax.topologies import Hierarchical
 
@@ -87,11 +89,48 @@ class Explanation:
         return "\n".join([title, "", *_table(body, total), "", *caption])
 
 
+def _join(calls, tree, options) -> Explanation:
+    """One explanation of leaves of several methods."""
+    parts = [(method, call(verbose=False)) for method, call in calls]
+    rows: list[Row] = []
+    buckets = 0
+    for method, part in parts:
+        numbers = {row.bucket for row in part.rows} - {None}
+        for row in part.rows:
+            route = "exact: by path" if method is None else row.route
+            bucket = None if row.bucket is None else row.bucket + buckets
+            rows.append(replace(row, route=route, bucket=bucket))
+        buckets += len(numbers)
+    order = {leaf.name: leaf.index for leaf in describe_leaves(tree)}
+    sizes = [sum(math.prod(row.shape) for row in part.rows) for _, part in parts]
+    bits = sum(size * p.bits_per_coord for size, (_, p) in zip(sizes, parts, strict=True))
+    methods = (f"{len(p.rows)} leaves: {p.method if method else 'exact'}" for method, p in parts)
+    compressed = [part for method, part in parts if method is not None] or [parts[0][1]]
+    errors = [part.relative_error for part in compressed if part.relative_error is not None]
+    explanation = Explanation(
+        rows=tuple(sorted(rows, key=lambda row: order[row.name])),
+        n_workers=parts[0][1].n_workers,
+        method="; ".join(methods),
+        topology="; ".join(dict.fromkeys(part.topology for part in compressed)),
+        reason="; ".join(dict.fromkeys(part.reason for part in compressed)),
+        wire_bytes=sum(part.wire_bytes for _, part in parts),
+        outer_wire_bytes=sum(part.outer_wire_bytes for _, part in parts),
+        bf16_wire_bytes=sum(part.bf16_wire_bytes for _, part in parts),
+        bits_per_coord=bits / max(sum(sizes), 1),
+        relative_error=max(errors, default=None),
+        advice=" ".join(dict.fromkeys(p.advice for p in compressed if p.advice)) or None,
+    )
+    if options["verbose"]:
+        print(explanation)
+    return explanation
+
+
+@by_path(_join)
 def explain(
     tree,
     n_workers: int | tuple[int, ...],
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     verbose: bool = True,
     mesh: Mesh | None = None,
@@ -154,7 +193,7 @@ def wire_bits(
     tree,
     n_workers: int | tuple[int, ...],
     *,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     mesh: Mesh | None = None,
     specs: Any = None,

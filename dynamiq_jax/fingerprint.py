@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._compat import AxisNames, to_varying
+from dynamiq_jax._compat import AxisNames, axis_index, pmax, to_varying
 from pallas_kernels import mix
 
 
@@ -26,8 +26,8 @@ def fingerprint(tree) -> Array:
 def assert_same_on_workers(tree, axis_name: AxisNames, what: str) -> None:
     """Inside jit: an error at run time unless ``tree`` has the same bits on all workers."""
     own = to_varying(fingerprint(tree), axis_name)
-    low, high = lax.pmin(own, axis_name), lax.pmax(own, axis_name)
-    me = lax.axis_index(axis_name)
+    low, high = ~pmax(~own, axis_name), pmax(own, axis_name)
+    me = axis_index(axis_name)
 
     def complain(own, low, high, me):
         if low != high:

@@ -5,7 +5,7 @@ gradient is scattered over these, and what each device is left with all-reduced 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt
 
-from dynamiq_jax.arguments import AnyTopology, Resolved, resolve
+from dynamiq_jax.arguments import AnyMethod, AnyTopology, ByPath, Resolved, chooses_by_path, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES
+from dynamiq_jax.by_path import EXACT, joined, methods_of, parts_of
 from dynamiq_jax.collectives import reduce
-from dynamiq_jax.methods import BF16, F32, Method
+from dynamiq_jax.methods import BF16, F32
 from dynamiq_jax.placement import names_of
 from dynamiq_jax.seeds import fold_seed, key_words
 from dynamiq_jax.sharded import psum_scatter
@@ -50,7 +51,7 @@ class Reduction(NamedTuple):
     axes: tuple[str, ...]
     """The outermost first."""
     sizes: tuple[int, ...]
-    method: Method | None
+    method: AnyMethod | None
     topology: AnyTopology | None
 
     @property
@@ -63,6 +64,15 @@ class Reduction(NamedTuple):
 
         Leaves that are split alike are reduced together.
         """
+        if chooses_by_path(self.method):
+            choose = cast(ByPath, self.method)
+            chosen = [method for _, method in methods_of(grads, choose)]
+            parts = []
+            for method, part in parts_of(grads, choose):
+                own = self._replace(method=EXACT if method is None else method)
+                pairs = zip(splits, chosen, strict=True)
+                parts.append(own.mean(part, key, [split for split, m in pairs if m == method]))
+            return joined(parts)
         paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]

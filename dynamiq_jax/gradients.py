@@ -13,11 +13,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import AnyTopology, check_axis, resolve
+from dynamiq_jax.arguments import (
+    AnyMethod,
+    AnyTopology,
+    check_axis,
+    chooses_by_path,
+    resolve,
+)
 from dynamiq_jax.buckets import describe_leaves
 from dynamiq_jax.collectives import reduce
 from dynamiq_jax.fsdp import Reduction, gather, split_of
-from dynamiq_jax.methods import Method
 from dynamiq_jax.metrics import Reduced
 from dynamiq_jax.placement import flat_specs, only, part, surroundings
 
@@ -27,7 +32,7 @@ def value_and_grad(
     *,
     mesh: Mesh,
     axis_name: AxisNames,
-    method: Method | None = None,
+    method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     has_aux: bool = False,
     metrics: bool = False,
@@ -79,7 +84,7 @@ def value_and_grad(
     if missing:
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
     sizes = tuple(mesh.shape[name] for name in axes)
-    n_workers = resolve(method, topology, sizes).n_workers
+    n_workers = resolve(None if chooses_by_path(method) else method, topology, sizes).n_workers
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

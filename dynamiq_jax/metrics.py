@@ -22,6 +22,8 @@ class Metrics(NamedTuple):
     their sum is encoded; right within a factor of two. NaN where the method cannot say, where f32
     cannot hold the squares, and with `Hierarchical(inner=...)`, whose inner encodings it does not
     know."""
+    norm: Float[Array, ""] | float
+    """|result|² of the compressed leaves, of what is finite; NaN where f32 cannot hold it."""
     nonfinite: Float[Array, ""] | float
     """Coordinates of compressed leaves that came out NaN or infinite."""
     saturated: Float[Array, ""] | float
@@ -97,6 +99,7 @@ def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes
     norm = jnp.asarray(norm, jnp.float32)
     found = Metrics(
         vnmse=jnp.where(norm == 0, 0.0, facts.error / norm),
+        norm=norm,
         nonfinite=nonfinite,
         saturated=facts.saturated,
         widths=widths / jnp.maximum(jnp.sum(widths), 1.0),

@@ -162,14 +162,15 @@ def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
             f"specs has a leaf {wrong[0]!r} of type {type(wrong[0]).__name__}; expected a tree of "
             "PartitionSpecs, as jax.tree.map(lambda x: x.sharding.spec, params) makes it"
         )
+    specs = jax.tree.map(lambda x: P() if x is None else x, specs, is_leaf=is_spec)
     try:
-        spread = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+        spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
     except ValueError as error:
         raise ValueError(
             f"specs is no prefix of the tree: {error}; pass a PartitionSpec for every leaf, or one "
             "for all"
         ) from error
-    flat = [P() if x is None else x for x in jax.tree.leaves(spread, is_leaf=is_spec)]
+    flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
     unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
     if unknown:
         raise ValueError(

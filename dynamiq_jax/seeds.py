@@ -8,12 +8,17 @@ from jaxtyping import Float, UInt
 from pallas_kernels import mix
 
 
+def check_key(key) -> None:
+    """Refuses what is no array, ahead of `jax.jit`, which makes arrays of numbers."""
+    if key is not None and not hasattr(key, "dtype"):
+        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
+
+
 def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
     """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
+    check_key(key)
     if key is None:
         return None
-    if not hasattr(key, "dtype"):
-        raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     if key.dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:

@@ -1,77 +1,113 @@
 """`psum_scatter` and `all_gather`: the halves of an all-reduce, for training with shards."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax import _compat
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, Groups, inlined, several_vmapped
 from dynamiq_jax.arguments import (
+    ByPath,
+    Fixed,
     Resolved,
     axis_sizes,
     check_axis,
+    check_groups,
     check_varying,
+    fixed_leaves,
     resolve,
     sharded,
 )
-from dynamiq_jax.buckets import Bucket, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.buckets import Bucket, Grouping, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.methods import ShardedMethod
+from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.placement import check_whole
-from dynamiq_jax.seeds import fold_seed, key_words
+from dynamiq_jax.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
+To = Literal["varying", "invarying", "reduced"]
 
 
+@by_path(join_trees)
 def psum_scatter(
-    tree: Tree,
+    x: Tree,
     axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
-    tiled: bool = True,
-    method: ShardedMethod | None = None,
+    tiled: bool = False,
+    method: ShardedMethod | ByPath | None = None,
     topology: Topology | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
 
-    The reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter` (whose default
-    is ``tiled=False``). The sum of a slice is decoded by its owner and not encoded again. Widths
-    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics
-    of the whole included. Differentiates as `jax.lax.psum_scatter` does.
+    The reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter`. The sum of a
+    slice is decoded by its owner and not encoded again. Widths are chosen for every slice apart,
+    each at ``method.bits`` bits per coordinate, the statistics of the whole included.
+    Differentiates as `jax.lax.psum_scatter` does.
 
     Args:
-      tree: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
+      x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
         along dimension 0, and slices that are no multiple of 256 coordinates, cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced.
+      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
+        last.
       tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
         it is n and is removed.
       method: as for `psum`.
       topology: as for `psum`, but for `Hierarchical`.
       key: as for `psum`.
-      axis_index_groups: not supported; name an axis of the mesh instead.
+      axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
 
     Raises:
-      ValueError: a leaf's dimension does not divide, does not vary over the axis, or an argument
-        is malformed.
-      NotImplementedError: ``axis_index_groups``, positional axes, or leaves to be compressed where
-        `jax.shard_map` left axes of the mesh automatic or explicit.
+      ValueError: a leaf's dimension does not divide, a leaf that would be compressed does not vary
+        over the axis, or an argument is malformed.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
+        compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
-    resolved = resolve(method, topology, axis_sizes(axis_name), hierarchies=False)
+    if axis_name == ():
+        return x
+    resolved = resolve(method, topology, axis_sizes(axis_name, "psum_scatter"), hierarchies=False)
     n = resolved.n_workers
-    values, treedef = jax.tree.flatten(tree)
-    leaves = describe_leaves(tree)
-    check_varying(leaves, values, axis_name, n)
+    values, treedef = jax.tree.flatten(x)
+    leaves = describe_leaves(x)
+    check_groups(axis_name, all_reduce=False)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
-    words = key_words(key)
+    check_key(key)
+    sharded(resolved)
+    limits = _limits(resolved)
+    fixed = fixed_leaves(leaves, values, axis_name)
+    check_varying(group_leaves(leaves, **limits), fixed, axis_name, n)
+    grouping = _grouped(leaves, fixed, limits)
+    check_whole(grouping, axis_name)
+    run = _scatter_leaves if several_vmapped(axis_name) else _scatter_compiled
+    options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "resolved": resolved}
+    values = run(values, key, grouping=grouping, axis_name=axis_name, **options)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _scatter_leaves(
+    values: list[Array],
+    key: Array | None,
+    *,
+    grouping: Grouping,
+    axis_name: AxisNames,
+    scatter_dimension: int,
+    tiled: bool,
+    resolved: Resolved,
+) -> list[Array]:
+    n, words, values = resolved.n_workers, key_words(key), list(values)
 
     def rows(value):
         """Slices as rows: [n, coordinates of a slice]."""
@@ -93,8 +129,6 @@ def psum_scatter(
     def compressed(x, seed):
         return chosen.reduce_scatter(x, axis_name, n_workers=n, topology=route, seed=seed)
 
-    grouping = group_leaves(leaves, **_limits(resolved))
-    check_whole(grouping, axis_name)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(rows(values[leaf.index])))
     for bucket in grouping.buckets:
@@ -105,56 +139,99 @@ def psum_scatter(
         for leaf, part in zip(bucket.leaves, parts, strict=True):
             stop = start + part.shape[1]
             values[leaf.index], start = back(leaf, total[start:stop]), stop
-    return jax.tree.unflatten(treedef, values)
+    return values
 
 
+_scatter_compiled = inlined(
+    _scatter_leaves,
+    static_argnames=("grouping", "axis_name", "scatter_dimension", "tiled", "resolved"),
+)
+
+
+@by_path(join_trees)
 def all_gather(
-    tree: Tree,
+    x: Tree,
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    tiled: bool = True,
-    method: ShardedMethod | None = None,
+    tiled: bool = False,
+    to: To = "varying",
+    method: ShardedMethod | ByPath | None = None,
     key: Array | None = None,
-    axis_index_groups: None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
     """Gathers every worker's leaves, quantised: all workers end with the same bits.
 
-    The semantics are those of `jax.lax.all_gather` (whose default is ``tiled=False``), the result
-    that of it plus unbiased noise: every worker encodes its shard once, at ``method.bits`` bits per
-    coordinate with widths from that shard's own statistics. Differentiates as
-    `jax.lax.all_gather` does: the cotangents are summed exactly, in their dtype.
+    The semantics are those of `jax.lax.all_gather`, the result that of it plus unbiased noise:
+    every worker encodes its shard once, at ``method.bits`` bits per coordinate with widths from
+    that shard's own statistics. Differentiates as `jax.lax.all_gather` does: the cotangents are
+    summed exactly, in their dtype.
 
     Parameters, unlike gradients, are of even energy: widths close to ``bits`` serve them best, as
     ``DynamiQ(bits=8)``.
 
     Args:
-      tree: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
+      x: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
         in `psum`, for the gathered leaf.
       axis_name: the mapped axis; a tuple counts as one axis.
       axis: the dimension along which shards are put together.
       tiled: whether they are concatenated along it, or stacked as a new one.
+      to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
+        "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
       method: as for `psum`.
       key: as for `psum`.
-      axis_index_groups: not supported; name an axis of the mesh instead.
+      axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
 
     Raises:
       ValueError: a leaf does not have the axis, or an argument is malformed.
-      NotImplementedError: ``axis_index_groups``, positional axes, or leaves to be compressed where
-        `jax.shard_map` left axes of the mesh automatic or explicit.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: ``axis_index_groups`` under `jax.vmap` or with ``to``, positional axes,
+        or leaves to be compressed where `jax.shard_map` left axes of the mesh automatic or
+        explicit.
     """
     axis_name = check_axis(axis_name, axis_index_groups)
-    resolved = resolve(method, None, axis_sizes(axis_name), hierarchies=False)
-    n = resolved.n_workers
-    values, treedef = jax.tree.flatten(tree)
-    leaves = describe_leaves(tree)
-    words = key_words(key)
+    check_choice("to", to, get_args(To))
+    if axis_name == ():
+        return x
+    resolved = resolve(method, None, axis_sizes(axis_name, "all_gather"), hierarchies=False)
+    values, treedef = jax.tree.flatten(x)
+    leaves = describe_leaves(x)
+    check_groups(axis_name, all_reduce=False)
+    if to != "varying" and isinstance(axis_name, Groups):
+        raise NotImplementedError(
+            f"to={to!r}: what is gathered within axis_index_groups={axis_name.groups} varies "
+            "between them; pass to='varying', or give each group an axis of its own"
+        )
     for leaf in leaves:
         if not -len(leaf.shape) - (not tiled) <= axis < len(leaf.shape) + (not tiled):
             raise ValueError(
                 f"axis={axis}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every "
                 "leaf has, or gather such leaves apart"
             )
+    check_key(key)
+    sharded(resolved)
+    of_whole = _limits(resolved)
+    limits = {name: -(-limit // resolved.n_workers) for name, limit in of_whole.items()}
+    grouping = _grouped(leaves, fixed_leaves(leaves, values, axis_name), limits)
+    check_whole(grouping, axis_name)
+    run = _gather_leaves if several_vmapped(axis_name) else _gather_compiled
+    options = {"axis": axis, "tiled": tiled, "to": to, "resolved": resolved}
+    values = run(values, key, grouping=grouping, axis_name=axis_name, **options)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _gather_leaves(
+    values: list[Array],
+    key: Array | None,
+    *,
+    grouping: Grouping,
+    axis_name: AxisNames,
+    axis: int,
+    tiled: bool,
+    to: To,
+    resolved: Resolved,
+) -> list[Array]:
+    n, words, values = resolved.n_workers, key_words(key), list(values)
 
     def back(leaf: Leaf, gathered):
         ndim = len(leaf.shape) + 1
@@ -167,16 +244,14 @@ def all_gather(
         return whole.reshape(shape)
 
     def exact(x):
-        return _compat.all_gather(x, axis_name)
+        return _compat.all_gather_to(x, axis_name, to)
 
     chosen, _ = sharded(resolved)
 
     def compressed(x, seed):
-        return chosen.all_gather(x, axis_name, n_workers=n, seed=seed)
+        options = {"n_workers": n, "seed": seed, "invarying": to != "varying"}
+        return _compat.gathered_as(chosen.all_gather(x, axis_name, **options), axis_name, to)
 
-    limits = {name: -(-limit // n) for name, limit in _limits(resolved).items()}  # of a shard
-    grouping = group_leaves(leaves, **limits)
-    check_whole(grouping, axis_name)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
@@ -187,7 +262,20 @@ def all_gather(
         for leaf in bucket.leaves:
             stop = start + leaf.size
             values[leaf.index], start = back(leaf, gathered[:, start:stop]), stop
-    return jax.tree.unflatten(treedef, values)
+    return values
+
+
+_gather_compiled = inlined(
+    _gather_leaves,
+    static_argnames=("grouping", "axis_name", "axis", "tiled", "to", "resolved"),
+)
+
+
+def _grouped(leaves: list[Leaf], fixed: Fixed, limits: dict[str, int]) -> Grouping:
+    """Buckets of the leaves that are not fixed; those travel exactly."""
+    found = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
+    kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
+    return found._replace(exact=found.exact + kept)
 
 
 def _limits(resolved: Resolved) -> dict[str, int]:
@@ -209,7 +297,7 @@ def _with_seed(compressed, exact, words, bucket: Bucket):
 
 
 def _check_divides(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> None:
-    if not 0 <= dimension < len(leaf.shape):
+    if not -len(leaf.shape) <= dimension < len(leaf.shape):
         raise ValueError(
             f"scatter_dimension={dimension}: leaf {leaf.name} has shape {leaf.shape}; pass a "
             "dimension that every leaf has, or scatter such leaves apart"

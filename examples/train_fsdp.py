@@ -91,7 +91,7 @@ def lax_gather(shards: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax
 
 def dynamiq_gather(shards: list[jax.Array], method: dq.DynamiQ) -> list[jax.Array]:
     """Gathers quantised: the same bits on all workers, unbiased but for the cast to bf16."""
-    return [x.astype(jnp.bfloat16) for x in dq.all_gather(shards, AXIS, method=method)]
+    return [x.astype(jnp.bfloat16) for x in dq.all_gather(shards, AXIS, tiled=True, method=method)]
 
 
 def lax_scatter(grads: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
@@ -101,7 +101,7 @@ def lax_scatter(grads: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax
 
 def dynamiq_scatter(grads: list[jax.Array], method: dq.DynamiQ, topology: Any) -> list[jax.Array]:
     """The same, compressed."""
-    return dq.psum_scatter(grads, AXIS, method=method, topology=topology)
+    return dq.psum_scatter(grads, AXIS, tiled=True, method=method, topology=topology)
 
 
 def make_whole(wire: Wire) -> Callable[[Any], Any]:

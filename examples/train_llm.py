@@ -20,7 +20,8 @@ Errors are averaged over the measured steps. The worst leaf is the largest relat
 leaf's mean gradient, where vNMSE is that of all leaves together. The loss follows the worst leaf
 more closely, since Adam takes equal steps in leaves of large and of small gradients.
 
-The curves (PNG) and all numbers (JSON) land in ``runs/``. Losses depend a little on the Python
+The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``runs/``, where
+``dynamiq-jax plot runs`` draws all runs together. Losses depend a little on the Python
 version, whose standard library is the training text. ``--init unit`` starts from other weights, see
 ``llm_model.py``.
 
@@ -454,6 +455,17 @@ def plot(results: Sequence[Result], title: str, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def save_curves(results: Sequence[Result], folder: Path) -> None:
+    """A CSV file for every method, a row for every step, as ``dynamiq-jax plot`` reads it."""
+    for r in results:
+        cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
+        with dq.CSVWriter(folder / f"{r.method}.csv") as log:
+            for i, loss in enumerate(r.losses):
+                errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
+                known = {name: at.get(i, float("nan")) for name, at in errors.items()}
+                log.write(i, loss=loss, **known, **cost)
+
+
 def environment() -> dict[str, str]:
     """Hardware and versions, for the printout and the JSON."""
     packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
@@ -631,6 +643,7 @@ def main(
     name = f"{model}-{'compare' if compare else chosen.method}"
     name += f"-{mesh.replace('=', '').replace(',', '-')}" if mesh else ""
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+    save_curves(results, out / name)
     plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
     console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
 

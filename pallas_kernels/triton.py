@@ -145,7 +145,7 @@ class _Payload(NamedTuple):
         plgpu.store(self._at(offset + at), words.reshape(at.shape))
 
 
-def _row_major(shape: tuple[int, int]):
+def _row_major(shape: tuple[int, ...]):
     """0, 1, 2, ...: int32[shape]."""
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
     return row * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)

@@ -16,7 +16,7 @@ if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` 
 
 SLOW = """
     psum multihost kernels schedules topologies reduce accuracy ring optimized allocation
-    every_method wire_bytes sharded corruption simulate hierarchical bench_error
+    every_method wire_bytes drop_in recipes sharded corruption simulate hierarchical bench_error
     training_benchmark cli mx_methods soak meshes train_meshes gradients_on_meshes
 """.split()
 """Files of more than 20 seconds of a core, in the order in which they start, before all others:

@@ -51,6 +51,7 @@ def on(collective, axis_name, topology=None, size=SIZE):
 
 
 psum = partial(on, dq.psum, size=SIZE - 100)
+scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
 COLLECTIVES = {
     4: {
         "psum, two axes, ring": psum(AXES, LOOP),
@@ -58,15 +59,15 @@ COLLECTIVES = {
         "psum, two axes, direct": psum(AXES, dq.Direct()),
         "psum, hierarchical": psum(AXES, dq.Hierarchical()),
         "psum, nodes, ring": psum(NODE, LOOP),
-        "psum_scatter, nodes, direct": on(dq.psum_scatter, NODE, dq.Direct()),
-        "all_gather, two axes": on(dq.all_gather, AXES),
+        "psum_scatter, nodes, direct": on(scatter, NODE, dq.Direct()),
+        "all_gather, two axes": on(gather, AXES),
     },
     2: {
         "psum, two axes, direct": psum(AXES, dq.Direct()),
         "psum, nodes, butterfly": psum(NODE, dq.Butterfly()),
         "psum, gpus, ring": psum(GPU, LOOP),
-        "psum_scatter, two axes, ring": on(dq.psum_scatter, AXES, LOOP),
-        "all_gather, nodes": on(dq.all_gather, NODE),
+        "psum_scatter, two axes, ring": on(scatter, AXES, LOOP),
+        "all_gather, nodes": on(gather, NODE),
     },
 }
 """What groups of so many processes run: {number of processes: {name: function of (x, key)}}."""

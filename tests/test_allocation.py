@@ -203,7 +203,7 @@ def test_too_few_bits_warn_when_traced(collective):
     def trace(**fields):
         reduce = functools.partial(getattr(dq, collective), method=dq.DynamiQ(**fields, **SMALL))
         one = jax.vmap(lambda x: reduce(x, "data"), axis_name="data")
-        jax.eval_shape(one, jax.ShapeDtypeStruct((8, 8 * 4096), jnp.float32))
+        jax.eval_shape(one, jax.ShapeDtypeStruct((8, 8, 4096), jnp.float32))
 
     with pytest.warns(UserWarning, match=r"bits=2\.5 over Direct among 8 workers.*pass bits="):
         trace(bits=2.5)

@@ -8,6 +8,7 @@ from cases import SMALL, vmapped
 
 import dynamiq_jax as dq
 from pallas_kernels import WireFormat
+from pallas_kernels.format import QUAD
 
 
 def anchored(width, levels, n, seed=0):
@@ -15,8 +16,8 @@ def anchored(width, levels, n, seed=0):
 
     In each group coordinate i < n, the anchor of worker i, is the top level at that worker and
     zero elsewhere: every partial sum has the same maximum, so the same scale, a power of two. The
-    rest are small integers, whose sums stay where levels are one apart. The second half of a
-    super-group is the negative of the first, so that all means are exactly zero.
+    rest are small integers, whose sums stay where levels are one apart. The second half of a group
+    is the negative of the first, so that all means are exactly zero.
     """
     rng = np.random.default_rng(seed)
     fmt = WireFormat(levels=levels)
@@ -28,8 +29,9 @@ def anchored(width, levels, n, seed=0):
     half[..., :n] = 0
     for worker in range(n):
         half[worker, ..., worker] = table[-1] * rng.choice([-1, 1], (rows, 8))
-    x = np.concatenate([half, -half], axis=2) * np.exp2(rng.integers(-20, 20, (rows, 1, 1)))
-    return jnp.asarray(x.reshape(n, -1), jnp.float32)
+    x = np.concatenate([half, -half], axis=3) * np.exp2(rng.integers(-20, 20, (rows, 1, 1)))
+    quads = x.reshape(n, rows, fmt.groups, -1, QUAD)  # which are dealt to the groups in turn
+    return jnp.asarray(quads.swapaxes(2, 3).reshape(n, -1), jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_mean_tree_and_leaves_that_stay_exact():
             assert_same_bits(np.asarray(total[name]), np.asarray(native[name]))
             continue
         # Native halves of the way round to bf16 (f16 in f16): 2^-9 of each value, squared.
-        assert 1e-6 < relative_error(flat(total[name])[0], flat(leaf)) < 1e-4
+        assert 1e-6 < relative_error(flat(total[name])[0], flat(leaf)) < 1.2e-4
         scaled = np.asarray(mean[name], np.float64) * 4
         np.testing.assert_allclose(scaled, np.asarray(total[name], np.float64), rtol=2.0**-7)
 

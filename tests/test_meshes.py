@@ -103,6 +103,27 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     assert_copies_equal(found)
 
 
+def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
+    mesh, tree = mesh_of(), placed(mesh_of())
+    methods = {"columns": DYNAMIQ, "rows": DYNAMIQ, "norm": F32}
+
+    def one(tree):
+        options = {"method": lambda path, leaf: methods.get(path), "topology": dq.Direct()}
+        options |= {"specs": SPECS | {"ones": P("model")}, "axis_index_groups": [[0, 2], [3, 1]]}
+        found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
+        return jax.tree.map(lambda x: x[None], found)
+
+    run = over_data(mesh, one, check_vma=False, out_specs=P("data"))
+    assert moved(run, tree) == 0
+    found = jax.device_get(run(tree))
+    assert np.all(found.pop("ones") == 2)
+    for name, x in inputs().items():
+        exact = (x + np.roll(x, 2, axis=0)).astype(np.float64)
+        assert_same_bits(found[name][:2], found[name][2:])
+        error = np.sum((found[name] - exact) ** 2) / np.sum(exact**2)
+        assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ else error < 1e-12
+
+
 def reduced_apart(method, *, number, names, key=None):
     """Parts of leaves, reduced on a mesh that has nothing else."""
 

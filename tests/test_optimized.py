@@ -42,7 +42,7 @@ def test_devices_of_their_own():
 @pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
 def test_one_half_of_an_all_reduce(collective):
     def one(x, key):
-        return collective(x, "data", method=METHODS["default"], key=key)
+        return collective(x, "data", tiled=True, method=METHODS["default"], key=key)
 
     x = gradient(6, 4, 4 * 8 * 256 * 3)
     assert_same_bits(*both(jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data")), x, KEY))

@@ -82,7 +82,8 @@ class TestErrorFeedback:
                 jax.vmap(lambda x, r=reduce: r(x, "data", method=method), axis_name="data")(x)
         for half in (dq.psum_scatter, dq.all_gather):
             with pytest.raises(NotImplementedError, match="without error feedback"):
-                jax.vmap(lambda x, h=half: h(x, "data", method=method), axis_name="data")(x)
+                one = functools.partial(half, axis_name="data", tiled=True, method=method)
+                jax.vmap(one, axis_name="data")(x)
 
 
 class TestMetrics:

@@ -31,21 +31,23 @@ ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @functools.cache
-def scatter(method, topology=None, **options):
+def scatter(method, topology=None, *, tiled=True, **options):
     """jit of (tree with leading worker axis, key) -> every worker's slices."""
+    options |= {"method": method, "topology": topology, "tiled": tiled}
 
     def one(tree, key):
-        return dq.psum_scatter(tree, "data", method=method, topology=topology, key=key, **options)
+        return dq.psum_scatter(tree, "data", key=key, **options)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
 
 @functools.cache
-def gather(method, **options):
+def gather(method, *, tiled=True, **options):
     """jit of (tree with leading worker axis, key) -> every worker's copy of all shards."""
+    options |= {"method": method, "tiled": tiled}
 
     def one(tree, key):
-        return dq.all_gather(tree, "data", method=method, key=key, **options)
+        return dq.all_gather(tree, "data", key=key, **options)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
@@ -81,8 +83,9 @@ def close(found, expected, own, terms):
 @pytest.mark.parametrize("tiled", [True, False])
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
-    n, method = 4, dq.DynamiQ(
-        widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200
+    n, method = (
+        4,
+        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200),
     )
     length, other = (12, 7) if tiled else (4, 9)
 
@@ -113,8 +116,9 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     ("axis", "tiled"), [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
 )
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
-    n, method = 3, dq.DynamiQ(
-        widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600
+    n, method = (
+        3,
+        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600),
     )
     tree = {
         "w": normal(n, 5, 61),
@@ -212,7 +216,7 @@ def test_gathered_shards_are_unbiased_and_the_same_everywhere():
     assert_replicas_equal(found)
     relative = np.sum(error**2, axis=1) / np.sum(exact**2, axis=1)
     assert np.all(relative > 1e-4)
-    assert np.all(relative < 0.03)
+    assert np.all(relative < 0.035)
     # The shard's first bytes decide nothing of another shard's noise.
     assert np.mean(error[0] / np.max(np.abs(error[0])) == error[1] / np.max(np.abs(error[1]))) < 0.1
     # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 31.
@@ -255,12 +259,12 @@ def test_derivatives_are_those_of_lax():
     partial = functools.partial
     kinds = [
         (
-            partial(dq.psum_scatter, scatter_dimension=1, method=EIGHT_BITS),
+            partial(dq.psum_scatter, scatter_dimension=1, tiled=True, method=EIGHT_BITS),
             partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
             slices.reshape(n, 8, 10),
         ),
         (
-            partial(dq.all_gather, axis=1, method=EIGHT_BITS),
+            partial(dq.all_gather, axis=1, tiled=True, method=EIGHT_BITS),
             partial(lax.all_gather, axis=1, tiled=True),
             whole.reshape(n, 8, 160),
         ),
@@ -291,7 +295,7 @@ def test_derivatives_under_shard_map():
         specs = {"in_specs": P("data"), "out_specs": P("data")}
         return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))(shards, weight)
 
-    found = grad(lambda x: dq.all_gather(x, "data", method=EIGHT_BITS))
+    found = grad(lambda x: dq.all_gather(x, "data", tiled=True, method=EIGHT_BITS))
     expected = grad(lambda x: lax.all_gather(x, "data", tiled=True))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(
@@ -306,8 +310,10 @@ def test_shard_map_gives_the_bits_of_vmap():
     topology = dq.Butterfly()
 
     def both(x, shard, key):
-        scattered = dq.psum_scatter(x[0], "data", method=DEFAULT, topology=topology, key=key)
-        gathered = dq.all_gather(shard[0], "data", method=DEFAULT, key=key)
+        scattered = dq.psum_scatter(
+            x[0], "data", tiled=True, method=DEFAULT, topology=topology, key=key
+        )
+        gathered = dq.all_gather(shard[0], "data", tiled=True, method=DEFAULT, key=key)
         return scattered[None], gathered[None]
 
     specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
@@ -326,7 +332,7 @@ def test_a_tuple_of_axes_counts_as_one():
     x, key = anchored(8, "piecewise", 4), jax.random.key(0)
 
     def both(x, key):
-        options = {"method": EIGHT_BITS, "key": key}
+        options = {"method": EIGHT_BITS, "key": key, "tiled": True}
         part = dq.psum_scatter(x, names, topology=dq.Direct(), **options)
         return part, dq.all_gather(part, names, **options)
 
@@ -359,7 +365,8 @@ def test_one_worker_keeps_its_bits():
     assert_same_bits(gather(DEFAULT, tiled=False)(tree, key), one)
 
 
-def traced(collective, *shapes, n=4, **options):
+def traced(collective, *shapes, n=4, tiled=True, **options):
+    options["tiled"] = tiled
     trees = [jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]
     mapped = jax.vmap(lambda tree: collective(tree, "data", **options), axis_name="data")
     return jax.eval_shape(mapped, {f"leaf {i}": tree for i, tree in enumerate(trees)})
@@ -371,7 +378,7 @@ def traced(collective, *shapes, n=4, **options):
         ((8, 10), {"scatter_dimension": 1}, ["leaf ['leaf 1'] has 10 entries", "=1", "4 workers"]),
         ((9,), {}, ["has 9 entries", "no multiple of the 4 workers", "pad it", "dq.psum"]),
         ((8,), {"scatter_dimension": 1}, ["scatter_dimension=1", "shape (8,)", "pass a dimension"]),
-        ((8,), {"scatter_dimension": -1}, ["scatter_dimension=-1", "shape (8, 8)"]),
+        ((8,), {"scatter_dimension": -2}, ["scatter_dimension=-2", "shape (8,)"]),
         ((), {}, ["scatter_dimension=0", "shape ()", "scatter such leaves apart"]),
         ((8,), {"tiled": False}, ["has 8 entries", "tiled=False", "4 workers", "pass tiled=True"]),
     ],
@@ -403,13 +410,11 @@ def test_other_refusals():
             traced(collective, (8,), method=5)
         with pytest.raises(ValueError, match="key=7 is not a PRNG key"):
             traced(collective, (8,), key=7)
-        with pytest.raises(NotImplementedError, match="axis_index_groups"):
-            traced(collective, (8,), axis_index_groups=[[0, 1], [2, 3]])
 
 
 def test_a_leaf_that_does_not_vary_is_not_summed():
     def one(x):
-        return dq.psum_scatter({"w": jnp.ones(16), "x": x}, "data")
+        return dq.psum_scatter({"w": jnp.ones(2**19), "x": x}, "data", tiled=True)
 
     mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"leaf \['w'\].*0 more do not vary over axis 'data'"):

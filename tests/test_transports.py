@@ -64,6 +64,20 @@ def test_permutes_bring_exact_sums_to_all(topology, n):
     np.testing.assert_array_equal(program(reduce, n, P())(x), x.sum(axis=0))
 
 
+def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
+    n, route = 4, dq.Direct(transport="permutes")
+    x = jax.random.randint(jax.random.key(0), (n, 3, SIZE), -99, 99).astype(jnp.float32)
+
+    def reduce(x, groups=None):
+        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route, axis_index_groups=groups)
+
+    summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
+    np.testing.assert_array_equal(summed, x.sum(axis=0))
+    in_pairs = jax.pmap(lambda x: reduce(x, [[0, 2], [3, 1]]), "data", devices=jax.devices()[:n])
+    even, odd = x[::2].sum(axis=0), x[1::2].sum(axis=0)
+    np.testing.assert_array_equal(in_pairs(x), jnp.stack([even, odd, even, odd]))
+
+
 def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
     n, x = 3, gradient(5, 3, 2**16)
     results = {}

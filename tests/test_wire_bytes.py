@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +188,9 @@ def test_a_reduce_scatter_moves_what_the_method_says(name):
     n, topology, expected = SHARDED[name]
     size, method = 256 * 20 + 40, dq.DynamiQ(**SMALL)
     tree = jax.ShapeDtypeStruct((n * size,), jnp.float32)
-    moved = moved_bits(*lower(dq.psum_scatter, tree, (n,), method, topology), n)
+    moved = moved_bits(
+        *lower(partial(dq.psum_scatter, tiled=True), tree, (n,), method, topology), n
+    )
     assert set(moved) == expected | {"all-reduce"}  # of statistics
     assert abs(method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
     assert sum(moved.values()) / n < 5.4 * (n - 1) * size  # few tiles, padded
@@ -196,7 +199,7 @@ def test_a_reduce_scatter_moves_what_the_method_says(name):
 def test_an_all_gather_moves_what_the_method_says():
     n, size, method = 4, 256 * 20 + 40, dq.DynamiQ(**SMALL)
     tree = jax.ShapeDtypeStruct((size,), jnp.float32)
-    moved = moved_bits(*lower(dq.all_gather, tree, (n,), method), n)
+    moved = moved_bits(*lower(partial(dq.all_gather, tiled=True), tree, (n,), method), n)
     assert set(moved) == {"all-gather"}
     assert abs(method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
     assert sum(moved.values()) / n < 5.4 * (n - 1) * size

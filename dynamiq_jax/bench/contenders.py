@@ -60,7 +60,7 @@ uncompressed over the topology."""
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""
 
-TOPOLOGIES: Mapping[str, Callable[[], Any]] = {
+TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "direct": dq.Direct,
     "ring": dq.Ring,
     "butterfly": dq.Butterfly,
@@ -153,7 +153,8 @@ def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> A
     if transport is None:
         return TOPOLOGIES[text]()
     if text == "hierarchical":
-        return dq.Hierarchical(outer=replace(across_hosts(nodes), transport=transport))
+        outer: Any = across_hosts(nodes)
+        return dq.Hierarchical(outer=replace(outer, transport=transport))
     return TOPOLOGIES[text](transport=transport)
 
 
@@ -192,7 +193,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
         return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
-    reduce = dq.psum if collective == "psum" else dq.psum_scatter
+    reduce = dq.psum if collective == "psum" else partial(dq.psum_scatter, tiled=True)
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,

@@ -18,6 +18,7 @@ from dynamiq_jax._compat import (
     all_gather_invarying,
     all_to_all,
     assume_invarying,
+    axis_index,
     ppermute,
 )
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
@@ -43,7 +44,7 @@ def all_reduce(
     """
     stages = topology.stages(n_workers)
     last, slot = len(stages) - 1, stages[-1].slots.start
-    me = lax.axis_index(axis_name)
+    me = axis_index(axis_name)
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
     permutes = topology.transport == "permutes"
     gather = _permuted_sinks if permutes else _gathered_sinks
@@ -70,7 +71,7 @@ def _gathered_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> 
 
 def _permuted_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> Sinks:
     """The worker's own first, while the others are under way."""
-    me = lax.axis_index(axis_name)
+    me = axis_index(axis_name)
     yield payloads, me[None]
     for by in range(1, n_workers):
         pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
@@ -86,7 +87,7 @@ def reduce_scatter(
     Returns:
       What `ChunkCodec.finish` makes of this worker's chunks, and the last carry.
     """
-    mine = lax.axis_index(axis_name) * streams
+    mine = axis_index(axis_name) * streams
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
     result = None
     for i, arrived in enumerate(inputs):
@@ -127,7 +128,7 @@ class _Run(NamedTuple):
     @property
     def me(self) -> Array:
         """This worker's number."""
-        return lax.axis_index(self.axis_name)
+        return axis_index(self.axis_name)
 
     def step(
         self, step: Step, held: list[list[_Held]], carry: Carry

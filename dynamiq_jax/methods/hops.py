@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, pmax, psum
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.methods.base import MethodDefaults, Outcome, State
@@ -131,7 +131,7 @@ class HopMethod(MethodDefaults):
         """What all workers know once they have talked."""
         message = self.measure(x, bound, state)
         if message is not None:
-            message = (lax.psum if self.agreement == "sum" else lax.pmax)(message, axis_name)
+            message = (psum if self.agreement == "sum" else pmax)(message, axis_name)
         shared = self.share(message, seed, bound)
         if self.debug_checks:
             assert_same_on_workers(shared, axis_name, "the plan")

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Integer, UInt
 
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.thc import scale_of
 from dynamiq_jax.methods.base import (
     LARGEST,
@@ -141,11 +141,11 @@ class OmniReduce(BucketedMethod):
             y = with_memory(x, state.residual) if self.error_feedback else x
             blocks = self._cut(y)
             scale = scale_of(blocks)
-            energy = lax.psum(_energy(scale, n_workers), axis_name)
+            energy = psum(_energy(scale, n_workers), axis_name)
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             if self.select == "union":
-                counts = lax.psum(_marks(scale, state.fraction, n_workers), axis_name)
+                counts = psum(_marks(scale, state.fraction, n_workers), axis_name)
                 union = finite & (counts > 0)
                 chosen = jnp.lexsort((-priority, ~union))[:count]
                 fraction = self._adapt(state.fraction, union)
@@ -156,7 +156,7 @@ class OmniReduce(BucketedMethod):
             sent = jnp.clip(blocks[chosen], -room, room)
             # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
             sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)
-            total = lax.psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
+            total = psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
             total = clipped(total) / divisor
             result = jnp.zeros(blocks.shape, x.dtype)
             result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)

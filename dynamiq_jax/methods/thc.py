@@ -15,10 +15,17 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, Int, UInt, UInt32
 
-from dynamiq_jax._compat import AxisNames, all_gather_invarying, all_to_all
+from dynamiq_jax._compat import (
+    AxisNames,
+    all_gather_invarying,
+    all_to_all,
+    axis_index,
+    pmax,
+    psum,
+)
 from dynamiq_jax.codecs import hadamard, thc
 from dynamiq_jax.codecs.lanes import (
     bit_words,
@@ -194,7 +201,7 @@ class THC(BucketedMethod):
             pieces = hadamard.cut(y, piece_size=self.piece_size)
             scale, seed = self._agree(pieces, axis_name, seed, state)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
-            own = slot_noise(seed, n_workers, self.rounding)[lax.axis_index(axis_name)]
+            own = slot_noise(seed, n_workers, self.rounding)[axis_index(axis_name)]
             noise = thc.rounding_noise(z.shape, own, self.rounding)
             index = thc.quantize(z, self.integers, threshold, noise)
 
@@ -216,7 +223,7 @@ class THC(BucketedMethod):
         facts = thc.scale_of(pieces)
         if self.error_feedback:  # a state varies, for all that JAX knows: its step travels along
             facts = jnp.append(facts, state.step.astype(jnp.float32))
-        facts = lax.pmax(facts, axis_name)
+        facts = pmax(facts, axis_name)
         if seed is None:
             seed = statistics_seed(facts)
         elif self.error_feedback:
@@ -228,7 +235,7 @@ class THC(BucketedMethod):
         width, flat = self._sum_bits(n), index.reshape(-1)
         if self.form == "psum":
             words = pack_lanes(thc.lookup(flat, self.integers), width, max_sum=n * self.g)
-            return unpack_lanes(lax.psum(words, axis_name), flat.size, width).reshape(index.shape)
+            return unpack_lanes(psum(words, axis_name), flat.size, width).reshape(index.shape)
         part = _part_size(flat.size, n)
         parts = jnp.pad(flat, (0, n * part - flat.size)).reshape(n, part)
         arrived = all_to_all(pack_bits(parts, self.bits), axis_name)

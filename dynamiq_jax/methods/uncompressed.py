@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, Outcome, State
@@ -58,7 +58,7 @@ class _Uncompressed(BucketedMethod, HopMethod):
         if topology is not None:
             options |= {"topology": topology, "divisor": divisor, "state": state}
             return HopMethod.all_reduce(self, x, axis_name, n_workers=n_workers, **options)
-        total = lax.psum(x.astype(self.wire_dtype), axis_name)
+        total = psum(x.astype(self.wire_dtype), axis_name)
         if divisor != 1:
             total = total.astype(jnp.float32) / divisor
         return Outcome(total.astype(x.dtype), state)

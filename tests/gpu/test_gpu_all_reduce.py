@@ -131,8 +131,8 @@ def test_halves(topology):
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data")))
     def reduce(x):
-        own = dq.psum_scatter(x[0], "data", method=METHOD, topology=topology)
-        return own, dq.all_gather(own, "data", method=METHOD)[None]
+        own = dq.psum_scatter(x[0], "data", tiled=True, method=METHOD, topology=topology)
+        return own, dq.all_gather(own, "data", tiled=True, method=METHOD)[None]
 
     own, gathered = reduce(x)
     assert 1e-7 < _error(own, x) < 4e-3

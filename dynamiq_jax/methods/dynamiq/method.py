@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying
+from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
 from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.methods.base import (
@@ -390,7 +390,7 @@ class DynamiQ(HopMethod):
         with jax.named_scope("dynamiq_reduce_scatter"):
             pad = -size % self.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
-            start = lax.axis_index(axis_name) * layout.shard_rows
+            start = axis_index(axis_name) * layout.shard_rows
             shared = self.agreed(flat, axis_name, seed, Bound(layout, topology, n_workers))
             codec = chunk_codec(
                 flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
@@ -418,7 +418,7 @@ class DynamiQ(HopMethod):
         gather = all_gather_invarying if invarying else all_gather
         with jax.named_scope("dynamiq_all_gather"):
             plan = gathered_plan(x, axis_name, seed, layout, self.backend, gather)
-            me = lax.axis_index(axis_name)
+            me = axis_index(axis_name)
             payload = encode_slice(x, plan, layout, me, self.backend)
             shared = SharedPlan(plan, jnp.zeros((0, 8), jnp.uint32))  # decoding needs no noise
             codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)

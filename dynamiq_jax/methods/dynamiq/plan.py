@@ -9,7 +9,7 @@ widened to the floor, and then the next upgrade is always the one that removes m
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ def assign_widths(
     is_level = level[:, None] == jnp.arange(_LEVELS, dtype=jnp.int32)
     tiles_at = jnp.sum(is_level, axis=0, dtype=jnp.int32)
 
-    def assign(budget, table: _Tables):
+    def assign(budget, table: Any):
         spent = jnp.cumsum(tiles_at[table.level] * table.words)
         fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.entries)
         taken = jnp.sum(fits[table.place], axis=1, dtype=jnp.int32)[level]

@@ -1,0 +1,439 @@
+"""To the letter what `jax.lax` does: arguments, groups, no axes, replicated leaves, eager calls."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    SMALL,
+    TOPOLOGIES,
+    assert_same_bits,
+    auto_mesh,
+    compilations,
+    gradient,
+    relative_error,
+)
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+COLLECTIVES = {
+    "psum": (dq.psum, lax.psum),
+    "pmean": (dq.pmean, lax.pmean),
+    "psum_scatter": (dq.psum_scatter, lax.psum_scatter),
+    "all_gather": (dq.all_gather, lax.all_gather),
+}
+METHOD = dq.DynamiQ(**SMALL)
+TILED = {"psum": {}, "pmean": {}, "psum_scatter": {"tiled": True}, "all_gather": {"tiled": True}}
+N, SIZE = 8, 2048
+GROUPS = [[0, 2, 4, 6], [7, 1, 5, 3]]
+
+
+def shard_mapped(one, *, check_vma=False, replicated=False):
+    """``one`` of every worker's row, and the results along a leading axis or replicated."""
+    specs = {"in_specs": P("data"), "out_specs": P() if replicated else P("data")}
+    return jax.shard_map(lambda x: one(x[0]), mesh=auto_mesh(N), check_vma=check_vma, **specs)
+
+
+def on_devices(one, x, **options):
+    """As one program."""
+    return jax.jit(shard_mapped(one, **options))(x)
+
+
+def rows(one):
+    """``one``, whose results get a leading axis to be put together along."""
+    return lambda x: jax.tree.map(lambda y: y[None], one(x))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_arguments_are_those_of_lax(name):
+    ours, native = (inspect.signature(f).parameters for f in COLLECTIVES[name])
+    shared = {key: (p.kind, p.default) for key, p in ours.items() if key in native}
+    assert shared == {key: (p.kind, p.default) for key, p in native.items()}
+    assert list(ours)[:2] == list(native)[:2]
+
+
+# Groups
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("mapped_by", ["pmap", "shard_map", "shard_map, check_vma"])
+def test_groups_sum_small_leaves_as_lax(name, mapped_by):
+    x = jnp.arange(N * 16.0).reshape(N, 16)
+
+    def run(collective):
+        options = {"axis_index_groups": GROUPS, **TILED[name]}
+        one = functools.partial(collective, axis_name="data", **options)
+        if mapped_by == "pmap":
+            return jax.pmap(one, axis_name="data")(x)
+        return on_devices(rows(one), x, check_vma="check" in mapped_by)
+
+    ours, native = COLLECTIVES[name]
+    if "check" in mapped_by and name in ("psum", "pmean"):
+        for collective in (ours, native):
+            with pytest.raises(NotImplementedError):
+                run(collective)
+    else:
+        assert_same_bits(run(ours), run(native))
+
+
+WAYS = [(name, way) for name in ("psum", "psum_scatter") for way in ("direct", "ring", "butterfly")]
+
+
+@pytest.mark.parametrize(("name", "way"), [*WAYS, ("pmean", "ring"), ("all_gather", None)])
+def test_a_group_has_the_bits_of_an_axis(name, way):
+    """Groups in the order of a mesh's rows: what the mesh's second axis gives."""
+    x, key = gradient(0, N, SIZE), jax.random.key(3)
+    options = {"method": METHOD, "key": key, **TILED[name]}
+    if way is not None:
+        options["topology"] = TOPOLOGIES[way][0]
+    collective, _ = COLLECTIVES[name]
+    shuffled = jnp.asarray(sum(GROUPS, []))
+
+    def grouped(x):
+        return collective(x, "data", axis_index_groups=GROUPS, **options)
+
+    def by_axis(x):
+        return collective(x[0], "gpu", **options)[None]
+
+    mesh = jax.make_mesh((2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    both = P(("node", "gpu"))
+    specs = {"mesh": mesh, "in_specs": both, "out_specs": both, "check_vma": False}
+    expected = np.asarray(jax.jit(jax.shard_map(by_axis, **specs))(x[shuffled]))
+    found = np.asarray(on_devices(rows(grouped), x))
+    assert_same_bits(found[shuffled], expected)
+    if name == "psum":
+        exact = np.asarray(x, np.float64)[GROUPS[1]].sum(axis=0)
+        assert relative_error(found[GROUPS[1][0]], exact) < 0.25
+    if name in ("psum_scatter", "all_gather"):
+        assert_same_bits(np.asarray(on_devices(rows(grouped), x, check_vma=True)), found)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        dq.BF16(min_leaf_size=1, min_bucket_size=1),
+        dq.MXFP8(min_leaf_size=1, min_bucket_size=1),
+        dq.THC(min_leaf_size=1, min_bucket_size=1, piece_size=512),
+        dq.THC(min_leaf_size=1, min_bucket_size=1, piece_size=512, form="two-shot"),
+        dq.OmniReduce(min_leaf_size=1, min_bucket_size=1),
+        dq.DynamiQ(debug_checks=True, **SMALL),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_every_method_sums_in_groups(method):
+    x = gradient(1, N, SIZE)
+
+    def one(x):
+        return dq.psum(x, "data", method=method, axis_index_groups=GROUPS, key=jax.random.key(0))
+
+    found = np.asarray(on_devices(rows(one), x))
+    for group in GROUPS:
+        assert_same_bits(found[group], np.broadcast_to(found[group[:1]], (4, SIZE)))
+        exact = np.asarray(x, np.float64)[group].sum(axis=0)
+        assert relative_error(found[group[0]], exact) < 0.25
+
+
+def test_groups_differentiate_as_lax():
+    x, method = gradient(2, N, SIZE), dq.BF16(min_leaf_size=1, min_bucket_size=1)
+
+    def grads(psum):
+        def one(x):
+            loss = lambda x: jnp.sum(psum(x * x, "data", axis_index_groups=GROUPS) * x)  # noqa: E731
+            return jax.grad(loss)(lax.reduce_precision(x, 8, 3))
+
+        return on_devices(rows(one), x)
+
+    found, expected = grads(functools.partial(dq.psum, method=method)), grads(lax.psum)
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+
+
+def test_the_size_of_a_group_is_static():
+    def one(x):
+        for groups, size in ((None, N), (GROUPS, 4)):
+            found = dq.psum(1, "data", axis_index_groups=groups)
+            native = lax.psum(1, "data", axis_index_groups=groups)
+            assert (found, type(found)) == (size, type(native))
+        return x
+
+    for check_vma in (False, True):
+        on_devices(rows(one), jnp.ones((N, 1)), check_vma=check_vma)
+    jax.vmap(one, axis_name="data")(jnp.ones(N))
+
+
+# No axes, one axis under other names, constants
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_no_axes_is_the_identity(name):
+    tree = {"a": jnp.arange(3.0), "b": jnp.arange(4), "c": jnp.ones(300_000)}
+    ours, native = COLLECTIVES[name]
+    found, expected = ours(tree, ()), native(tree, ())
+    assert_same_bits(found, expected)
+    assert_same_bits(ours(tree, []), expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_keywords_of_lax(name):
+    ours, native = COLLECTIVES[name]
+    x = jnp.arange(N * 8.0).reshape(N, 8)
+    found, expected = (
+        jax.vmap(lambda x, f=f: f(x=x, axis_name="data"), axis_name="data")(x)
+        for f in (ours, native)
+    )
+    assert_same_bits(found, expected)
+
+
+def test_constants_stay_constants():
+    """As in `jax.lax`, what no map has touched is multiplied where it is, and costs no traffic."""
+    large = np.linspace(0.1, 1, 300_000, dtype=np.float32)
+    tree = {"one": 1, "real": 2.5, "array": np.arange(3), "large": large}
+
+    def one(x):
+        total, mean = dq.psum(tree, "data"), dq.pmean(tree, "data")
+        assert jax.tree.map(type, total) == jax.tree.map(type, lax.psum(tree, "data"))
+        assert mean["real"] == 2.5
+        assert_same_bits(mean["large"], large)
+        np.testing.assert_array_equal(total["large"], 8 * large)
+        return x
+
+    for check_vma in (False, True):
+        on_devices(rows(one), jnp.ones((N, 1)), check_vma=check_vma)
+
+
+# Leaves that are the same on all workers
+
+
+def replicated_and_not(reduce, *, check_vma=True):
+    """The reduction of a tree with leaves that vary and leaves that do not."""
+    x = gradient(3, N, SIZE)
+    fixed = {
+        "rate": jnp.float32(0.1),
+        "large": jnp.linspace(-1, 1, 4 * SIZE) / 3,
+        "step": jnp.int32(7),
+        "flag": jnp.array([True, False]),
+        "phase": jnp.array([1 + 2j]) / 3,
+    }
+
+    def one(x, fixed):
+        return reduce({"x": x[0], "small": x[0, :3], **fixed}, "data")
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P(), "check_vma": check_vma}
+    mapped = jax.shard_map(one, mesh=auto_mesh(N), **specs)
+    return jax.jit(mapped)(x, fixed), fixed, x
+
+
+def test_the_mean_of_what_is_replicated_is_itself():
+    limits = {"min_leaf_size": 100, "min_bucket_size": 100}
+    mean = functools.partial(dq.pmean, method=dq.DynamiQ(**limits), key=jax.random.key(1))
+    found, fixed, x = replicated_and_not(mean)
+    native, _, _ = replicated_and_not(lax.pmean)
+    for name in ("rate", "large", "phase"):
+        assert_same_bits(found[name], fixed[name])
+    for name in ("step", "flag", "small"):
+        assert_same_bits(found[name], native[name])
+    assert 0 < relative_error(found["x"], np.mean(np.asarray(x, np.float64), axis=0)) < 0.25
+    # The leaf that varies is rounded as if the others were not there.
+    alone = on_devices(lambda x: mean({"x": x}, "data"), x, check_vma=True, replicated=True)
+    assert_same_bits(alone["x"], found["x"])
+
+
+def test_the_sum_of_what_is_replicated_and_small_is_that_of_lax():
+    method = dq.DynamiQ(min_leaf_size=5 * SIZE, min_bucket_size=1)
+    found, _, _ = replicated_and_not(functools.partial(dq.psum, method=method))
+    native, _, _ = replicated_and_not(lax.psum)
+    assert_same_bits(found, native)
+
+
+@pytest.mark.parametrize("reduce", ["psum", "pmean"])
+def test_a_second_reduction_of_small_leaves_is_that_of_lax(reduce):
+    ours, native = COLLECTIVES[reduce]
+    x = jnp.arange(N * 3.0).reshape(N, 3)
+    for check_vma in (False, True):
+        found, expected = (
+            on_devices(
+                lambda x, f=f: f(f(x, "data"), "data"), x, check_vma=check_vma, replicated=True
+            )
+            for f in (ours, native)
+        )
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("mapped_by", ["vmap", "shard_map", "shard_map, check_vma"])
+def test_the_transpose_is_that_of_lax(name, mapped_by):
+    x = gradient(9, N, SIZE)
+    y = {"all_gather": jnp.tile(x, (1, N)), "psum_scatter": x[:, : SIZE // N]}.get(name, x)
+
+    def transposed(collective):
+        def one(both):
+            x, y = both
+            f = functools.partial(collective, axis_name="data", **TILED[name])
+            if "check" in mapped_by and name in ("psum", "pmean"):
+                y = lax.pmax(y, "data")
+            return jax.linear_transpose(f, x)(y)[0]
+
+        if mapped_by == "vmap":
+            return jax.jit(jax.vmap(one, axis_name="data"))((x, y))
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": "check" in mapped_by}
+        rows = jax.shard_map(
+            lambda both: one(jax.tree.map(lambda x: x[0], both))[None], mesh=auto_mesh(N), **specs
+        )
+        return jax.jit(rows)((x, y))
+
+    ours, native = COLLECTIVES[name]
+    found, expected = transposed(functools.partial(ours, method=METHOD)), transposed(native)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_half_reduced_leaf_is_left_to_lax():
+    x = gradient(10, N, 512)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(f):
+        def one(x):
+            whole = lax.all_gather(x, "b", to="reduced", tiled=True)
+            return lax.pcast(f(whole, "a"), "b", to="varying")
+
+        specs = {"in_specs": P(("a", "b")), "out_specs": P("b")}
+        return jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x)
+
+    assert_same_bits(run(functools.partial(dq.psum, method=METHOD)), run(lax.psum))
+
+
+# all_gather(to=...)
+
+
+@pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
+@pytest.mark.parametrize("method", [None, METHOD], ids=["exact", "compressed"])
+def test_what_is_gathered_is_typed_as_lax_types_it(to, method):
+    x, types = gradient(4, N, 512), []
+
+    def gathered(gather):
+        def one(x):
+            whole = gather(x, "data", to=to, tiled=True)
+            types.append(jax.typeof(whole))
+            if to == "reduced":
+                whole = lax.pcast(whole, "data", to="varying")
+            return whole[None] if to != "invarying" else whole
+
+        return np.asarray(on_devices(one, x, check_vma=True, replicated=to == "invarying"))
+
+    ours = functools.partial(dq.all_gather, method=method, key=jax.random.key(0))
+    found, expected = gathered(ours), gathered(lax.all_gather)
+    assert types[0] == types[1]
+    if method is None:
+        assert_same_bits(found, expected)
+    else:
+        assert 0 < relative_error(found, expected) < 0.2
+
+
+@pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
+def test_what_is_gathered_differentiates_as_lax(to):
+    x, weight = gradient(5, N, 512), jnp.linspace(-1, 1, N * 512)
+
+    def grads(gather):
+        def one(x):
+            def loss(x):
+                whole = gather(x, "data", to=to, tiled=True)
+                if to == "reduced":
+                    whole = lax.pcast(whole, "data", to="varying")
+                return jnp.sum(whole * weight)
+
+            return jax.grad(loss)(x)
+
+        return on_devices(rows(one), x, check_vma=True)
+
+    found, expected = grads(functools.partial(dq.all_gather, method=METHOD)), grads(lax.all_gather)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_to_is_checked():
+    with pytest.raises(ValueError, match="to='replicated'; expected one of .*'invarying'"):
+        jax.vmap(lambda x: dq.all_gather(x, "i", to="replicated"), axis_name="i")(jnp.ones(2))
+    with pytest.raises(NotImplementedError, match="to='invarying'.*varies between them"):
+        on_devices(
+            lambda x: dq.all_gather(x, "data", to="invarying", axis_index_groups=GROUPS),
+            jnp.ones((N, 4)),
+        )
+
+
+def test_dimensions_count_from_the_last():
+    x = jnp.arange(float(N * 3 * N * 2)).reshape(N, 3, N * 2)
+
+    def run(f, **options):
+        return jax.vmap(lambda x: f(x, "data", **options), axis_name="data")(x)
+
+    found = run(dq.psum_scatter, scatter_dimension=-1, tiled=True)
+    assert_same_bits(found, run(lax.psum_scatter, scatter_dimension=1, tiled=True))
+    for tiled in (False, True):
+        for axis in (-1, -2, 1):
+            found, expected = (
+                run(f, axis=axis, tiled=tiled) for f in (dq.all_gather, lax.all_gather)
+            )
+            assert_same_bits(found, expected)
+
+
+# Eager calls
+
+
+def tree_of(x):
+    return {"a": x, "b": x[:600].astype(jnp.bfloat16), "step": jnp.int32(x[0]), "small": x[:3]}
+
+
+EAGER = {
+    "psum": functools.partial(dq.psum, method=METHOD),
+    "psum, key": functools.partial(dq.psum, method=METHOD, key=jax.random.key(0)),
+    "psum_scatter": functools.partial(dq.psum_scatter, method=METHOD, tiled=True),
+    "all_gather": functools.partial(dq.all_gather, method=METHOD, tiled=True),
+}
+
+
+def compiled(mapped, x):
+    """Programs that two calls compile, and the result."""
+    with compilations() as first:
+        mapped(x)
+    with compilations() as again:
+        result = mapped(x)
+    return len(first), len(again), result
+
+
+@pytest.mark.parametrize(("name", "for_key"), [("psum", 0), ("psum, key", 1)])
+def test_an_eager_tree_is_one_program(name, for_key):
+    """JAX compiles what an eager shard_map holds in every call, `jax.lax.psum` as well.
+
+    That takes a program for every leaf; ours one for the tree, and JAX one to spread the key.
+    """
+    x = gradient(6, N, 1500)
+    ours, native = (
+        shard_mapped(lambda x, f=f: f(tree_of(x), "data"), check_vma=True, replicated=True)
+        for f in (EAGER[name], lax.psum)
+    )
+    _, theirs, _ = compiled(native, x)
+    _, found, result = compiled(ours, x)
+    assert found == theirs - len(tree_of(x[0])) + 1 + for_key
+    assert_same_bits(result, jax.jit(ours)(x))
+
+
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather"])
+def test_an_eager_vmap_is_one_program(name):
+    x = gradient(7, 4, 1024)
+    ours = jax.vmap(functools.partial(EAGER[name], axis_name="data"), axis_name="data")
+    first, again, found = compiled(ours, x)
+    assert first <= 2  # of which one is vmap's own: a copy for every worker
+    assert again == 0
+    assert_same_bits(found, jax.jit(ours)(x))
+
+
+def test_nothing_is_left_of_it_within_jit():
+    """No call within the jaxpr of a training step, under any map."""
+    x = gradient(8, N, 1024)
+    mapped = shard_mapped(lambda x: EAGER["psum"](x, "data"), check_vma=True, replicated=True)
+    for f in (mapped, jax.vmap(functools.partial(EAGER["psum"], axis_name="i"), axis_name="i")):
+        names = str(jax.make_jaxpr(f)(x))
+        assert "reduce_leaves" not in names

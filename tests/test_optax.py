@@ -1,0 +1,336 @@
+"""`dynamiq_jax.optax` on 8 devices: against plain optax on the whole batch, and its state."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from cases import SMALL, assert_same_bits, auto_mesh, compilations, gradient
+from jax.sharding import PartitionSpec as P
+from test_wire_bytes import moved_bits
+
+import dynamiq_jax as dq
+import dynamiq_jax.optax
+
+N = 8
+EXACT = dq.F32()
+SCALED = dq.MXFP8(sum="shared-scale", **SMALL)  # a memory, and cheap to compile
+MEMORY = dq.OmniReduce(block_size=64, error_feedback=True, **SMALL)
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+KEY = jax.random.key(0)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
+
+
+def problem(steps):
+    """Parameters, and a batch of 32 rows for every step."""
+    keys = jax.random.split(KEY, 3)
+    params = {
+        "in": jax.random.normal(keys[0], (16, 64)) / 4,
+        "out": jax.random.normal(keys[1], (64, 4)) / 8,
+    }
+    return params, jax.random.normal(keys[2], (steps, 32, 16))
+
+
+def make_step(optimizer, specs, mesh, *, check_vma=True, **extra):
+    """jit of (params, opt_state, x) -> (params, opt_state), on the devices of a mesh."""
+
+    def step(params, opt_state, x):
+        local = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+        grads = jax.grad(loss_fn)(local, x)
+        given = {name: function(opt_state) for name, function in extra.items()}
+        updates, opt_state = optimizer.update(grads, opt_state, params, **given)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(P(), specs),
+            check_vma=check_vma,
+        )
+    )
+
+
+def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
+    """(params, opt_state) after ``steps`` steps on all devices."""
+    mesh = mesh or auto_mesh()
+    params, batches = problem(steps)
+    opt_state = dq.optax.init(optimizer, params, mesh)
+    step = make_step(optimizer, dq.optax.state_specs(opt_state), mesh, **options)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
+        for i, x in enumerate(batches):
+            x = jax.device_put(change(i, x), jax.sharding.NamedSharding(mesh, P("data")))
+            params, opt_state = step(params, opt_state, x)
+    return params, opt_state
+
+
+def plain(optimizer, steps):
+    """The same on one device, without any reduction."""
+    params, batches = problem(steps)
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        updates, opt_state = optimizer.update(jax.grad(loss_fn)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for x in batches:
+        params, opt_state = step(params, opt_state, x)
+    return params
+
+
+def assert_close(found, expected, rtol=1e-4, atol=2e-6):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "unchecked"])
+def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
+    mesh = jax.make_mesh((N,), ("data",)) if kind == "explicit" else auto_mesh()
+    optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
+    params, (reduced, _) = train(optimizer, 4, mesh, check_vma=kind != "unchecked")
+    assert_close(params, plain(ADAM, 4))
+    assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
+
+
+@pytest.mark.parametrize("method", [MEMORY, dq.MXFP8(rounding="stochastic", **SMALL)])
+def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
+    options = {"op": "sum", "metrics": True, "method": method}
+    options |= {"topology": None if method == MEMORY else dq.Direct()}
+    optimizer = dq.optax.all_reduce("data", key=KEY, **options)
+    grads = {"w": gradient(0, N, 5000)}
+    own = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32)}
+
+    def by_reduce(grads, state, step):
+        key = jax.random.fold_in(KEY, step)
+        return dq.reduce(grads, "data", key=key, state=state, **options)
+
+    mapped = functools.partial(jax.vmap, axis_name="data")
+    ours = jax.jit(mapped(lambda grads, state: optimizer.update(grads, state)))
+    expected = jax.jit(mapped(by_reduce, in_axes=(0, 0, None)))
+    opt_state = mapped(lambda g: optimizer.init(jax.tree.map(jnp.zeros_like, g)))(grads)
+    state = dq.init_state(own, N, method=method, stacked=True)
+    for i in range(3):
+        total, opt_state = ours(grads, opt_state)
+        found = expected(grads, state, i)
+        state = found.state
+        assert_same_bits(total, found.tree)
+        assert_same_bits(opt_state.metrics, found.metrics)
+        assert opt_state.step.tolist() == [i + 1] * N
+        if method == MEMORY:
+            assert_same_bits(jax.tree.map(lambda x: x[:, 0], opt_state.memory.value), state)
+            residual = np.asarray(state[0].residual)
+            assert np.any(residual[0] != residual[1])
+        else:
+            assert opt_state.memory is None
+
+
+@functools.cache
+def moved(optimizer, check_vma=True, **extra):
+    """Bits that all workers send in the entry of a step's program, and in its branches."""
+    mesh, (params, batches) = auto_mesh(), problem(1)
+    opt_state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(opt_state)
+    step = make_step(optimizer, specs, mesh, check_vma=check_vma, **extra)
+    hlo = step.lower(params, opt_state, batches[0]).compile().as_text()
+    bodies = re.findall(r"^(ENTRY )?%?([\w.\-]+) \(.*?{$(.*?)^}", hlo, re.DOTALL | re.MULTILINE)
+    names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", hlo)
+    names += re.findall(r"[\w.\-]+", " ".join(re.findall(r"branch_computations={(.*?)}", hlo)))
+    sent = {name: sum(moved_bits(body, Counter(), N).values()) for _, name, body in bodies}
+    branches = sorted(sent.pop(name) for name in set(names))
+    return sum(sent.values()), branches
+
+
+MX = dq.optax.all_reduce("data", method=dq.MXFP8(**SMALL), topology=dq.Direct())
+
+
+def last_of(every):
+    return lambda opt_state: opt_state.mini_step == every - 1
+
+
+def test_a_window_of_multi_steps_sends_once():
+    params, _ = problem(1)
+    once = N * dq.wire_bits(params, N, method=dq.MXFP8(**SMALL), topology=dq.Direct())
+    entry, branches = moved(optax.chain(MX, ADAM))
+    assert (entry, branches) == (once, [])
+    entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))
+    assert (entry, branches) == (0, [0, once])
+    # optax's own calls the inner optimizer at every mini-step, which must be told.
+    theirs = optax.MultiSteps(optax.chain(MX, ADAM), 4).gradient_transformation()
+    assert moved(theirs, check_vma=False) == (once, [])
+    assert moved(theirs, check_vma=False, emit=last_of(4)) == (0, [0, once])
+
+
+@pytest.mark.parametrize(
+    ("every", "windows", "left"), [(3, 2, 1), (lambda step: jnp.where(step < 1, 3, 2), 3, 0)]
+)
+def test_multi_steps_are_those_of_optax(every, windows, left):
+    steps = 7
+    reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
+    params, state = train(dq.optax.multi_steps(reduced, every, "data"), steps)
+    assert_close(params, plain(optax.MultiSteps(ADAM, every).gradient_transformation(), steps))
+    assert (int(state.gradient_step), int(state.mini_step)) == (windows, left)
+    assert int(state.inner_opt_state[0].step) == windows
+
+
+def test_multi_steps_of_optax_serve_when_they_say_which_is_the_last():
+    reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
+    theirs = optax.MultiSteps(reduced, 3).gradient_transformation()
+    params, state = train(theirs, 6, check_vma=False, emit=last_of(3))
+    assert_close(params, plain(optax.MultiSteps(ADAM, 3).gradient_transformation(), 6))
+    assert int(state.inner_opt_state[0].step) == 2
+
+
+def poison(step):
+    return lambda i, x: x.at[5, 0].set(jnp.nan) if i == step else x  # one worker's alone
+
+
+def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
+    careful = optax.apply_if_finite(ADAM, 3)
+    optimizer = optax.chain(MX, careful)
+    before, _ = train(optimizer, 1)
+    skipped, (_, state) = train(optimizer, 2, change=poison(1))
+    assert_same_bits(skipped, before)
+    assert (int(state.notfinite_count), int(state.total_notfinite)) == (1, 1)
+    params, (_, state) = train(optimizer, 3, change=poison(1))
+    assert (int(state.notfinite_count), int(state.total_notfinite)) == (0, 1)
+    assert not np.array_equal(params["in"], before["in"])
+    # A bad mini-step spoils its own window, and no other.
+    windows = dq.optax.multi_steps(optimizer, 2, "data")
+    first, _ = train(windows, 2, change=poison(1))
+    assert_same_bits(first, problem(1)[0])
+    second, state = train(windows, 4, change=poison(1))
+    assert np.all(np.isfinite(second["in"]))
+    assert not np.array_equal(second["in"], first["in"])
+    assert int(state.inner_opt_state[1].total_notfinite) == 1
+
+
+def test_the_wrong_order_does_not_compile():
+    """There every worker would decide by its own gradient whether to take part."""
+    with pytest.raises(TypeError, match="cond"):
+        train(optax.apply_if_finite(optax.chain(MX, ADAM), 3), 1)
+
+
+def test_muon_gets_the_mean():
+    muon = optax.contrib.muon(1e-2)
+    optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), muon)
+    assert_close(train(optimizer, 2)[0], plain(muon, 2), rtol=1e-3, atol=1e-4)
+
+
+def saved_and_restored(folder, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", tree)
+        checkpointer.wait_until_finished()
+        # As NumPy arrays: orbax refuses the old shardings where there are other devices.
+        shapes = checkpointer.metadata(folder / "state").item_metadata.tree
+        as_numpy = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+        return checkpointer.restore(folder / "state", as_numpy)
+
+
+def stateful(method=SCALED):
+    topology = None if method == MEMORY else dq.Direct()
+    reduced = dq.optax.all_reduce("data", method=method, topology=topology, metrics=True)
+    careful = optax.apply_if_finite(ADAM, 3)
+    return dq.optax.multi_steps(optax.chain(reduced, careful), 2, "data")
+
+
+def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(tmp_path):
+    optimizer, mesh = stateful(), auto_mesh()
+    params, opt_state = train(optimizer, 3)  # in the middle of a window
+    first, second, *_ = np.asarray(opt_state.acc_grads.value["in"])
+    assert np.any(first != second)
+    saved = saved_and_restored(tmp_path, opt_state)
+    fresh = dq.optax.init(optimizer, params, mesh)
+    restored = dq.optax.restore_state(saved, fresh)  # warnings are errors here
+    assert_same_bits(restored, opt_state)
+    for ours, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True):
+        assert ours.sharding == expected.sharding
+    step = make_step(optimizer, dq.optax.state_specs(fresh), mesh)
+    x = problem(1)[1][0]
+    assert_same_bits(step(params, restored, x), step(params, opt_state, x))
+
+
+def test_other_workers_are_told_what_was_reset(tmp_path):
+    optimizer = stateful()
+    params, opt_state = train(optimizer, 3)
+    scale = opt_state.inner_opt_state[0].memory.value
+    fresh = dq.optax.init(optimizer, params, auto_mesh(4))
+    with pytest.warns(UserWarning) as caught:
+        state = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
+    assert [str(warning.message) for warning in caught] == [
+        "opt_state: inner_opt_state/0/memory was reset, from 8 to 4 workers; "
+        "acc_grads became its mean over workers, from 8 to 4 workers"
+    ]
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    memory = state.inner_opt_state[0].memory.value
+    assert_same_bits(memory, fresh.inner_opt_state[0].memory.value)
+    assert float(memory[0].mu[0]) != float(scale[0].mu[0])
+    mean = jax.tree.map(lambda x: np.mean(x, axis=0), opt_state.acc_grads.value)
+    for i in range(4):
+        assert_close(jax.tree.map(lambda x: x[i], state.acc_grads.value), mean)  # noqa: B023
+    parts = [s._replace(acc_grads=None) for s in (state, opt_state)]
+    for ours, old in zip(*(jax.tree.leaves(p.inner_opt_state[1]) for p in parts), strict=True):
+        assert_same_bits(jax.device_get(ours), jax.device_get(old))
+    assert (int(state.mini_step), int(state.inner_opt_state[0].step)) == (1, 1)
+
+
+def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_refused():
+    params, _ = problem(1)
+    mesh = auto_mesh()
+    without = dq.optax.init(stateful(dq.BF16()), params, mesh)
+    fresh = dq.optax.init(stateful(), params, mesh)
+    message = "0/memory was not saved and starts anew for 8 workers$"
+    with pytest.warns(UserWarning, match=message):
+        assert_same_bits(dq.optax.restore_state(without, fresh), fresh)
+    wide = dq.optax.init(stateful(), {"in": jnp.ones((16, 3)), "out": params["out"]}, mesh)
+    with pytest.raises(ValueError, match=r"mu/in has \(16, 3\) .* this optimizer has \(16, 64\)"):
+        dq.optax.restore_state(wide, fresh)
+    with pytest.raises(ValueError, match="mini_step is missing .* has \\(\\)"):
+        dq.optax.restore_state(fresh.inner_opt_state, fresh)
+
+
+def test_workers_that_are_not_known_are_refused():
+    params, _ = problem(1)
+    keeps = dq.optax.all_reduce("data", method=MEMORY)
+    for optimizer in (keeps, dq.optax.multi_steps(keeps, 2, "data")):
+        with pytest.raises(
+            ValueError, match=r"'data' has; call dq\.optax\.init\(optimizer, params"
+        ):
+            optimizer.init(params)
+    assert dq.optax.all_reduce("data").init(params).memory is None
+    with pytest.raises(ValueError, match="every=0: a window has at least 1"):
+        dq.optax.multi_steps(keeps, 0, "data")
+
+
+def test_a_first_state_can_be_donated():
+    """No array is in it twice, also where init runs operation by operation."""
+    mesh, (params, _) = auto_mesh(), problem(1)
+    optimizer = stateful()
+    with jax.set_mesh(mesh):
+        state = optimizer.init(params)
+    arrays = {id(leaf) for leaf in jax.tree.leaves(state)}
+    assert len(arrays) == len(jax.tree.leaves(state))
+    assert_same_bits(state, dq.optax.init(optimizer, params, mesh))
+
+
+def test_every_part_arises_where_it_belongs():
+    params, _ = problem(1)
+    with compilations() as compiled:
+        state = dq.optax.init(stateful(MEMORY), params, auto_mesh())
+        assert len(compiled) == 1
+    split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
+    assert len(split) == 3  # the residual, and two accumulators
+    for leaf in split:
+        assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [1] * N
+    specs = dq.optax.state_specs(state)
+    assert Counter(jax.tree.leaves(specs)) == {P("data"): 3, P(): len(jax.tree.leaves(state)) - 3}
