@@ -8,7 +8,7 @@ GPU it runs on 8 virtual CPU devices. Expect (2 busy x86-64 cores, jax 0.10.2, P
 
               validation     loss      wire   bits/      mean     worst
     method          loss   vs f32   MB/step   coord     vNMSE      leaf   s/step
-    dynamiq       1.9966   -0.82%      1.16    5.02   1.3e-02   3.1e-02    0.222
+    dynamiq       2.0087   -0.22%      1.16    5.02   1.3e-02   3.0e-02    0.243
     bf16          2.0132   +0.00%      3.70   16.00   1.8e-06   2.4e-06    0.079
     f32           2.0131        0      7.40   32.00   0.0e+00   0.0e+00    0.082
 

@@ -27,7 +27,8 @@ class Direct:
     Attributes:
       streams: at most so many independent chunks per worker: kernels of one run under the transfers
         of another. Default: 4, or 2 of permutes, which take more messages for each.
-      stream_size: coordinates of the gradient that are worth a stream.
+      stream_size: coordinates of the gradient that are worth a stream. Default: 2^26, or 2^27 of
+        permutes.
       balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
         method shares them out. With 0 both share one assignment of widths.
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
@@ -35,7 +36,7 @@ class Direct:
     """
 
     streams: int | None = None
-    stream_size: int = 2**26
+    stream_size: int | None = None
     balance: float | None = None
     transport: Transport | None = None
 
@@ -53,8 +54,10 @@ class Direct:
 
     def chunks_per_worker(self, size: int) -> int:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
-        streams = self.streams or (2 if self.transport == "permutes" else 4)
-        return streams_for(size, streams, self.stream_size)
+        streams, worth = (2, 2**27) if self.transport == "permutes" else (4, 2**26)
+        streams = streams if self.streams is None else self.streams
+        worth = worth if self.stream_size is None else self.stream_size
+        return streams_for(size, streams, worth)
 
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""
