@@ -11,6 +11,13 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 from dynamiq_jax.agreement import check_agreement
 from dynamiq_jax.by_step import ByStep, by_step
 from dynamiq_jax.collectives import init_state, pmean, psum, reduce
+from dynamiq_jax.configuration import (
+    Configuration,
+    load_config,
+    load_model_tree,
+    save_config,
+    save_model_tree,
+)
 from dynamiq_jax.explanation import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.methods import (
@@ -35,6 +42,7 @@ __all__ = [
     "Butterfly",
     "ByStep",
     "CSVWriter",
+    "Configuration",
     "Direct",
     "DynamiQ",
     "Explanation",
@@ -56,10 +64,14 @@ __all__ = [
     "check_agreement",
     "explain",
     "init_state",
+    "load_config",
+    "load_model_tree",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
+    "save_config",
+    "save_model_tree",
     "value_and_grad",
     "vnmse",
     "wire_bits",

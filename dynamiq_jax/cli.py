@@ -1,17 +1,20 @@
 """The `dynamiq-jax` command: benchmarks, simulations, and curves of runs."""
 
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from dynamiq_jax import curves
-from dynamiq_jax.bench import all_reduce, contenders, error, kernels, simulations, tables
+from dynamiq_jax.bench import advice, all_reduce, contenders, error, kernels, simulations, tables
+from dynamiq_jax.configuration import SUFFIXES, load_model_tree, parse_config, save_config
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.simulate import Case, study
 from pallas_kernels import resolve_backend
@@ -351,6 +354,148 @@ def simulate(
     tables.print_table(rows, tables.SIMULATION_COLUMNS, title)
     if json_file:
         tables.write_json(json_file, rows, tables.surroundings(device))
+
+
+def _config_file(path: Path | None) -> Path | None:
+    """Refuses early what could not be written or named."""
+    if path and path.suffix not in SUFFIXES:
+        raise typer.BadParameter(f"{path} must end in {' or '.join(SUFFIXES)}")
+    return _in_a_folder(path)
+
+
+@app.command("advise")
+def advise(
+    model_tree: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Shapes and dtypes of a model, as dq.save_model_tree writes them.",
+        ),
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(help="Instead: one leaf of so many parameters, as 125M.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Instead: one leaf of each of these sizes, as 64MiB,1GiB.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of --params and --sizes: bf16 or f32.")] = "bf16",
+    step_time_ms: Annotated[
+        float | None, typer.Option(min=0, help="A training step with bf16 psum, milliseconds.")
+    ] = None,
+    bits: Annotated[str, typer.Option(help="Wire bits per coordinate to try.")] = "5,4,3.5",
+    topology: Annotated[
+        str | None,
+        typer.Option(help="direct, ring, butterfly, hierarchical (default: all that suit)."),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
+    ] = 1,
+    devices: Annotated[
+        int | None, typer.Option(min=2, help="Use the first so many devices (default: all).")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="This command runs in so many processes at once; not for srun."),
+    ] = None,
+    process_id: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
+    coordinator: Annotated[
+        str, typer.Option(help="HOST:PORT where process 0 listens to the others.")
+    ] = "localhost:29400",
+    repeats: Repeats = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=_config_file, help="Write the choice to FILE.json or FILE.toml."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure this machine or cluster, and say whether compression pays for a model, and how.
+
+    With --processes, or under srun, run it in every process; the first one reports.
+    """
+    if sum(given is not None for given in (model_tree, params, sizes)) != 1:
+        raise typer.BadParameter(
+            "what is to be reduced? Pass one of --model-tree FILE, --params 125M, --sizes 256MiB"
+        )
+    if config and sizes and "," in sizes:
+        raise typer.BadParameter(f"--config holds one choice: pass one of the sizes {sizes}")
+    trees = _trees(model_tree, params, sizes, dtype)
+    if processes:
+        jax.distributed.initialize(coordinator, processes, process_id)
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        jax.distributed.initialize()
+    tried = [_checked("--bits", advice.parse_bits, text) for text in bits.split(",")]
+    found = jax.devices()
+    if len(found) < (devices or 2):
+        raise typer.BadParameter(
+            f"{devices or 'at least 2'} devices asked for, {len(found)} found: an all-reduce takes "
+            "two; with several processes pass --processes"
+        )
+    workers = found[:devices]
+    mesh = _checked("--nodes", all_reduce.make_mesh, workers, nodes)
+    shape = mesh.devices.shape
+    names = topology.split(",") if topology else advice.suiting_topologies(shape)
+    routes = [_checked("--topology", contenders.parse_topology, name, nodes) for name in names]
+    for route in routes:
+        _checked("--topology", advice.resolve, None, route, shape)
+    on_cpu = workers[0].platform == "cpu"
+    repeats = repeats or (5 if on_cpu else 20)
+
+    first = jax.process_index() == 0
+    links = advice.bench_links(mesh, 2**20 if on_cpu else 2**26, repeats=repeats)
+    if first:
+        carrier = all_reduce.transport(workers[0].platform)
+        title = f"links of {_workers(workers)}, {jax.process_count()} process(es), over {carrier}"
+        tables.print_table(links, tables.LINK_COLUMNS, title)
+    measured = []
+    for name, tree in trees.items():
+        settings = advice.settings(tree, shape, tried, routes)
+        if first:
+            typer.echo(f"measuring {len(settings)} setting(s) and bf16 psum ...", err=True)
+        rows = advice.bench_settings(
+            mesh, tree, settings, name=name, repeats=repeats, iterations=iterations
+        )
+        if not first:
+            continue
+        measured += rows
+        reason = None if settings else advice.native_reason(tree, shape)
+        said = advice.decide(rows, step_ms=step_time_ms, reason=reason)
+        among = " x ".join(map(str, shape))
+        title = f"\nall-reduce of {name}, leaves: {len(tree)}, {among} workers, {repeats} repeats"
+        tables.print_table(rows, tables.setting_columns(rows[0].time_us), title)
+        for sentence in said.sentences:
+            typer.echo("\n" + textwrap.fill(sentence, 100))
+        typer.echo(
+            "\n"
+            + textwrap.indent(said.snippet(mesh.axis_names if nodes > 1 else ("data",)), "    ")
+        )
+        if config:
+            save_config(config, *parse_config(said.config))
+            typer.echo(f"\nwritten to {config}: dq.load_config reads it")
+    if first and json_file:
+        tables.write_json(json_file, measured, tables.surroundings(workers), links=links)
+
+
+def _trees(
+    model_tree: Path | None, params: str | None, sizes: str | None, dtype: str
+) -> dict[str, list[jax.ShapeDtypeStruct]]:
+    """What `advise` is to reduce: floating leaves, by the name of the whole."""
+    if model_tree:
+        tree = _checked("--model-tree", load_model_tree, model_tree)
+        return {model_tree.name: _checked("--model-tree", advice.floating_leaves, tree)}
+    if dtype not in contenders.BASELINES:
+        raise typer.BadParameter(f"--dtype {dtype!r}: pass {' or '.join(contenders.BASELINES)}")
+    held = jnp.dtype(contenders.BASELINES[dtype])
+    if params:
+        coords = {f"{params} parameters": _checked("--params", contenders.parse_params, params)}
+    else:
+        texts = (sizes or "").split(",")
+        parsed = {text: _checked("--sizes", contenders.parse_size, text) for text in texts}
+        coords = {text: max(size // held.itemsize, 1) for text, size in parsed.items()}
+    return {f"{k} in {dtype}": [jax.ShapeDtypeStruct((n,), held)] for k, n in coords.items()}
 
 
 @app.command("plot")

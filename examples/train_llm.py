@@ -33,6 +33,9 @@ shards that are gathered on use, "model" splits every matrix (tensor parallelism
 those of the mean gradient against the one that plain `jax.jit` computes; what shards send is not
 counted here, but in ``train_fsdp.py``.
 
+``--config FILE`` takes method, bits and topology from what ``dynamiq-jax advise --config FILE``
+wrote after measuring this machine.
+
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
@@ -483,6 +486,41 @@ def check_choice(value: str, choices: Any, option: str) -> None:
         raise typer.BadParameter(f"{option} {value!r}: choose one of {', '.join(choices)}")
 
 
+class Choice(NamedTuple):
+    """What the command line asks for: one of `METHODS`, and what "dynamiq" stands for."""
+
+    method: str
+    compression: dq.DynamiQ
+    topology: Any
+
+
+def choose(
+    method: str | None, bits: float | None, topology: str | None, config: Path | None
+) -> Choice:
+    """The choice by options, what is `None` at its default, or by a file in place of all three."""
+    if config is None:
+        method, topology = method or "dynamiq", topology or "ring"
+        check_choice(method, METHODS, "--method")
+        check_choice(topology, TOPOLOGIES, "--topology")
+        try:
+            return Choice(
+                method, dq.DynamiQ(bits=5.0 if bits is None else bits), TOPOLOGIES[topology]
+            )
+        except ValueError as error:
+            raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    if (method, bits, topology) != (None, None, None):
+        raise typer.BadParameter("--config: leave out --method, --bits and --topology")
+    try:
+        found = dq.load_config(config)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--config: {error}") from error
+    if found.method is None or isinstance(found.method, dq.DynamiQ):
+        return Choice("dynamiq", found.method or dq.DynamiQ(), found.topology)
+    name = type(found.method).__name__.lower()
+    check_choice(name, METHODS, f"--config {config}: method")
+    return Choice(name, dq.DynamiQ(), found.topology)
+
+
 def make_mesh(text: str) -> jax.sharding.Mesh:
     """The mesh that ``--mesh`` describes: names and sizes of its axes, the outermost first."""
     parts = (part.partition("=") for part in text.split(","))
@@ -502,9 +540,20 @@ def make_mesh(text: str) -> jax.sharding.Mesh:
 
 def main(
     model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
-    method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
-    bits: Annotated[float, typer.Option(help="DynamiQ: wire bits per coordinate")] = 5.0,
-    topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
+    method: Annotated[
+        str | None, typer.Option(help="dynamiq, bf16 or f32", show_default="dynamiq")
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="DynamiQ: wire bits per coordinate", show_default="5.0")
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}", show_default="ring"),
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="instead of these three, as dynamiq-jax advise writes it"),
+    ] = None,
     init: Annotated[str, typer.Option(help="of the weights: gpt2 or unit")] = "gpt2",
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
@@ -520,13 +569,8 @@ def main(
 ) -> None:
     """Trains a LLaMA-style model with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
-    check_choice(method, METHODS, "--method")
-    check_choice(topology, TOPOLOGIES, "--topology")
     check_choice(init, INITS, "--init")
-    try:
-        compression = dq.DynamiQ(bits=bits)
-    except ValueError as error:
-        raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    chosen = choose(method, bits, topology, config_file)
     recipe = RECIPES[model]
     recipe = recipe._replace(
         steps=steps or recipe.steps,
@@ -556,6 +600,11 @@ def main(
     config, console = CONFIGS[model], Console()
     config = replace(config, vocab_size=vocab_size or config.vocab_size, init=init)
     devices = make_mesh(mesh or f"{AXIS}={n_devices}")
+    if isinstance(chosen.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
+        raise typer.BadParameter(
+            f"--config {config_file}: Hierarchical reduces over two axes, and the mesh has "
+            f"{len(data_axes(devices))} for data; pass for example --mesh replica=2,data=4"
+        )
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
@@ -571,14 +620,14 @@ def main(
     console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
 
     results = []
-    for name in METHODS if compare else (method,):
+    for name in METHODS if compare else (chosen.method,):
         if mesh:
-            chosen = on_mesh(loss_fn, params, devices, name, compression, TOPOLOGIES[topology])
+            averaging = on_mesh(loss_fn, params, devices, name, chosen.compression, chosen.topology)
         elif name == "dynamiq":
-            chosen = dynamiq(loss_fn, params, devices, compression, TOPOLOGIES[topology])
+            averaging = dynamiq(loss_fn, params, devices, chosen.compression, chosen.topology)
         else:
-            chosen = lax_psum(loss_fn, params, devices, name)
-        results.append(train(run, chosen, dump))
+            averaging = lax_psum(loss_fn, params, devices, name)
+        results.append(train(run, averaging, dump))
         dump = None  # one dump, from the first run
     if compare:
         compare_losses(results)
@@ -587,10 +636,11 @@ def main(
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
         "init": init, "mesh": dict(devices.shape), "seq_len": config.seq_len, "seed": seed,
-        "bits": bits, "topology": topology,
+        "bits": chosen.compression.bits,
+        "topology": chosen.topology and type(chosen.topology).__name__.lower(),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
-    name = f"{model}-{'compare' if compare else method}"
+    name = f"{model}-{'compare' if compare else chosen.method}"
     name += f"-{mesh.replace('=', '').replace(',', '-')}" if mesh else ""
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
     save_curves(results, out / name)

@@ -99,6 +99,11 @@ def default_iterations(size_bytes: int, platform: str) -> int:
     return min(64, max(16, -(-(2**31) // size_bytes)))
 
 
+def in_flight(iterations: int, platform: str) -> int:
+    """Programs that are dispatched before they are waited for together."""
+    return 8 if iterations == 1 and platform != "cpu" else 1
+
+
 def bench_all_reduce(
     sizes_bytes: Sequence[int],
     methods: Sequence[Contender],
@@ -140,8 +145,8 @@ def bench_all_reduce(
             checked = [quality(data, replicas_of(call(), data)) for call in calls]
         else:
             checked = [quality(data, call()) for call in calls]
-        in_flight = 8 if times == 1 and devices[0].platform != "cpu" else 1
-        timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=in_flight)
+        flying = in_flight(times, devices[0].platform)
+        timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
         for contender, timing, (vnmse, wrong) in zip(contenders, timings, checked, strict=True):
             rows.append(
                 _row(
@@ -187,10 +192,11 @@ def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
     return draw()
 
 
-def timed_program(
-    mesh: Mesh, contender: Contender, iterations: int
-) -> Callable[[jax.Array], jax.Array]:
-    """The program (bf16[n, coords]) -> result that reduces so many times in a row."""
+def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable[[Any], Any]:
+    """The program (data) -> result that reduces so many times in a row.
+
+    ``data`` is an array or a tree of arrays of any floating dtype [n, ...], row i on worker i.
+    """
     axes = mesh.axis_names
     rows = PartitionSpec(axes)
     specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
@@ -198,15 +204,16 @@ def timed_program(
 
     @partial(jax.jit, compiler_options=dq.xla_options())
     @partial(jax.shard_map, mesh=mesh, **specs)
-    def program(data: jax.Array) -> jax.Array:
-        return repeat_on_device(reduce, iterations)(data.reshape(-1))
+    def program(data: Any) -> Any:
+        own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), data)
+        return repeat_on_device(reduce, iterations)(own)
 
     return program
 
 
 def is_sliced(contender: Contender) -> bool:
-    """Results of a psum are replicated, those of a psum_scatter are slices."""
-    return contender.collective == "psum_scatter"
+    """Results of a psum are replicated, those of all else are every worker's own."""
+    return contender.collective != "psum"
 
 
 def quality_program(

@@ -71,7 +71,8 @@ BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """Native all-reduces by the dtype on the wire."""
 
 
-Collective = Literal["psum", "psum_scatter"]
+Collective = Literal["psum", "psum_scatter", "exchange"]
+"""The last one moves data and sums nothing."""
 
 
 class Contender(NamedTuple):
@@ -79,8 +80,8 @@ class Contender(NamedTuple):
 
     label: str
     collective: Collective
-    reduce: Callable[..., jax.Array]
-    """(leaf, axis name or names, key=None) -> what one worker ends with."""
+    reduce: Callable[..., Any]
+    """(leaf or tree, axis name or names, key=None) -> what one worker ends with."""
     wire_bytes: Callable[[int, tuple[int, ...]], int]
     """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
     backend: str
@@ -110,6 +111,28 @@ def parse_size(text: str) -> int:
             f"from 2 to {2**32 - 2} (under 4GiB)"
         )
     return int(size_bytes)
+
+
+def parse_params(text: str) -> int:
+    """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B.
+
+    Raises:
+      ValueError: not such a number, or none that one leaf can have.
+    """
+    factors = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+    number, factor = text.strip().upper(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        params = round(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no number of parameters: write for example 125M") from None
+    if not 1 <= params < 2**31:
+        raise ValueError(
+            f"{text!r} is {params:,} parameters: one leaf takes 1 to {2**31 - 1:,}; pass the "
+            "leaves of a larger model by --model-tree"
+        )
+    return params
 
 
 def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> Any:

@@ -78,6 +78,28 @@ SIMULATION_COLUMNS = (
     Column("backend", lambda r: r.backend),
 )
 
+LINK_COLUMNS = (
+    Column("exchange", lambda r: r.exchange),
+    Column("size", lambda r: format_size(r.size_bytes)),
+    Column("time us", lambda r: f"{r.time_us:.1f}"),
+    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
+)
+
+
+def setting_columns(native_us: float) -> list[Column]:
+    """The columns of a table of settings beside native psum, which takes ``native_us``."""
+    return [
+        Column("setting", lambda r: r.label),
+        Column("time us", lambda r: f"{r.time_us:.1f}"),
+        Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+        Column("speedup", lambda r: f"{native_us / r.time_us:.2f}x"),
+        Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
+        Column("compressed", lambda r: f"{r.compressed:.0%}"),
+        Column("error", lambda r: f"{r.relative_error:.2g}" if r.relative_error else "-"),
+        Column("payloads by", lambda r: r.transport),
+    ]
+
 
 def leaf_columns(labels: Iterable[str]) -> list[Column]:
     """The columns of a table of leaves, with one for every "method topology"."""
@@ -108,6 +130,7 @@ def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> N
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False)
     texts = ("method", "kernel", "widths", "topology", "backend", "transport", "worst leaf", "leaf")
+    texts += ("exchange", "setting", "payloads by")
     for column in columns:
         is_text = column.title in texts
         table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)

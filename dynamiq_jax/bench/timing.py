@@ -72,27 +72,28 @@ def time_calls(
     return [_summary(samples) for samples in samples_us]
 
 
-def repeat_on_device(
-    work: Callable[[jax.Array], jax.Array], iterations: int
-) -> Callable[[jax.Array], jax.Array]:
+def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[Any], Any]:
     """Returns a function that does `work(x)` a fixed number of times, one after the other.
 
-    Nought times one number of each result is added to one number of the next input, in place: the
-    compiler can neither hoist the work out of the loop nor merge two iterations. The first input
-    is copied once. Several iterations are unrolled, since XLA may copy what a loop carries.
+    Nought times one number of each result is added to one number of the next input, in place, leaf
+    by leaf: the compiler can neither hoist the work out of the loop nor merge two iterations. The
+    first input is copied once. Several iterations are unrolled, since XLA may copy what a loop
+    carries.
 
     Args:
-      work: a function of one flat array that returns one flat array.
+      work: a function of a tree of arrays, none of them empty, that returns a tree like it.
       iterations: how often it runs; static, so that the loop needs no word from the host.
 
     Returns:
       A function of the same signature that returns the last result.
     """
 
-    def repeated(x: jax.Array) -> jax.Array:
-        def body(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x, previous = carry
-            x = x.at[0].add(0 * previous[0])
+    def tied(x: jax.Array, previous: jax.Array) -> jax.Array:
+        return x.at[(0,) * x.ndim].add(0 * previous[(0,) * previous.ndim])
+
+    def repeated(x: Any) -> Any:
+        def body(_: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            x = jax.tree.map(tied, *carry)
             return x, work(x)
 
         left = iterations - 1

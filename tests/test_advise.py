@@ -1,0 +1,506 @@
+"""Advice: what follows from made-up rows, what is measured on eight CPU devices, and its files."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from test_cli import plain
+from typer.testing import CliRunner
+
+import dynamiq_jax as dq
+from dynamiq_jax import cli
+from dynamiq_jax.bench import advice, all_reduce, timing
+from dynamiq_jax.bench.advice import NATIVE, SettingRow, decide, step_times
+from dynamiq_jax.configuration import describe_config, parse_config
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import train_llm
+
+ERRORS = {5: 0.018, 4: 0.078, 3.5: 0.17}
+"""About those of `Direct` among 8 workers."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def keep_xla_flags():
+    """The command extends XLA_FLAGS of its process; other tests must not see that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
+
+
+# --- The decision ---------------------------------------------------------------------------------
+
+
+def native(ms, spread=0.01):
+    return row(None, None, ms, spread=spread)
+
+
+def row(bits, topology, ms, *, spread=0.01, **facts):
+    time_us = 1e3 * ms
+    facts = {
+        "method": {"name": "DynamiQ", "bits": bits} if bits else NATIVE,
+        "topology": topology and {"name": topology},
+        "time_us": time_us,
+        "p10_us": time_us * (1 - spread),
+        "p90_us": time_us * (1 + spread),
+        "wire_bytes": 1e6 * (bits or 16),
+        "compressed": 1.0 if bits else 0.0,
+        "relative_error": ERRORS.get(bits),
+    } | facts
+    return SettingRow(**facts)
+
+
+def directs(*times):
+    """Of 5, 4 and 3.5 bits."""
+    return [row(bits, "Direct", ms) for bits, ms in zip(ERRORS, times, strict=True)]
+
+
+def text(said):
+    return "\n".join(said.sentences)
+
+
+class TestDecision:
+    def test_on_fast_links_the_bits_that_gain_five_percent_are_named(self):
+        """Only 4 bits do; 3.5 save less than as much again."""
+        said = decide([native(1.0), *directs(0.97, 0.94, 0.92)])
+        assert said.compress
+        assert said.config == {
+            "method": {"name": "DynamiQ", "bits": 4},
+            "topology": {"name": "Direct"},
+        }
+        assert said.saved == pytest.approx(0.06)
+        assert "Use DynamiQ at 4 bits over Direct" in text(said)
+        assert "0.94 ms instead of 1 ms with bf16 psum (1.06x)" in text(said)
+        assert "at most 0.078" in text(said)
+        assert "DynamiQ at 3.5 bits over Direct is 1.09x, error 0.17" in text(said)
+        assert "Fewer bits save less than another 5%" in text(said)
+
+    def test_on_a_slow_network_the_fewest_bits_win(self):
+        said = decide([native(300), *directs(135, 115, 100)])
+        assert said.row.bits == 3.5
+        assert "(3.00x)" in text(said)
+        assert "DynamiQ at 5 bits over Direct is 2.22x, error 0.018" in text(said)
+        assert "Fewer bits save less" not in text(said)
+
+    def test_where_nothing_pays_it_says_so(self):
+        rows = [native(1.0), *directs(0.99, 0.97, 0.96)]
+        said = decide(rows)
+        assert not said.compress
+        assert said.config == {"method": NATIVE}
+        assert "Do not bother" in text(said)
+        assert "saves 4.0% of the all-reduce, less than 5%" in text(said)
+        slower = decide([native(1.0), *directs(2.0, 1.7, 1.6)])
+        assert "is slower than bf16 psum (0.62x)" in text(slower)
+        # Half a percent more, and it does.
+        assert decide([*rows[:-1], row(3.5, "Direct", 0.945)]).compress
+
+    def test_a_model_that_is_too_small_travels_natively(self):
+        said = decide([native(1.0)], reason="bucket of 10 < min_bucket_size 20")
+        assert not said.compress
+        assert "everything would travel natively (bucket of 10 < min_bucket_size 20)" in text(said)
+        assert said.config == {"method": NATIVE}
+
+    def test_a_long_step_hardly_notices(self):
+        """The same times: 3 times faster, and 2 % of the step."""
+        rows = [native(30), *directs(14, 12, 10)]
+        said = decide(rows, step_ms=1000)
+        assert not said.compress
+        assert "saves 2.0% of the step, less than 5%" in text(said)
+        said = decide(rows, step_ms=150)
+        assert (said.compress, said.row.bits) == (True, 5)  # 4 bits save 1.5 % more of the step
+        assert said.saved == pytest.approx(16 / 150)
+        assert "134 ms (10.7% less) where the all-reduce follows" in text(said)
+        assert "150 ms where it runs under it" in text(said)
+        assert "Where the backward pass hides the all-reduce, do not bother." in text(said)
+        assert "not bother" not in text(decide(rows, step_ms=31))
+        assert "pass --step-time-ms" in text(decide(rows))
+
+    def test_a_step_shorter_than_its_all_reduce_is_counted_as_that(self):
+        said = decide([native(30), *directs(14, 12, 10)], step_ms=20)
+        assert "takes 30 ms, more than the 20 ms of --step-time-ms" in text(said)
+        assert said.row.bits == 3.5
+        assert said.saved == pytest.approx(2 / 3)
+
+    def test_the_fastest_topology_of_equally_fast_ones_that_of_less_error(self):
+        slow, fast = row(4, "Ring", 5.0, relative_error=0.01), row(4, "Butterfly", 4.0)
+        assert decide([native(10), slow, fast]).row is fast
+        as_fast = row(4, "Direct", 4.05, relative_error=0.05)
+        assert decide([native(10), slow, fast, as_fast]).row is as_fast
+
+    def test_what_explain_warns_of_is_only_used_where_nothing_else_pays(self):
+        warned = row(3.5, "Ring", 3.0, warning="too much error; pass bits=4")
+        said = decide([native(10), warned, row(4, "Ring", 9.0)])
+        assert said.row.bits == 4
+        said = decide([native(10), warned, row(4, "Ring", 9.9)])
+        assert said.row is warned
+        assert "No setting of less error pays. too much error; pass bits=4" in text(said)
+
+    def test_caveats(self):
+        said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])
+        assert "90.0% of the coordinates are compressed" in text(said)
+        method = {"name": "DynamiQ", "bits": 4, "min_bucket_bytes": 0}
+        said = decide([native(10), row(4, "Direct", 5, method=method)])
+        assert "hence min_bucket_bytes=0" in text(said)
+        assert "spread" not in text(said)
+        said = decide([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)])
+        assert "The spread is as large as the gain" in text(said)
+
+    def test_snippet_is_python_that_means_the_configuration(self):
+        said = decide([native(10), row(4, "Hierarchical", 5)])
+        (line,) = said.snippet(("node", "gpu")).splitlines()
+        found = {}
+        pmean = lambda tree, axis_name, **rest: found.update(rest, axis_name=axis_name)  # noqa: E731
+        public = {name: getattr(dq, name) for name in dq.__all__} | {"pmean": pmean}
+        exec(line, {"grads": None, "dq": type("dq", (), public)})
+        assert found.pop("axis_name") == ("node", "gpu")
+        assert (found["method"], found["topology"]) == parse_config(said.config)
+        assert found["topology"] == dq.Hierarchical()
+        assert 'dq.pmean(grads, "data", method=' in said.snippet()
+        by_engines = decide([native(10), row(4, "Direct", 5, transport="permutes")])
+        assert "compiler_options=dq.xla_options()" in by_engines.snippet()
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "native_ms", "ours_ms", "exposed", "hidden"),
+    [
+        (100, 60, 30, 70, 100),  # all hidden before
+        (100, 60, 80, 120, 340 / 3),  # 80 - 2/3 100 stick out of 100
+        (100, 80, 50, 70, 70),  # 60 compute, 40 of that hide 80, then 50
+        (100, 80, 20, 40, 60),
+        (100, 100, 40, 40, 40),  # nothing computes
+        (50, 100, 40, 40, 40),
+    ],
+)
+def test_step_times_by_hand(step_ms, native_ms, ours_ms, exposed, hidden):
+    found = step_times(step_ms, 1e3 * native_ms, 1e3 * ours_ms)
+    assert found == pytest.approx((exposed, hidden))
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+TREE = {
+    "embedding": jax.ShapeDtypeStruct((600, 500), jnp.float32),
+    "norm": jax.ShapeDtypeStruct((500,), jnp.float32),
+    "half": jax.ShapeDtypeStruct((3, 5), jnp.bfloat16),
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+    "empty": jax.ShapeDtypeStruct((0, 7), jnp.float32),
+}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["advise", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("advise")
+    dq.save_model_tree(folder / "model.json", TREE)
+    files = ["--config", folder / "choice.toml", "--json", folder / "rows.json"]
+    chosen = ["--bits", 5, "--topology", "direct", "--repeats", 3, "--step-time-ms", 1e4]
+    result = invoke("--model-tree", folder / "model.json", *chosen, *files)
+    assert result.exit_code == 0, result.output
+    return folder, result.output, json.loads((folder / "rows.json").read_text())
+
+
+class TestCommand:
+    def test_rows_are_those_of_the_tree(self, measured):
+        native, five = measured[2]["rows"]
+        leaves = advice.floating_leaves(TREE)
+        coords = 600 * 500 + 500 + 15
+        said = dq.explain(leaves, 8, topology=dq.Direct(), verbose=False)
+        assert native["method"] == NATIVE
+        assert native["wire_bytes"] == 2 * 7 * 2 * coords // 8
+        assert five["method"] == {"name": "DynamiQ", "bits": 5}
+        assert five["topology"] == {"name": "Direct"}
+        assert five["wire_bytes"] == said.wire_bytes < native["wire_bytes"] / 3
+        assert five["relative_error"] == said.relative_error
+        assert five["compressed"] == pytest.approx(300_000 / coords)
+        assert five["transport"] == "collectives"
+        for row in (native, five):
+            assert row["tree"] == "model.json"
+            assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
+
+    def test_links_have_rates_by_bytes_and_time(self, measured):
+        ring, everyone = measured[2]["links"]
+        assert [ring["exchange"], everyone["exchange"]] == ["to the next on axis gpu", "all to all"]
+        assert ring["size_bytes"] == everyone["size_bytes"] == 2**20
+        for row, sent in ((ring, 2**20), (everyone, 2**20 * 7 / 8)):
+            assert row["gb_per_s"] == pytest.approx(sent / row["time_us"] / 1e3)
+
+    def test_output_says_what_was_measured_and_what_to_do(self, measured):
+        folder, output, document = measured
+        rows = [SettingRow(**row) for row in document["rows"]]
+        said = decide(rows, step_ms=1e4)
+        for expected in (*said.sentences, *said.snippet().splitlines()):
+            assert plain(expected) in plain(output)
+        for expected in ("links of 8 CPU device(s)", "over cpu", "bf16 psum", "DynamiQ at 5 bits"):
+            assert expected in output
+        assert dq.load_config(folder / "choice.toml") == parse_config(said.config)
+
+    def test_a_model_that_is_too_small_is_not_measured_compressed(self):
+        result = invoke("--params", "10K", "--repeats", 1)
+        assert result.exit_code == 0, result.output
+        assert "everything would travel natively" in plain(result.output)
+        assert "10,000 coordinates; exact: bucket of 10000 < min_bucket_size" in plain(
+            result.output
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            ([], "what is to be reduced? Pass one of --model-tree"),
+            (["--params", "1M", "--sizes", "1MiB"], "what is to be reduced?"),
+            (["--params", "lots"], "'lots' is no number of parameters"),
+            (["--params", "7B"], "7,000,000,000 parameters: one leaf takes 1 to 2,147,483,647"),
+            (["--params", "1M", "--dtype", "int8"], "--dtype 'int8': pass bf16 or f32"),
+            (["--params", "1M", "--bits", "4,x"], "'x' is not a number of bits"),
+            (["--params", "1M", "--bits", "1"], "bits=1.0 is below"),
+            (["--params", "1M", "--topology", "torus"], "topology 'torus' is not known"),
+            (["--params", "1M", "--topology", "hierarchical"], "two axes"),
+            (["--params", "1M", "--devices", "3", "--topology", "butterfly"], "the axis has 3"),
+            (["--params", "1M", "--devices", "99"], "99 devices asked for, 8 found"),
+            (["--params", "1M", "--nodes", "3"], "8 devices are not 3 equal nodes"),
+            (["--params", "1M", "--config", "choice.yaml"], "must end in .json or .toml"),
+            (["--params", "1M", "--config", "nowhere/choice.json"], "there is no folder nowhere"),
+            (["--sizes", "1MiB,2MiB", "--config", "choice.json"], "pass one of the sizes"),
+            (["--model-tree", "missing.json"], "missing.json"),
+        ],
+    )
+    def test_wrong_options_are_refused_with_the_reason(self, arguments, complaint):
+        result = invoke(*arguments)
+        assert result.exit_code == 2, result.output
+        assert complaint in plain(result.output)
+
+    def test_processes_join_as_told_or_as_slurm_says(self, monkeypatch):
+        joined = []
+        monkeypatch.setattr(jax.distributed, "initialize", lambda *told: joined.append(told))
+        stop = ["--params", "1M", "--devices", "99"]
+        invoke(*stop, "--processes", 2, "--process-id", 1, "--coordinator", "host:1")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+        invoke(*stop)
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+        invoke(*stop)
+        assert joined == [("host:1", 2, 1), ()]
+
+
+def test_several_processes_measure_together_and_the_first_reports(tmp_path):
+    """Two of one device each, and a model that travels natively, which compiles at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "dynamiq_jax", "advise", "--params", "10K", "--repeats", "2"]
+    command += ["--processes", "2", "--coordinator", coordinator]
+    flags = "--xla_force_host_platform_device_count=1"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [*command, "--process-id", str(i), "--config", tmp_path / f"{i}.json"],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        ends = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], ends
+    assert "links of 2 CPU device(s) of one machine" in ends[0][0]
+    assert "2 process(es), over cpu" in ends[0][0]
+    assert "everything would travel natively" in ends[0][0]
+    assert "links" not in ends[1][0] and "natively" not in ends[1][0]
+    assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
+
+
+def test_topologies_that_suit():
+    assert advice.suiting_topologies((8,)) == ["direct", "ring", "butterfly"]
+    assert advice.suiting_topologies((6,)) == ["direct", "ring"]
+    assert advice.suiting_topologies((2, 3)) == ["direct", "ring", "hierarchical"]
+
+
+def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkeypatch):
+    """It goes by the kind of GPU. It stays where something is compressed."""
+    from dynamiq_jax import arguments
+
+    monkeypatch.setattr(arguments, "fast_links", lambda: True)
+    small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
+    for tree, lifted in (([small], 0), ([small, large], None)):
+        (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
+        assert found == (dq.DynamiQ(bits=4, min_bucket_bytes=lifted), dq.Ring())
+    assert advice.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
+
+
+def test_every_leaf_of_a_repeated_tree_depends_on_the_repetition_before():
+    """Else XLA could reduce it once and for all."""
+    runs = []
+
+    def count(x):
+        def add(y):
+            runs.append(y.shape)
+            return np.asarray(y) + 1
+
+        return jax.pure_callback(add, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    tree = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(()), "c": jnp.zeros(4)}
+    work = lambda x: jax.tree.map(count, x)  # noqa: E731
+    result = jax.jit(timing.repeat_on_device(work, 3))(tree)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, jnp.ones_like(x)), result)
+    assert sorted(runs) == sorted([x.shape for x in tree.values()] * 3)
+
+
+def test_leaves_of_a_tree_have_their_shapes_and_dtypes():
+    mesh = all_reduce.make_mesh(jax.devices()[:2])
+    leaves = advice.floating_leaves(TREE)
+    assert [x.shape for x in leaves] == [(600, 500), (3, 5), (500,)]
+    data = advice._gradients(mesh, leaves, seed=0)
+    assert [(x.shape, x.dtype) for x in data] == [((2, *x.shape), x.dtype) for x in leaves]
+    assert all(np.ptp(np.asarray(x, np.float32)) > 0 for x in data)
+    with pytest.raises(ValueError, match="none of 1 leaves has floating-point numbers"):
+        advice.floating_leaves({"step": TREE["step"]})
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+CONFIGURATIONS = {
+    "nothing": (None, None),
+    "native": (dq.BF16(), None),
+    "direct": (dq.DynamiQ(bits=3.5), dq.Direct()),
+    "fields": (dq.DynamiQ(widths=(2, 4, 8), levels="uniform", floor=4), dq.Ring(streams=1)),
+    "levels": (dq.MXFP8(), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring(balance=0.5))),
+    "outer": (dq.THC(bits=2), dq.Hierarchical(outer=dq.Butterfly())),
+}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configurations_come_back_from_files(tmp_path, name, suffix):
+    file = tmp_path / f"choice{suffix}"
+    dq.save_config(file, *CONFIGURATIONS[name])
+    found = dq.load_config(file)
+    assert found == CONFIGURATIONS[name]
+    assert (found.method, found.topology) == CONFIGURATIONS[name]
+
+
+def test_files_name_classes_and_what_is_not_default(tmp_path):
+    assert describe_config(dq.DynamiQ(bits=4, floor=None), dq.Direct()) == {
+        "method": {"name": "DynamiQ", "bits": 4, "floor": None},
+        "topology": {"name": "Direct"},
+    }
+    dq.save_config(tmp_path / "a.json", dq.DynamiQ(floor=None))
+    assert dq.load_config(tmp_path / "a.json").method == dq.DynamiQ(floor=None)
+    with pytest.raises(ValueError, match="TOML has no None"):
+        dq.save_config(tmp_path / "a.toml", dq.DynamiQ(floor=None))
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ([], r"the configuration is \[\]"),
+        ({"methods": {}}, "the configuration has no 'methods'; expected some of method, topology"),
+        ({"method": "DynamiQ"}, "method is 'DynamiQ'; expected a table whose name"),
+        ({"method": {"name": "DynamicQ"}}, "method 'DynamicQ' is not known; expected one of Dyn"),
+        ({"method": {"name": ["a"]}}, r"method \['a'\] is not known"),
+        ({"method": {"name": "DynamiQ", "bit": 4}}, "DynamiQ has no 'bit'; expected some of name"),
+        ({"method": {"name": "DynamiQ", "bits": 1}}, "method DynamiQ: bits=1 is below 2.375"),
+        ({"method": {"name": "DynamiQ", "bits": "4"}}, "a value does not fit in {'bits': '4'}"),
+        ({"topology": {"name": "Torus"}}, "topology 'Torus' is not known; expected one of Direct"),
+        ({"topology": {"name": "Direct", "outer": None}}, "topology Direct has no 'outer'"),
+        (
+            {"topology": {"name": "Hierarchical", "outer": {"name": "Hierarchical"}}},
+            "topology.outer 'Hierarchical' is not known; expected one of Direct, Ring, Butterfly",
+        ),
+        (
+            {"topology": {"name": "Hierarchical", "inner": {"name": "Ring", "streams": 0}}},
+            "topology.inner Ring: streams=0 must be at least 1",
+        ),
+    ],
+)
+def test_what_no_configuration_is_is_refused(tmp_path, values, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_config(values)
+    file = tmp_path / "choice.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"choice.json: .*{complaint}"):
+        dq.load_config(file)
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    for name in ("choice.json", "choice.toml"):
+        (tmp_path / name).write_text("{bits")
+        with pytest.raises(ValueError, match=name):
+            dq.load_config(tmp_path / name)
+    (tmp_path / "choice.yaml").write_text("")
+    with pytest.raises(ValueError, match="must end in .json or .toml, and ends in '.yaml'"):
+        dq.load_config(tmp_path / "choice.yaml")
+    with pytest.raises(ValueError, match="cannot be saved"):
+        dq.save_config(tmp_path / "choice.json", type("Own", (dq.DynamiQ,), {})())
+
+
+def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
+    """The order decides which leaves share a bucket."""
+    params = {"layers": [{"w": jnp.ones((70 + i, 1000), jnp.bfloat16)} for i in range(12)]}
+    params |= {"b": jnp.ones(3), "z": jax.ShapeDtypeStruct((), jnp.int32)}
+    dq.save_model_tree(tmp_path / "model.json", params)
+    found = dq.load_model_tree(tmp_path / "model.json")
+    expected = jax.tree_util.tree_leaves_with_path(params)
+    assert [*found] == [jax.tree_util.keystr(path) for path, _ in expected]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
+        (x.shape, x.dtype) for _, x in expected
+    ]
+    buckets = [
+        [(row.bucket, row.route) for row in dq.explain(tree, 2, verbose=False).rows]
+        for tree in (params, found)
+    ]
+    assert buckets[0] == buckets[1]
+
+
+@pytest.mark.parametrize(
+    ("held", "complaint"),
+    [
+        ("[1", "is not JSON"),
+        ("{}", "holds no leaves"),
+        ('{"w": [[3, -4], "float32"]}', "leaf 'w' is"),
+        ('{"w": [[3, 4], "float99"]}', "leaf 'w' is"),
+        ('{"w": [3, "float32"]}', "leaf 'w' is"),
+        ('{"w": [[3, 4]]}', "leaf 'w' is"),
+    ],
+)
+def test_what_is_no_model_tree_is_refused(tmp_path, held, complaint):
+    (tmp_path / "model.json").write_text(held)
+    with pytest.raises(ValueError, match=complaint) as refused:
+        dq.load_model_tree(tmp_path / "model.json")
+    assert "as dq.save_model_tree writes it" in str(refused.value)
+
+
+class TestExample:
+    def test_options_and_files_mean_the_same(self, tmp_path):
+        file = tmp_path / "choice.json"
+        dq.save_config(file, dq.DynamiQ(bits=4), dq.Direct())
+        by_file = train_llm.choose(None, None, None, file)
+        assert by_file == train_llm.choose("dynamiq", 4, "direct", None)
+        assert train_llm.choose(None, None, None, None) == ("dynamiq", dq.DynamiQ(), dq.Ring())
+        dq.save_config(file, dq.BF16())
+        assert train_llm.choose(None, None, None, file).method == "bf16"
+
+    def test_what_it_cannot_train_with_is_refused(self, tmp_path):
+        file = tmp_path / "choice.json"
+        dq.save_config(file, dq.MXFP8())
+        with pytest.raises(typer.BadParameter, match="method 'mxfp8': choose one of dynamiq, bf16"):
+            train_llm.choose(None, None, None, file)
+        with pytest.raises(typer.BadParameter, match="leave out --method, --bits and --topology"):
+            train_llm.choose(None, 4, None, file)
+        with pytest.raises(typer.BadParameter, match=re.escape(str(tmp_path / "no.json"))):
+            train_llm.choose(None, None, None, tmp_path / "no.json")
+        dq.save_config(file, topology=dq.Hierarchical())
+        with pytest.raises(typer.BadParameter, match="Hierarchical reduces over two axes"):
+            train_llm.main(config_file=file, out=tmp_path)
