@@ -184,10 +184,11 @@ def make_training(run: Run) -> Training:
         memory = dq.init_state(params, tuple(mesh.shape.values()), **options, stacked=True)
         return TrainState(jnp.int32(0), key, params, optimizer.init(params), memory)
 
-    options = dq.xla_options()
-
     @partial(
-        jax.jit, donate_argnums=0, out_shardings=(placed, replicated), compiler_options=options
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(placed, replicated),
+        compiler_options=dq.xla_options(),
     )
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(state.key, state.step)  # the same on all workers
