@@ -1,0 +1,89 @@
+"""Meshes of two axes on GPUs: tensor parallel x data parallel, and HSDP, two by two and larger."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import assert_same_bits, gradient
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+PARTS = 2
+ROWS, COLUMNS = 512, 2048
+METHOD = dq.DynamiQ(min_leaf_size=0, min_bucket_size=0)
+SPECS = {"matrix": P(None, "model"), "norm": P()}
+
+
+def mesh_of(*names):
+    devices = jax.devices()
+    if len(devices) < 4 or len(devices) % 2:
+        pytest.skip(f"needs 4 GPUs or a larger even number, this machine has {len(devices)}")
+    shape = len(devices) // PARTS, PARTS
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2)
+
+
+def test_every_gpu_reduces_its_shard_as_if_there_were_no_others():
+    mesh = mesh_of("data", "model")
+    n, key = mesh.shape["data"], jax.random.key(1)
+    matrix = np.asarray(gradient(0, n, ROWS * COLUMNS)).reshape(n, ROWS, COLUMNS)
+    norm = np.asarray(gradient(1, n, 2**16))
+
+    def reduced(mesh, specs, tree):
+        def one(tree):
+            tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+            return dq.pmean(tree, "data", method=METHOD, key=key, specs=specs)
+
+        options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
+        return jax.jit(jax.shard_map(one, mesh=mesh, **options))(tree)
+
+    tree = {"matrix": matrix, "norm": norm}
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, P("data", *SPECS[name])))
+        for name, x in tree.items()
+    }
+    found = reduced(mesh, SPECS, placed)
+    for part, own in enumerate(np.split(matrix, PARTS, axis=2)):
+        data = Mesh(mesh.devices[:, part], ("data",))
+        alone = reduced(data, None, {"matrix": own})["matrix"]
+        copies = reduced(data, None, {"norm": norm})["norm"]
+        for device in mesh.devices[:, part]:
+            held = {name: _held(leaf, device) for name, leaf in found.items()}
+            assert_same_bits(held["matrix"], np.asarray(alone))
+            assert_same_bits(held["norm"], np.asarray(copies))
+    assert 0 < float(dq.vnmse(np.asarray(found["matrix"]), matrix.mean(axis=0))) < 0.02
+
+
+def _held(leaf, device):
+    """What one device has of an array."""
+    (shard,) = (shard for shard in leaf.addressable_shards if shard.device == device)
+    return np.asarray(shard.data)
+
+
+@pytest.mark.parametrize("method", [dq.F32(min_leaf_size=0, min_bucket_size=0), METHOD])
+def test_hsdp_gradients_are_those_of_the_whole_batch(method):
+    mesh = mesh_of("replica", "fsdp")
+    keys = jax.random.split(jax.random.key(2), 3)
+    params = {"w": jax.random.normal(keys[0], (512, 512)) / 23, "b": jnp.zeros(512)}
+    x, y = (jax.random.normal(k, (64, 512)) for k in keys[1:])
+
+    def loss(params, x, y):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"] + params["b"]) - y))
+
+    specs = {"w": P(None, "fsdp"), "b": P()}
+    placed = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in params.items()}
+    both = ("replica", "fsdp")
+    f = dq.value_and_grad(loss, mesh=mesh, axis_name=both, specs=specs, method=method)
+    with jax.default_matmul_precision("highest"):
+        value, grads = jax.jit(f)(placed, x, y)
+        plain, exact = jax.jit(jax.value_and_grad(loss))(params, x, y)
+    assert float(value) == pytest.approx(float(plain), rel=1e-5)
+    assert grads["w"].sharding.is_equivalent_to(placed["w"].sharding, 2)
+    error = float(dq.vnmse(jax.device_get(grads), jax.device_get(exact)))
+    assert error < 1e-8 if isinstance(method, dq.F32) else 1e-6 < error < 0.06
+    first = {}
+    for shard in grads["w"].addressable_shards:
+        data = np.asarray(shard.data)
+        assert_same_bits(data, first.setdefault(str(shard.index), data))
