@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax import xla
+from dynamiq_jax._compat import to_varying
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
 
@@ -92,6 +93,31 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
         results[transport] = float(dq.vnmse(replicas[0], x.sum(axis=0)))
     # Sums are added up in another order, so that a few codes may differ by one.
     assert results["permutes"] == pytest.approx(results["collectives"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [dq.DynamiQ(error_feedback=True, **SMALL), dq.MXFP4(sum="shared-scale", **SMALL)],
+    ids=["own to each worker", "the same on all"],
+)
+def test_states_and_metrics_do_not_depend_on_the_transport(method):
+    n, x, found = 3, gradient(5, 3, SIZE), {}
+    for transport in ("collectives", "permutes"):
+        options = {"method": method, "topology": dq.Direct(transport=transport, **STREAMS)}
+        state = dq.init_state(jnp.zeros(SIZE), n, stacked=True, **options)
+
+        def one(x, state, options=options):
+            state = jax.tree.map(lambda s: s[0], state)
+            done = dq.reduce(
+                x[0], "data", state=state, metrics=True, key=jax.random.key(1), **options
+            )
+            own = jax.tree.map(lambda s: to_varying(s, "data")[None], (done.tree, done.state))
+            return own, done.metrics
+
+        specs = {"in_specs": P("data"), "out_specs": (P("data"), P())}
+        found[transport] = jax.jit(jax.shard_map(one, mesh=mesh_of(n), **specs))(x, state)
+    for a, b in zip(*(jax.tree.leaves(tree) for tree in found.values()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -51,7 +51,8 @@ class ChunkCodec(NamedTuple):
     f32 in the codec's own units and order."""
     decode: Callable[[Payload, Array, Encoder, Array | None, Carry], tuple[Array, Carry]]
     """(payloads [c] of the last stage, chunks, their encoders int32[c], result so far, carry) ->
-    result with these chunks' finished sums in it, next carry."""
+    result with these chunks' finished sums in it, next carry. Workers decode all chunks, in orders
+    of their own: what this adds to a carry must not depend on the order."""
     finish: Callable[[tuple[Arrived, ...], Array, Array | None, Carry], tuple[Array, Carry]]
     """(arrived, chunks int32[1], result so far, carry) -> this worker's slice of the result with
     the chunk's finished sum in it, exact: not encoded again; next carry."""

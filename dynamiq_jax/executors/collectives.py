@@ -20,6 +20,7 @@ from dynamiq_jax._compat import (
     assume_invarying,
     axis_index,
     ppermute,
+    varies_over,
 )
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
@@ -51,10 +52,17 @@ def all_reduce(
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]
-        payloads, carry = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
+        payloads, before = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
+        carry = before
         for sinks, owners in gather(payloads, axis_name, n_workers):
             encoders = Encoder(last, jnp.full_like(owners, slot), owners)
             result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
+        # All workers decode the same: what was replicated before it is so after it.
+        carry = jax.tree.map(
+            lambda x, was: x if varies_over(was, axis_name) else assume_invarying(x, axis_name),
+            carry,
+            before,
+        )
     assert result is not None
     return assume_invarying(result, axis_name) if permutes else result, carry
 
