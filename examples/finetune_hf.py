@@ -68,10 +68,23 @@ class Method(NamedTuple):
     topology: Any = None
 
 
-def make_method(name: str, bits: float, topology: str) -> Method:
-    """The method of a name of the command line; only DynamiQ has a topology of its own."""
+def make_method(
+    name: str | None, bits: float | None, topology: str | None, config: Path | None
+) -> Method:
+    """What the command line names, or ``config`` holds; only DynamiQ has a topology of its own.
+
+    Raises:
+      ValueError: both are given, or the file cannot be read.
+    """
+    if config is not None:
+        if (name, bits, topology) != (None, None, None):
+            raise ValueError("--config: leave out --method, --bits and --topology")
+        return Method(*dq.load_config(config))
+    name, topology = name or "dynamiq", topology or "ring"
+    check_choice(name, METHODS, "--method")
+    check_choice(topology, TOPOLOGIES, "--topology")
     if name == "dynamiq":
-        return Method(dq.DynamiQ(bits=bits), TOPOLOGIES[topology])
+        return Method(dq.DynamiQ(bits=5.0 if bits is None else bits), TOPOLOGIES[topology])
     return Method({"bf16": dq.BF16(), "f32": dq.F32()}[name])
 
 
@@ -260,9 +273,17 @@ def train(
     data: Annotated[Path, typer.Argument(help='JSONL of {"prompt": "...", "answer": "..."}')],
     out: Annotated[Path, typer.Option(help="for the new checkpoint: a new or empty folder")],
     validation: Annotated[Path | None, typer.Option(help="JSONL; default: the data")] = None,
-    method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
-    bits: Annotated[float, typer.Option(help="DynamiQ: wire bits per coordinate")] = 5.0,
-    topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
+    method: Annotated[str | None, typer.Option(help="dynamiq (the default), bf16 or f32")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="DynamiQ: wire bits per coordinate (default: 5)")
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)} (default: ring)")
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="instead of these three, as dynamiq-jax advise writes it"),
+    ] = None,
     template: Annotated[str, typer.Option(help=" or ".join(TEMPLATES))] = "plain",
     steps: Annotated[
         int | None, typer.Option(min=1, help="default: 3 passes over the data")
@@ -275,13 +296,11 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="of the examples' order")] = 0,
 ) -> None:
     """Fine-tunes on the answers and saves a checkpoint of the same layout."""
-    check_choice(method, METHODS, "--method")
-    check_choice(topology, TOPOLOGIES, "--topology")
     check_choice(template, TEMPLATES, "--template")
     check_choice(dtype, DTYPES, "--dtype")
     with plain_errors():
         check_unused(out)
-        chosen = make_method(method, bits, topology)
+        chosen = make_method(method, bits, topology, config_file)
         checkpoint = open_checkpoint(folder, dtype=DTYPES[dtype], remat=remat)
         config = checkpoint.config
         encoder = Encoder(folder, TEMPLATES[template], config.vocab_size)
@@ -300,7 +319,8 @@ def train(
     n_params = sum(p.size for p in jax.tree.leaves(params))
     print(f"model: {folder}, {config.family}, {n_params:,} parameters")
     print(f"batch: {rows} examples of at most {trained.tokens.shape[1]} tokens")
-    print(f"wire: {method}, {cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step")
+    sent = f"{cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step"
+    print(f"wire: {method or config_file or 'dynamiq'}, {sent}")
     evaluate = make_evaluate(make_loss(config), mesh, rows)
     print(f"loss of answers before: {evaluate(params, measured):.4f}", flush=True)
 

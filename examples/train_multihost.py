@@ -290,9 +290,31 @@ def train(
 # --- Command line ---------------------------------------------------------------------------------
 
 
+def choose(bits: float | None, config: Path | None) -> tuple[Any, Any]:
+    """The method, and the topology or `None`, which chooses by the mesh."""
+    try:
+        if config is None:
+            return dq.DynamiQ(bits=5.0 if bits is None else bits), None
+        if bits is not None:
+            raise ValueError(f"leave out --bits {bits:g}, which are the file's")
+        found = dq.load_config(config)
+    except (OSError, ValueError) as error:
+        given = f"--bits {bits}" if config is None else f"--config {config}"
+        raise typer.BadParameter(f"{given}: {error}") from error
+    return found.method or dq.DynamiQ(), found.topology
+
+
 def main(
     model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
-    bits: Annotated[float, typer.Option(help="wire bits per coordinate")] = 5.0,
+    bits: Annotated[
+        float | None, typer.Option(help="wire bits per coordinate (default: 5)")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="method and topology, as dynamiq-jax advise writes them; not with --bits"
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -311,21 +333,19 @@ def main(
 ) -> None:
     """Trains a LLaMA-style model on several hosts with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
-    try:
-        method = dq.DynamiQ(bits=bits)
-    except ValueError as error:
-        raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    method, topology = choose(bits, config)
     recipe = RECIPES[model]
     recipe = recipe._replace(
         steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
     )
     join(coordinator, num_processes, process_id, heartbeat_timeout, cluster)
     run = Run(
-        model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method, topology=None,
-        seed=seed,
+        model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method,
+        topology=topology, seed=seed,
     )  # fmt: skip
     params = jax.eval_shape(partial(init_params, run.model), jax.random.key(0))
-    cost = dq.explain(params, tuple(run.mesh.shape.values()), method=method, verbose=False)
+    sizes, wire = tuple(run.mesh.shape.values()), {"method": method, "topology": topology}
+    cost = dq.explain(params, sizes, **wire, verbose=False)
     where = environment() | {
         "mesh": f"{dict(run.mesh.shape)}, {jax.process_count()} processes",
         "topology": f"{cost.topology}: {cost.reason}",
@@ -341,13 +361,14 @@ def main(
     )  # fmt: skip
     if jax.process_index() == 0:
         result = Result(
-            method="dynamiq", wire_bytes=cost.wire_bytes, bits_per_coord=cost.bits_per_coord,
-            losses=outcome.losses, seconds_per_step=outcome.seconds_per_step,
+            method=type(method).__name__.lower(), wire_bytes=cost.wire_bytes,
+            bits_per_coord=cost.bits_per_coord, losses=outcome.losses,
+            seconds_per_step=outcome.seconds_per_step,
         )  # fmt: skip
         kept = ("wire_bytes", "bits_per_coord", "seconds_per_step", "losses")
         record = {
             "environment": where, "model": model, "recipe": recipe._asdict(), "seed": seed,
-            "bits": bits, **{name: getattr(result, name) for name in kept},
+            "method": repr(method), **{name: getattr(result, name) for name in kept},
         }  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)
         name = f"{model}-multihost"

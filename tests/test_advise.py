@@ -25,6 +25,7 @@ from dynamiq_jax.configuration import describe_config, parse_config
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import train_llm
+import train_multihost
 
 ERRORS = {5: 0.018, 4: 0.078, 3.5: 0.17}
 """About those of `Direct` among 8 workers."""
@@ -504,3 +505,17 @@ class TestExample:
         dq.save_config(file, topology=dq.Hierarchical())
         with pytest.raises(typer.BadParameter, match="Hierarchical reduces over two axes"):
             train_llm.main(config_file=file, out=tmp_path)
+
+    def test_several_hosts_take_the_choice_as_well(self, tmp_path):
+        file = tmp_path / "choice.json"
+        dq.save_config(file, dq.MXFP8(), dq.Hierarchical())
+        assert train_multihost.choose(None, file) == (dq.MXFP8(), dq.Hierarchical())
+        assert train_multihost.choose(4.0, None) == (dq.DynamiQ(bits=4), None)
+        assert train_multihost.choose(None, None) == (dq.DynamiQ(), None)
+        for bits, config, words in (
+            (4.0, file, "leave out --bits 4"),
+            (0.0, None, "--bits 0.0"),
+            (None, tmp_path / "no.json", "no.json"),
+        ):
+            with pytest.raises(typer.BadParameter, match=words):
+                train_multihost.choose(bits, config)

@@ -508,6 +508,19 @@ def test_the_example_learns_as_fast_compressed(tiny, tmp_path):
     assert evaluate(hf_checkpoint.load_params(checkpoint), rows) == pytest.approx(after, abs=1e-4)
 
 
+def test_method_and_topology_may_come_from_a_file(tiny, tmp_path):
+    file, shared = tmp_path / "choice.json", ("--steps", 1, "--out")
+    dq.save_config(file, dq.MXFP8(min_leaf_size=0, min_bucket_size=0), dq.Direct())
+    data = tiny / "train.jsonl"
+    done = run("train", tiny, data, "--config", file, *shared, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "choice.json, 8.2" in " ".join(done.output.split())
+    both = run("train", tiny, data, "--config", file, "--bits", 4, *shared, tmp_path / "other")
+    assert both.exit_code == 2 and "leave out --method, --bits and --topology" in " ".join(
+        re.sub("[─│╭╮╰╯]", " ", both.output).split()
+    )
+
+
 def test_gemma_learns_too(tmp_path):
     assert run("make-tiny", tmp_path / "gemma", "--family", "gemma").exit_code == 0
     before, after = losses(tuned(tmp_path / "gemma", tmp_path / "out", "bf16"))
