@@ -20,16 +20,16 @@ from typing import Annotated
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
 import jax.numpy as jnp
 import typer
 from jax._src.pallas.triton import lowering  # there is no public way to what it makes
+from tune_kernels import calls, inputs
 
 import pallas_kernels as pk
-from pallas_kernels import triton
+from pallas_kernels import backend
 from pallas_kernels.tuning import tuning_for
 
-TILES, SIZE = 1024, 256
+COORDS = 2**18
 COMPILE = """
 import json, os, re, subprocess, sys, triton
 from triton.backends.compiler import GPUTarget
@@ -49,8 +49,8 @@ print(json.dumps({"codes": codes, "registers": registers, "triton": triton.__ver
 """
 
 
-def ir_of(function, *shapes) -> str:
-    """The Triton IR of the one kernel that ``function`` calls."""
+def ir_of(function, *args) -> str:
+    """The Triton IR of the one kernel that a jitted function calls."""
     found = []
     original = lowering.lower_jaxpr_to_triton_module
 
@@ -61,43 +61,24 @@ def ir_of(function, *shapes) -> str:
 
     lowering.lower_jaxpr_to_triton_module = keep
     try:
-        jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        function.trace(*args).lower(lowering_platforms=("cuda",))
     finally:
         lowering.lower_jaxpr_to_triton_module = original
     return found[0]
 
 
 def kernels(width: int, dtype):
-    """Functions and the shapes that they take, by the names of their kernels."""
-    fmt = pk.WireFormat(widths=(width,), levels="companded", super_group_size=SIZE)
-    rows, words = TILES * pk.TILE_ROWS, TILES * fmt.tile_words(width)
-
-    def of(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    x, order, tiles = of(dtype, rows * SIZE), of(jnp.int32, 1, rows), of(jnp.int32, 1, TILES)
-    noise, chunks = of(jnp.uint32, pk.NOISE_WORDS), of(jnp.int32, 1)
-
-    def compress(x, order, tiles, noise, chunks):
-        target = pk.Target(tiles, noise, words)
-        return triton.compress(pk.Source(x, None, order), chunks, target, fmt=fmt)
-
-    def hop(payloads, x, order, tiles, noise, chunks):
-        source, target = pk.Source(x, None, order), pk.Target(tiles, noise, words)
-        given = (pk.Input(payloads, tiles),)
-        return triton.decompress_accumulate_recompress(given, source, chunks, target, fmt=fmt)
-
-    def decompress(payloads, order, tiles, chunks, mean_sum):
-        result = pk.Result(mean_sum, order, rows, dtype)
-        return triton.decompress(payloads, tiles, chunks, result, fmt=fmt)
-
-    rest = (x, order, tiles, noise, chunks)
-    ends = (order, tiles, chunks, of(jnp.float32, rows))
-    return {
-        "compress": (compress, rest),
-        "decompress_accumulate_recompress": (hop, (of(jnp.uint32, 1, 1, words), *rest)),
-        "decompress": (decompress, (of(jnp.uint32, 1, words), *ends)),
+    """The kernels that `tune_kernels.py` times and their arguments, by name."""
+    fmt = pk.WireFormat(widths=(width,), levels="companded")
+    layout, x, y, mean, order, tiles, noise = inputs(fmt, width + 1.0, COORDS, dtype=dtype)
+    payload = jnp.zeros((1, layout.payload_words[0]), jnp.uint32)
+    args = {
+        "compress": (x, order, tiles, noise[0]),
+        "decompress_accumulate_recompress": (payload, y, order, tiles, noise[1]),
+        "decompress": (payload, mean, order, tiles),
     }
+    functions = calls(fmt, layout, "triton", dtype)
+    return {name: (functions[name], of) for name, of in args.items()}
 
 
 def main(
@@ -106,18 +87,21 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the gradient.")] = "bfloat16",
 ) -> None:
     """Compiles and prints."""
+    backend._on_nvidia = lambda: True  # they are only lowered
     for width in map(int, widths.split(",")):
-        for name, (function, shapes) in kernels(width, jnp.dtype(dtype)).items():
+        for name, (function, args) in kernels(width, jnp.dtype(dtype)).items():
             warps = tuning_for(name).num_warps
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "kernel.ttir"
-                file.write_text(re.sub(r"loc\(.*?\)$", "", ir_of(function, *shapes), flags=re.M))
+                file.write_text(re.sub(r"loc\(.*?\)$", "", ir_of(function, *args), flags=re.M))
                 command = [python, "-c", COMPILE, file, str(warps)]
                 done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{name}: {python} failed:\n{done.stderr[-3000:]}")
             told = json.loads(done.stdout.splitlines()[-1])
-            each = warps * 32 / (pk.TILE_ROWS * SIZE)  # of a line, per coordinate
+            each = (
+                warps * 32 / (pk.TILE_ROWS * pk.WireFormat().super_group_size)
+            )  # of a line, per coordinate
             most = collections.Counter(told["codes"]).most_common(12)
             text = " ".join(f"{code}:{count * each:.2f}" for code, count in most)
             total = f"{len(told['codes']) * each:.1f}"

@@ -53,12 +53,10 @@ def calls(fmt, layout, backend, dtype):
             lambda x: pk.statistics(x, super_group_size=fmt.super_group_size, backend=backend)
         ),
         "compress": jax.jit(
-            lambda x, m, o, t, z: pk.compress(
-                pk.Source(x, None, o), one, pk.Target(t, z, words), **kw
-            )
+            lambda x, o, t, z: pk.compress(pk.Source(x, None, o), one, pk.Target(t, z, words), **kw)
         ),
         "decompress_accumulate_recompress": jax.jit(
-            lambda p, x, m, o, t, z: pk.decompress_accumulate_recompress(
+            lambda p, x, o, t, z: pk.decompress_accumulate_recompress(
                 (pk.Input(p[None], t),), pk.Source(x, None, o), one, pk.Target(t, z, words), **kw
             )
         ),
@@ -77,11 +75,9 @@ def check(fmt, bits, coords, dtype) -> int:
         fs = calls(fmt, layout, backend, dtype)
         put = lambda *a, device=device: jax.device_put(a, device)  # noqa: E731
         with jax.default_device(device):
-            first = fs["compress"](*put(x, mean, order, tiles, noise[0]))
+            first = fs["compress"](*put(x, order, tiles, noise[0]))
             payload = first if payload is None else payload
-            hop = fs["decompress_accumulate_recompress"](
-                *put(payload, y, mean, order, tiles, noise[1])
-            )
+            hop = fs["decompress_accumulate_recompress"](*put(payload, y, order, tiles, noise[1]))
             out = fs["decompress"](*put(payload, mean, order, tiles))
         results.append([np.asarray(a) for a in (first[0], hop[0], out)])
     last = int(tiles[0, -1])
@@ -131,13 +127,13 @@ def main() -> None:
             for name, value in base.items():
                 tuning._HOPPER[name] = value._replace(num_warps=warps)
             fs = calls(fmt, layout, "triton", jnp.bfloat16)
-            payload = fs["compress"](x, mean, order, tiles, noise[0])
+            payload = fs["compress"](x, order, tiles, noise[0])
             row = {
                 "statistics": time_ms(fs["statistics"], x),
-                "compress": time_ms(fs["compress"], x, mean, order, tiles, noise[0]),
+                "compress": time_ms(fs["compress"], x, order, tiles, noise[0]),
                 "hop": time_ms(
                     fs["decompress_accumulate_recompress"],
-                    payload, y, mean, order, tiles, noise[1],
+                    payload, y, order, tiles, noise[1],
                 ),
                 "decompress": time_ms(fs["decompress"], payload, mean, order, tiles),
             }  # fmt: skip

@@ -33,6 +33,14 @@ app.add_typer(bench, name="bench")
 Repeats = Annotated[
     int | None, typer.Option(min=1, help="Timed samples per row (default: 20; on CPU 5).")
 ]
+Iterations = Annotated[
+    int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
+]
+Nodes = Annotated[
+    int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
+]
+ProcessId = Annotated[int, typer.Option(min=0, help="Which of them this one is.")]
+Coordinator = Annotated[str, typer.Option(help="HOST:PORT where process 0 listens to the others.")]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -86,20 +94,14 @@ def bench_all_reduce(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Use the first so many devices (default: all).")
     ] = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
-    ] = 1,
+    nodes: Nodes = 1,
     processes: Annotated[
         int | None, typer.Option(min=1, help="This command runs in so many processes at once.")
     ] = None,
-    process_id: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
-    coordinator: Annotated[
-        str, typer.Option(help="HOST:PORT where process 0 listens to the others.")
-    ] = "localhost:29400",
+    process_id: ProcessId = 0,
+    coordinator: Coordinator = "localhost:29400",
     repeats: Repeats = None,
-    iterations: Annotated[
-        int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
-    ] = None,
+    iterations: Iterations = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -388,9 +390,7 @@ def advise(
         str | None,
         typer.Option(help="direct, ring, butterfly, hierarchical (default: all that suit)."),
     ] = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
-    ] = 1,
+    nodes: Nodes = 1,
     devices: Annotated[
         int | None, typer.Option(min=2, help="Use the first so many devices (default: all).")
     ] = None,
@@ -398,14 +398,10 @@ def advise(
         int | None,
         typer.Option(min=1, help="This command runs in so many processes at once; not for srun."),
     ] = None,
-    process_id: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
-    coordinator: Annotated[
-        str, typer.Option(help="HOST:PORT where process 0 listens to the others.")
-    ] = "localhost:29400",
+    process_id: ProcessId = 0,
+    coordinator: Coordinator = "localhost:29400",
     repeats: Repeats = None,
-    iterations: Annotated[
-        int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
-    ] = None,
+    iterations: Iterations = None,
     config: Annotated[
         Path | None,
         typer.Option(callback=_config_file, help="Write the choice to FILE.json or FILE.toml."),

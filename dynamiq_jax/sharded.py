@@ -21,7 +21,14 @@ from dynamiq_jax.arguments import (
     resolve,
     sharded,
 )
-from dynamiq_jax.buckets import Bucket, Grouping, Leaf, describe_leaves, group_leaves
+from dynamiq_jax.buckets import (
+    Bucket,
+    Grouping,
+    Leaf,
+    concatenate,
+    describe_leaves,
+    group_leaves,
+)
 from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
 from dynamiq_jax.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
@@ -255,8 +262,7 @@ def _gather_leaves(
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
-        parts = [values[leaf.index].reshape(-1) for leaf in bucket.leaves]
-        x = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        x = concatenate(bucket, dict(enumerate(values)))
         gathered = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
         start = 0
         for leaf in bucket.leaves:

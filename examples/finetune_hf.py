@@ -53,7 +53,7 @@ from jax.sharding import PartitionSpec as P
 from llm_model import Config, init_params, make_forward
 from sft_data import TEMPLATES, Encoder, Rows, all_batches, make_rows, read_examples, train_batch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from train_llm import AXIS, METHODS, TOPOLOGIES, check_choice, environment
+from train_llm import AXIS, METHODS, TOPOLOGIES, check_choice, environment, read_choice
 
 import dynamiq_jax as dq
 
@@ -71,15 +71,9 @@ class Method(NamedTuple):
 def make_method(
     name: str | None, bits: float | None, topology: str | None, config: Path | None
 ) -> Method:
-    """What the command line names, or ``config`` holds; only DynamiQ has a topology of its own.
-
-    Raises:
-      ValueError: both are given, or the file cannot be read.
-    """
+    """What the command line names, or ``config`` holds; only DynamiQ has a topology of its own."""
     if config is not None:
-        if (name, bits, topology) != (None, None, None):
-            raise ValueError("--config: leave out --method, --bits and --topology")
-        return Method(*dq.load_config(config))
+        return Method(*read_choice(config, name, bits, topology))
     name, topology = name or "dynamiq", topology or "ring"
     check_choice(name, METHODS, "--method")
     check_choice(topology, TOPOLOGIES, "--topology")

@@ -494,6 +494,16 @@ class Choice(NamedTuple):
     topology: Any
 
 
+def read_choice(config: Path, *instead: Any) -> dq.Configuration:
+    """What a file holds; ``instead`` are the options that then have to be `None`."""
+    if any(option is not None for option in instead):
+        raise typer.BadParameter("--config: leave out --method, --bits and --topology")
+    try:
+        return dq.load_config(config)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--config: {error}") from error
+
+
 def choose(
     method: str | None, bits: float | None, topology: str | None, config: Path | None
 ) -> Choice:
@@ -508,12 +518,7 @@ def choose(
             )
         except ValueError as error:
             raise typer.BadParameter(f"--bits {bits}: {error}") from error
-    if (method, bits, topology) != (None, None, None):
-        raise typer.BadParameter("--config: leave out --method, --bits and --topology")
-    try:
-        found = dq.load_config(config)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--config: {error}") from error
+    found = read_choice(config, method, bits, topology)
     if found.method is None or isinstance(found.method, dq.DynamiQ):
         return Choice("dynamiq", found.method or dq.DynamiQ(), found.topology)
     name = type(found.method).__name__.lower()

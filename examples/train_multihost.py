@@ -56,7 +56,16 @@ from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus
 from llm_model import CONFIGS, Config, init_params, make_loss
 from rich.console import Console
-from train_llm import RECIPES, Recipe, Result, check_choice, environment, make_optimizer, plot
+from train_llm import (
+    RECIPES,
+    Recipe,
+    Result,
+    check_choice,
+    environment,
+    make_optimizer,
+    plot,
+    read_choice,
+)
 
 import dynamiq_jax as dq
 
@@ -292,16 +301,15 @@ def train(
 
 def choose(bits: float | None, config: Path | None) -> tuple[Any, Any]:
     """The method, and the topology or `None`, which chooses by the mesh."""
-    try:
-        if config is None:
-            return dq.DynamiQ(bits=5.0 if bits is None else bits), None
+    if config is not None:
         if bits is not None:
-            raise ValueError(f"leave out --bits {bits:g}, which are the file's")
-        found = dq.load_config(config)
-    except (OSError, ValueError) as error:
-        given = f"--bits {bits}" if config is None else f"--config {config}"
-        raise typer.BadParameter(f"{given}: {error}") from error
-    return found.method or dq.DynamiQ(), found.topology
+            raise typer.BadParameter(f"--config: leave out --bits {bits:g}, which are the file's")
+        found = read_choice(config)
+        return found.method or dq.DynamiQ(), found.topology
+    try:
+        return dq.DynamiQ(bits=5.0 if bits is None else bits), None
+    except ValueError as error:
+        raise typer.BadParameter(f"--bits {bits}: {error}") from error
 
 
 def main(

@@ -23,11 +23,15 @@ class Column(NamedTuple):
     cell: Callable[[Any], str]
 
 
+TIME_COLUMNS = (
+    Column("time us", lambda r: f"{r.time_us:.1f}"),
+    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+)
+
 ALL_REDUCE_COLUMNS = (
     Column("size", lambda r: format_size(r.size_bytes)),
     Column("method", lambda r: r.method),
-    Column("time us", lambda r: f"{r.time_us:.1f}"),
-    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    *TIME_COLUMNS,
     Column("algbw GB/s", lambda r: f"{r.algbw_gb_per_s:.3g}"),
     Column("busbw GB/s", lambda r: f"{r.busbw_gb_per_s:.3g}"),
     Column("wire GB/s", lambda r: f"{r.wire_gb_per_s:.3g}"),
@@ -41,8 +45,7 @@ ALL_REDUCE_COLUMNS = (
 KERNEL_COLUMNS = (
     Column("kernel", lambda r: r.kernel),
     Column("widths", lambda r: r.widths),
-    Column("time us", lambda r: f"{r.time_us:.1f}"),
-    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    *TIME_COLUMNS,
     Column("ns/coord", lambda r: f"{r.ns_per_coord:.4f}"),
     Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
     Column("of copy", lambda r: f"{r.copy_fraction:.0%}"),
@@ -81,8 +84,7 @@ SIMULATION_COLUMNS = (
 LINK_COLUMNS = (
     Column("exchange", lambda r: r.exchange),
     Column("size", lambda r: format_size(r.size_bytes)),
-    Column("time us", lambda r: f"{r.time_us:.1f}"),
-    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+    *TIME_COLUMNS,
     Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
 )
 
@@ -91,8 +93,7 @@ def setting_columns(native_us: float) -> list[Column]:
     """The columns of a table of settings beside native psum, which takes ``native_us``."""
     return [
         Column("setting", lambda r: r.label),
-        Column("time us", lambda r: f"{r.time_us:.1f}"),
-        Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+        *TIME_COLUMNS,
         Column("speedup", lambda r: f"{native_us / r.time_us:.2f}x"),
         Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
         Column("compressed", lambda r: f"{r.compressed:.0%}"),

@@ -52,17 +52,17 @@ def all_reduce(
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]
-        payloads, before = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
-        carry = before
+        payloads, carry = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
+        before = carry
         for sinks, owners in gather(payloads, axis_name, n_workers):
             encoders = Encoder(last, jnp.full_like(owners, slot), owners)
             result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
-        # All workers decode the same: what was replicated before it is so after it.
-        carry = jax.tree.map(
-            lambda x, was: x if varies_over(was, axis_name) else assume_invarying(x, axis_name),
-            carry,
-            before,
-        )
+        if permutes:  # All workers decode the same: what was replicated before it is so after it.
+            carry = jax.tree.map(
+                lambda x, was: x if varies_over(was, axis_name) else assume_invarying(x, axis_name),
+                carry,
+                before,
+            )
     assert result is not None
     return assume_invarying(result, axis_name) if permutes else result, carry
 
