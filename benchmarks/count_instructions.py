@@ -30,7 +30,7 @@ def worker(width: int) -> None:
     """Runs the kernels, for ncu to watch."""
     import jax
     import jax.numpy as jnp
-    from tune_kernels import calls, inputs
+    from tune_kernels import arguments, calls, inputs
 
     import pallas_kernels as pk
 
@@ -38,10 +38,9 @@ def worker(width: int) -> None:
     layout, x, y, mean, order, tiles, noise = inputs(fmt, 5.0 if width < 0 else width + 1, COORDS)
     fs = calls(fmt, layout, "triton", jnp.bfloat16)
     payload = fs["compress"](x, order, tiles, noise[0])
-    hop = fs["decompress_accumulate_recompress"]
-    jax.block_until_ready(hop(payload, y, order, tiles, noise[1]))
-    jax.block_until_ready(fs["decompress"](payload, mean, order, tiles))
-    jax.block_until_ready(fs["statistics"](x))
+    args = arguments(payload, x, y, mean, order, tiles, noise)
+    for name in ("decompress_accumulate_recompress", "decompress", "statistics"):
+        jax.block_until_ready(fs[name](*args[name]))
 
 
 def ncu(width: str, *options: str) -> list[list[str]]:

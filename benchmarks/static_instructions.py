@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax.numpy as jnp
 import typer
 from jax._src.pallas.triton import lowering  # there is no public way to what it makes
-from tune_kernels import calls, inputs
+from tune_kernels import arguments, calls, inputs
 
 import pallas_kernels as pk
 from pallas_kernels import backend
@@ -67,16 +67,14 @@ def ir_of(function, *args) -> str:
     return found[0]
 
 
-def kernels(width: int, dtype):
+def kernels(width: int, dtype, dither: bool):
     """The kernels that `tune_kernels.py` times and their arguments, by name."""
-    fmt = pk.WireFormat(widths=(width,), levels="companded")
+    levels = "piecewise" if dither else "companded"
+    fmt = pk.WireFormat(widths=(width,), levels=levels, dither=dither)
     layout, x, y, mean, order, tiles, noise = inputs(fmt, width + 1.0, COORDS, dtype=dtype)
     payload = jnp.zeros((1, layout.payload_words[0]), jnp.uint32)
-    args = {
-        "compress": (x, order, tiles, noise[0]),
-        "decompress_accumulate_recompress": (payload, y, order, tiles, noise[1]),
-        "decompress": (payload, mean, order, tiles),
-    }
+    args = arguments(payload, x, y, mean, order, tiles, noise)
+    del args["statistics"]
     functions = calls(fmt, layout, "triton", dtype)
     return {name: (functions[name], of) for name, of in args.items()}
 
@@ -85,11 +83,12 @@ def main(
     python: Annotated[Path, typer.Option(help="A Python that has Triton.")],
     widths: Annotated[str, typer.Option(help="Widths, one kernel each.")] = "4,5",
     dtype: Annotated[str, typer.Option(help="Of the gradient.")] = "bfloat16",
+    dither: Annotated[bool, typer.Option(help="Of the format.")] = False,
 ) -> None:
     """Compiles and prints."""
     backend._on_nvidia = lambda: True  # they are only lowered
     for width in map(int, widths.split(",")):
-        for name, (function, args) in kernels(width, jnp.dtype(dtype)).items():
+        for name, (function, args) in kernels(width, jnp.dtype(dtype), dither).items():
             warps = tuning_for(name).num_warps
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "kernel.ttir"

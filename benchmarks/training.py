@@ -14,7 +14,9 @@ and
 
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
 * ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
-* ``dynamiq-memory:3``: the default with error feedback over all hops.
+* ``dynamiq-memory:3``: the default with error feedback over all hops;
+* ``dynamiq-dither-companded:4``, ``dynamiq-dither-uniform:4``: as `dynamiq-dither`, with other
+  levels.
 
 Every finished row is kept in ``--json`` at once. Rows that the file has are not trained again, so
 that an interrupted command goes on where it was. Several commands may share the file.

@@ -33,6 +33,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
+    "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
+    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
 }
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")

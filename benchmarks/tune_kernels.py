@@ -7,6 +7,7 @@ back-to-back calls after warm-up).
 """
 
 import argparse
+import dataclasses
 import statistics as stats
 import time
 
@@ -56,13 +57,29 @@ def calls(fmt, layout, backend, dtype):
             lambda x, o, t, z: pk.compress(pk.Source(x, None, o), one, pk.Target(t, z, words), **kw)
         ),
         "decompress_accumulate_recompress": jax.jit(
-            lambda p, x, o, t, z: pk.decompress_accumulate_recompress(
-                (pk.Input(p[None], t),), pk.Source(x, None, o), one, pk.Target(t, z, words), **kw
+            lambda p, before, x, o, t, z: pk.decompress_accumulate_recompress(
+                (pk.Input(p[None], t, noise=before[None]),),
+                pk.Source(x, None, o),
+                one,
+                pk.Target(t, z, words),
+                **kw,
             )
         ),
         "decompress": jax.jit(
-            lambda p, m, o, t: pk.decompress(p, t, one, pk.Result(m, o, rows, dtype), **kw)
+            lambda p, before, m, o, t: pk.decompress(
+                p, t, one, pk.Result(m, o, rows, dtype), before[None], **kw
+            )
         ),
+    }
+
+
+def arguments(payload, x, y, mean, order, tiles, noise) -> dict[str, tuple]:
+    """Of `calls`: the payload of x is added to y, encoded again, and decoded."""
+    return {
+        "statistics": (x,),
+        "compress": (x, order, tiles, noise[0]),
+        "decompress_accumulate_recompress": (payload, noise[0], y, order, tiles, noise[1]),
+        "decompress": (payload, noise[0], mean, order, tiles),
     }
 
 
@@ -73,12 +90,11 @@ def check(fmt, bits, coords, dtype) -> int:
     payload = None
     for backend, device in (("jnp", jax.devices("cpu")[0]), ("triton", jax.devices()[0])):
         fs = calls(fmt, layout, backend, dtype)
-        put = lambda *a, device=device: jax.device_put(a, device)  # noqa: E731
         with jax.default_device(device):
-            first = fs["compress"](*put(x, order, tiles, noise[0]))
-            payload = first if payload is None else payload
-            hop = fs["decompress_accumulate_recompress"](*put(payload, y, order, tiles, noise[1]))
-            out = fs["decompress"](*put(payload, mean, order, tiles))
+            if payload is None:
+                payload = fs["compress"](*jax.device_put((x, order, tiles, noise[0]), device))
+            args = arguments(payload, x, y, mean, order, tiles, noise)
+            first, hop, out = (fs[n](*jax.device_put(args[n], device)) for n in list(args)[1:])
         results.append([np.asarray(a) for a in (first[0], hop[0], out)])
     last = int(tiles[0, -1])
     used = (last >> 5) * 4 + fmt.tile_words(last & 31)
@@ -110,6 +126,7 @@ def main() -> None:
     print(jax.__version__, jax.devices())
     formats = [pk.WireFormat(), pk.WireFormat(rounding="correlated", levels="geometric")]
     formats += [pk.WireFormat(group_scale="bf16", group_size=32)]
+    formats += [pk.WireFormat(dither=True), pk.WireFormat(levels="piecewise", dither=True)]
     formats += [pk.WireFormat(widths=(w,)) for w in (1, 2, 3, 4, 6, 7, 8, 12, 15, 16)]
     for fmt in [] if args.skip_check else formats:
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -119,26 +136,21 @@ def main() -> None:
     x = jnp.ones((2**args.coords,), jnp.bfloat16)
     copy_ms = time_ms(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
     print(f"copy {copy_ms:.3f} ms = {4 * x.size / copy_ms / 1e9:.2f} TB/s")
-    for fmt, bits in [(pk.WireFormat(), 5.0)] + [
-        (pk.WireFormat(widths=(w,)), w + 1.0) for w in (2, 4, 8)
-    ]:
+    mixes = [(pk.WireFormat(widths=(w,)), w + 1.0) for w in (2, 4, 8)]
+    piecewise = pk.WireFormat(widths=(3, 4, 6, 8), levels="piecewise")
+    mixes += [(dataclasses.replace(piecewise, dither=d), 4.0) for d in (False, True)]
+    for fmt, bits in [(pk.WireFormat(), 5.0), *mixes]:
         layout, x, y, mean, order, tiles, noise = inputs(fmt, bits, 2**args.coords)
         for warps in map(int, args.warps.split(",")):
             for name, value in base.items():
                 tuning._HOPPER[name] = value._replace(num_warps=warps)
             fs = calls(fmt, layout, "triton", jnp.bfloat16)
             payload = fs["compress"](x, order, tiles, noise[0])
-            row = {
-                "statistics": time_ms(fs["statistics"], x),
-                "compress": time_ms(fs["compress"], x, order, tiles, noise[0]),
-                "hop": time_ms(
-                    fs["decompress_accumulate_recompress"],
-                    payload, y, order, tiles, noise[1],
-                ),
-                "decompress": time_ms(fs["decompress"], payload, mean, order, tiles),
-            }  # fmt: skip
+            args = arguments(payload, x, y, mean, order, tiles, noise)
+            row = {name: time_ms(fs[name], *of) for name, of in args.items()}
             text = "  ".join(f"{k} {v:.3f}" for k, v in row.items())
-            print(f"widths {fmt.widths} warps {warps}: {text}", flush=True)
+            dither = " dither" if fmt.dither else ""
+            print(f"widths {fmt.widths}{dither} warps {warps}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pallas_kernels.format import (
     pack_tiles,
     unpack_tiles,
 )
-from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, seed_words, slot_noise
+from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, noise_from, seed_words, slot_noise
 
 
 def _implementation(backend: Backend | None):
@@ -89,7 +89,11 @@ def decompress_accumulate_recompress(
       target: the new payloads.
       fmt: the wire format.
       backend: which implementation runs.
+
+    Raises:
+      ValueError: an input of a format with dither has no ``noise``.
     """
+    _check_noise([i.noise for i in inputs], fmt)
     module, options = _implementation(backend)
     return module.decompress_accumulate_recompress(
         inputs, source, chunks, target, fmt=fmt, **options
@@ -111,13 +115,14 @@ def decompress_accumulate(
     arguments are those of `decompress_accumulate_recompress`.
 
     Raises:
-      ValueError: ``result`` has no ``start``.
+      ValueError: ``result`` has no ``start``, or an input of a format with dither no ``noise``.
     """
     if result.start is None:
         raise ValueError(
             "decompress_accumulate got result.start=None; pass the number of the super-group that "
             "is row 0 of the result, 0 for a whole gradient"
         )
+    _check_noise([i.noise for i in inputs], fmt)
     module, options = _implementation(backend)
     return module.decompress_accumulate(inputs, source, chunks, result, fmt=fmt, **options)
 
@@ -127,6 +132,7 @@ def decompress(
     tiles: Int[Array, "C T"],
     chunks: Int[Array, " c"],
     result: Result,
+    noise: UInt[Array, "c 8"] | None = None,
     *,
     fmt: WireFormat,
     backend: Backend | None = None,
@@ -138,18 +144,28 @@ def decompress(
       tiles: offsets and widths of their records; see `pack_tiles`.
       chunks: which chunks the payloads are of.
       result: where the sums go, and what is added to them.
+      noise: the randomness that each payload was encoded with, for formats with dither.
       fmt: the wire format.
       backend: which implementation runs.
 
     Raises:
-      ValueError: ``result`` has a ``start``.
+      ValueError: ``result`` has a ``start``, or a format with dither no ``noise``.
     """
     if result.start is not None:
         raise ValueError(
             "decompress got a result.start, but writes rows of a whole gradient; pass start=None"
         )
     module, options = _implementation(backend)
-    return module.decompress(payloads, tiles, chunks, result, fmt=fmt, **options)
+    _check_noise([noise], fmt)
+    return module.decompress(payloads, tiles, chunks, result, noise, fmt=fmt, **options)
+
+
+def _check_noise(noise: list, fmt: WireFormat) -> None:
+    if fmt.dither and any(rows is None for rows in noise):
+        raise ValueError(
+            "a format with dither decodes with the noise of its encoders, and got noise=None; pass "
+            "the rows of slot_noise that the payloads were encoded with"
+        )
 
 
 __all__ = [
@@ -169,6 +185,7 @@ __all__ = [
     "decompress_accumulate_recompress",
     "distortion",
     "mix",
+    "noise_from",
     "pack_tiles",
     "resolve_backend",
     "seed_words",

@@ -1,9 +1,9 @@
 """The wire format: what the bits of a payload mean. The only home of that fact.
 
-Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates. Its
-*quads* of four consecutive coordinates are dealt to its *groups* in turn, ``group_size``
-coordinates to each: threads that hold one group each then load neighbouring quads together. A
-*tile* is ``TILE_ROWS`` super-groups that share one bit width.
+Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates, and each
+four of its *groups* of ``group_size`` take the *quads* of four consecutive coordinates in turn:
+threads that hold one group each then load neighbouring quads together. A *tile* is ``TILE_ROWS``
+super-groups that share one bit width.
 A *payload* is a flat ``uint32`` array that holds the *records* of one chunk's tiles; the record of
 a tile of width ``w`` starts at a word offset that the plan chooses and is laid out as
 
@@ -25,6 +25,15 @@ A code of width 2..15 is a sign (its top bit) and a level index ``r``; it decode
 ``+-level[r] * scale`` with integer levels (`WireFormat.level_table`). Width 1 is a sign alone.
 Integer levels times scales of few significant bits are exact products in f32, therefore decoding
 gives the same bits whether or not a compiler contracts a multiply and an add into one FMA.
+
+With *dither* a code of width 1..15 is a level number and its sign in two's complement: ``r`` for a
+positive level, ``~r`` for a negative one. Levels are odd multiples of half a step, so that zero is
+no level and none is lost to a second zero. The decoder repeats the encoder's noise word, of which
+it takes the top `DITHER_BITS`, and subtracts from the level what they say of the rounding error:
+``(+-level[r] - amplitude * (u - 1/2)) * scale`` with u in the middle of its sixteenth of 0..1 and
+`WireFormat.dither_amplitude`. Since u - 1/2 is zero on average, this is as unbiased as the rounding
+itself; for equidistant levels the error is uniform within half a step, whatever the value, and has
+half the variance.
 """
 
 import functools
@@ -41,6 +50,14 @@ QUAD = 4
 """Consecutive coordinates that are dealt to a group together."""
 
 PLANES = (16, 8, 4, 2, 1)
+DITHER_BITS = 4
+"""Bits of a coordinate's noise that the decoder uses; the others would take 0.4% of its error."""
+WIDEST_DITHERED = 8
+"""Wider codes decode without their noise: their error is small, and exact products need bits."""
+DEALT = 4
+"""Groups that take quads in turn: so many that their threads touch whole sectors of 32 bytes of
+16-bit gradients, and no more, since near coordinates have scales alike."""
+
 MAX_WIDTH = 16
 SCALE_SLACK = 1.0 - 2.0**-20
 """Scales are rounded up from this fraction of the maximum, so that a maximum that is exactly
@@ -88,6 +105,8 @@ class WireFormat:
       rounding: how the stochastic rounding of the encoders of one chunk is correlated,
         see `pallas_kernels.hashing`.
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
+      dither: whether levels are odd multiples of half a step and decoders subtract the noise they
+        know; not for "geometric".
     """
 
     widths: tuple[int, ...] = (2, 4, 6, 8, 10)
@@ -96,6 +115,7 @@ class WireFormat:
     levels: Levels = "companded"
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
+    dither: bool = False
 
     @property
     def groups(self) -> int:
@@ -142,24 +162,31 @@ class WireFormat:
         value(start)``, where ``value`` counts like the bits of a float: ``value(i) = (2^p + i mod
         2^p) 2^(i div 2^p)``. For "piecewise", 3/16 of an octave minimises the error for Gaussian
         groups at every width from 3 to 10.
+
+        With dither the first octave starts half a step below the first level, and level r, in
+        half-steps, is ``2 value(1 + r) - 2 value(0) - 1``.
         """
         octave = 1 << (width - 1)
-        if self.levels != "piecewise" or width <= 2:
+        if self.dither or self.levels != "piecewise" or width <= 2:
             return 0
         return max(2, -(-3 * octave // 16))
 
     def octave_bits(self, width: int) -> int:
         """The logarithm of how many levels there are in an octave, over which their step is one.
 
-        The levels of "companded" span four octaves, those of "piecewise" a little more than one.
+        The levels of "companded" span four octaves, those of "piecewise" a little more than one,
+        two with dither.
         """
-        return max(width - 3, 0) if self.levels == "companded" else width - 1
+        if self.dither and width <= 2:
+            return width - 1
+        octaves = {"companded": 4, "piecewise": 2 if self.dither else 1}.get(self.levels, 1)
+        return max(width - 1 - (octaves - 1).bit_length(), 0)
 
     def level_table(self, width: int) -> np.ndarray:
-        """Integer levels of ``width`` in 1..15: ``int64[2^(width-1)]``, ascending from 0.
+        """Integer levels of ``width`` in 1..15: ``int64[2^(width-1)]``, ascending.
 
-        (Width 1 has the single magnitude 1.) The last entry decodes to the group's scale times
-        `level_top`.
+        They ascend from 0 in steps or, with dither, from 1 in half-steps. (Width 1 has the single
+        magnitude 1.) The last entry decodes to the group's scale times `level_top`.
         """
         if width == 1:
             return np.array([1])
@@ -170,20 +197,38 @@ class WireFormat:
             law = (power - 1) / (power[-1] - 1)
             return np.round(law * GEOMETRIC_TOP).astype(np.int64)
         octave, start = 1 << self.octave_bits(width), self.level_start(width)
-        position = start + index
-        return ((octave + position % octave) << (position // octave)) - (octave + start)
+        position = start + index + self.dither
+        value = ((octave + position % octave) << (position // octave)) - (octave + start)
+        return 2 * value - 1 if self.dither else value
 
     def level_top(self, width: int) -> int:
         """The largest level of ``width`` in 1..15."""
         return int(self.level_table(width)[-1])
 
+    def dither_amplitude(self, width: int) -> float:
+        """Half-steps of the first octave over which the dither of ``width`` spreads; 0: no dither.
+
+        A multiple of 1/2. All levels share it, which keeps rounding unbiased where their step
+        changes. For equidistant levels one step is best; where steps grow, more: within 4% of the
+        error that an amplitude of its own for each level would leave for "piecewise" levels, a
+        fourth for "companded" ones.
+        """
+        if not self.dither or not 0 < width <= WIDEST_DITHERED:
+            return 0.0
+        amplitude = {"companded": 4.0, "piecewise": 2.5}.get(self.levels, 2.0)
+        return amplitude if width > 2 else 2.0
+
     def scale_bits(self, width: int) -> int:
         """Significant bits a group scale may have so that level * scale is exact in f32."""
-        return min(16, 24 - self.level_top(width).bit_length())
+        largest, amplitude = self.level_top(width), self.dither_amplitude(width)
+        if amplitude:  # multiples of 1 / 2^(DITHER_BITS + 2)
+            largest = int((largest + amplitude / 2) * 2 ** (DITHER_BITS + 2))
+        return min(16, 24 - largest.bit_length())
 
     def super_scale_cap(self, width: int) -> float:
         """The largest scale: decoded values stay finite, and its reciprocal is a normal f32."""
-        bits = np.float32(3.38e38 / self.level_top(width)).view(np.uint32) & np.uint32(0xFFFF0000)
+        largest = self.level_top(width) + self.dither_amplitude(width) / 2
+        bits = np.float32(3.38e38 / largest).view(np.uint32) & np.uint32(0xFFFF0000)
         return min(float(bits.view(np.float32)), 2.0**125)
 
 
@@ -196,6 +241,8 @@ class Input(NamedTuple):
     """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
     skip: Int[Array, ""] | None = None
     """One of the k that is left out, if any."""
+    noise: UInt[Array, "k 8"] | None = None
+    """The randomness that each of the k was encoded with, for formats with dither."""
 
 
 class Source(NamedTuple):
@@ -256,9 +303,28 @@ def distortion(fmt: WireFormat, width: int) -> float:
         step = 2.0 ** (np.floor(np.log2(x)) - 7)
         return float(np.mean(step**2) / 6)
     top = x.max(axis=1, keepdims=True)
+    if fmt.dither:
+        return _dithered_distortion(fmt, width, x / top, top)
     if width == 1:
         return float(np.mean(top**2 - x**2))
     levels = fmt.level_table(width) / fmt.level_top(width)
     t = x / top
     upper = np.clip(np.searchsorted(levels, t, side="right"), 1, len(levels) - 1)
     return float(np.mean((t - levels[upper - 1]) * (levels[upper] - t) * top**2))
+
+
+def _dithered_distortion(fmt: WireFormat, width: int, t: np.ndarray, top: np.ndarray) -> float:
+    """The same with dither, of magnitudes ``t`` relative to the largest of their groups, ``top``.
+
+    A value at a fraction p of the way between levels ``step`` apart errs by ``step (b - p) +
+    amplitude (u - 1/2)``, where b is 1 if u < p and 0 otherwise: ``step^2 p (1 - p) + amplitude^2 /
+    12 - step amplitude p (1 - p)`` on average, but for what the decoder does not know of u.
+    """
+    positive = fmt.level_table(width) / fmt.level_top(width)
+    levels = np.concatenate([-positive[::-1], positive])
+    upper = np.clip(np.searchsorted(levels, t, side="right"), 1, len(levels) - 1)
+    step = levels[upper] - levels[upper - 1]
+    p = (t - levels[upper - 1]) / step
+    amplitude = fmt.dither_amplitude(width) / fmt.level_top(width)
+    spread = amplitude**2 / 12 * (1 + 4.0**-DITHER_BITS)
+    return float(np.mean((step * (step - amplitude) * p * (1 - p) + spread) * top**2))

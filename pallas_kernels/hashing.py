@@ -112,6 +112,18 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
     return jnp.stack(columns, axis=1)
 
 
+def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:
+    """The row under which coordinates 0, 1, ... have the noise of ``first``, ``first`` + 1, ...
+
+    Args:
+      row: one row of `slot_noise`.
+      first: a coordinate, int32 scalar, a multiple of four.
+    """
+    quads = (first // 4).astype(jnp.uint32)
+    a, shared_a = Noise._fields.index("seed_a"), Noise._fields.index("shared_a")
+    return row.at[a].add(quads).at[shared_a].add(quads)
+
+
 def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
     """The noise words of coordinates.
 
@@ -124,11 +136,12 @@ def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
     Returns:
       `uint32` words of the broadcast shape.
     """
-    word = rotate_bits(quad_hash(quad_counter, noise.seed_a, noise.seed_b), rotation)
-    if rounding == "independent":
-        return word
+    word = quad_hash(quad_counter, noise.seed_a, noise.seed_b)
     if rounding == "antithetic":
-        return word ^ noise.flip
+        word = word ^ noise.flip
+    word = rotate_bits(word, rotation)
+    if rounding != "correlated":
+        return word
     shared = rotate_bits(quad_hash(quad_counter, noise.shared_a, noise.shared_b), rotation)
     return _permuted(word, shared, noise)
 

@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.format import (
+    DEALT,
+    DITHER_BITS,
     MAX_WIDTH,
     QUAD,
     SCALE_SLACK,
@@ -73,13 +75,13 @@ def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:
 
 def _by_groups(rows, fmt: WireFormat) -> Array:
     """Super-groups [..., S] with the coordinates of a group behind each other."""
-    quads = rows.reshape(*rows.shape[:-1], -1, fmt.groups, QUAD)
+    quads = rows.reshape(*rows.shape[:-1], -1, fmt.group_size // QUAD, DEALT, QUAD)
     return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
 
 
 def _in_order(rows, fmt: WireFormat) -> Array:
     """The inverse of `_by_groups`."""
-    quads = rows.reshape(*rows.shape[:-1], fmt.groups, -1, QUAD)
+    quads = rows.reshape(*rows.shape[:-1], -1, DEALT, fmt.group_size // QUAD, QUAD)
     return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
 
 
@@ -118,8 +120,8 @@ def _expand_groups(per_group, fmt: WireFormat) -> Array:
     return jnp.repeat(per_group, fmt.group_size, axis=-1)
 
 
-def _decode_tiles(payload, tiles, fmt: WireFormat) -> Array:
-    """The decoded coordinates of every tile: f32[T, R, S]."""
+def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
+    """The decoded coordinates of every tile: f32[T, R, S]; with dither under ``noise`` words."""
     offset, width = unpack_tiles(tiles)
     scaled = (width > 0) & (width < 16)
     scale = _decode_scales(payload, offset, width, scaled, fmt)
@@ -133,16 +135,27 @@ def _decode_tiles(payload, tiles, fmt: WireFormat) -> Array:
         code = code | _unpack(words, plane) << shift[:, None, None]
     w = width[:, None, None].astype(jnp.uint32)
     sign = (code >> jnp.where(w > 0, w - 1, 0)) & 1
-    index = code & ((jnp.uint32(1) << jnp.where(w > 0, w - 1, 0)) - 1)
+    lower = (jnp.uint32(1) << jnp.where(w > 0, w - 1, 0)) - 1
+    index = (code ^ (0 - sign if fmt.dither else 0)) & lower
     magnitude = _decode_levels(index, width, fmt)
-    if 1 in fmt.widths:
+    if 1 in fmt.widths and not fmt.dither:
         one = w == 1
         magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
-    value = _float(_bits(magnitude) | sign << 31) * _expand_groups(scale, fmt)
+    level = _float(_bits(magnitude) | sign << 31)
+    if fmt.dither:
+        level = level + _dither(noise, width, fmt)
+    value = level * _expand_groups(scale, fmt)
     if 16 in fmt.widths:
         magnitude = jnp.minimum(code & 0x7FFF, 0x7F7F)  # finite, whatever the bits
         value = jnp.where(w == 16, _float(magnitude << 16 | (code >> 15 & 1) << 31), value)
     return jnp.where(w > 0, value, 0.0)
+
+
+def _dither(noise, width, fmt: WireFormat) -> Array:
+    """What is added to levels, in half-steps: ``amplitude * (1/2 - u)`` for what is known of u."""
+    known = (noise >> (32 - DITHER_BITS)).astype(jnp.float32) * 2 + 1  # of 2^(DITHER_BITS + 1)
+    unit = _per_width(lambda w: fmt.dither_amplitude(w) / 2 ** (DITHER_BITS + 1), fmt, jnp.float32)
+    return (2**DITHER_BITS - known) * unit[width][:, None, None]
 
 
 def _decode_levels(index, width, fmt: WireFormat) -> Array:
@@ -157,19 +170,22 @@ def _decode_levels(index, width, fmt: WireFormat) -> Array:
         at = jnp.asarray(starts, jnp.uint32)[width][:, None, None] + index
         return flat[jnp.minimum(at, flat.shape[0] - 1)]
     low = _octave_start(width, fmt)
-    return _float(_bits(low) + (index << (23 - _octave_bits(width, fmt)))) - low
+    position = index + 1 if fmt.dither else index
+    levels = _float(_bits(low) + (position << (23 - _octave_bits(width, fmt)))) - low
+    return levels - 1 if fmt.dither else levels
 
 
 def _octave_start(width, fmt: WireFormat) -> Array:
     def start(w):
-        return (1 << fmt.octave_bits(w)) + fmt.level_start(w) if 1 < w < 16 else 1
+        first = (1 << fmt.octave_bits(w)) + fmt.level_start(w) if 0 < w < 16 else 1
+        return 2 * first if fmt.dither else first  # in half-steps
 
     return _per_width(start, fmt, jnp.float32)[width][:, None, None]
 
 
 def _octave_bits(width, fmt: WireFormat) -> Array:
     def bits(w):
-        return fmt.octave_bits(w) if 1 < w < 16 else 0
+        return fmt.octave_bits(w) if 0 < w < 16 else 0
 
     return _per_width(bits, fmt, jnp.uint32)[width][:, None, None]
 
@@ -237,7 +253,10 @@ def _encode_scales(payload, values, offset, width, scaled, fmt: WireFormat):
 
 
 def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
-    """Level indices of ``z >= 0`` in units of levels, up with the probability that keeps E[z]."""
+    """Level indices of ``z >= 0`` in units of levels, up with the probability that keeps E[z].
+
+    With dither they start at -1, that of the first negative level.
+    """
     w = jnp.clip(width, 1, 15).astype(jnp.uint32)[:, None, None]
     last = (jnp.uint32(1) << (w - 1)) - 1
     if fmt.levels == "geometric":
@@ -245,6 +264,9 @@ def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
     # The bits of an f32 are linear between levels, whose step doubles where its exponent rises.
     low = _octave_start(width, fmt)
     p = _octave_bits(width, fmt)
+    if fmt.dither:
+        steps = _bits(z + (low + 1)) - _bits(low) + (noise >> (9 + p))
+        return jnp.minimum(steps >> (23 - p), last + 1) - 1
     steps = _bits(z + low) - _bits(low) + (noise >> (9 + p))
     return jnp.minimum(steps >> (23 - p), last)
 
@@ -277,7 +299,9 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
     w = width[:, None, None].astype(jnp.uint32)
     index = _round_to_levels(jnp.abs(z), mirrored, width, fmt)
     code = index | sign << jnp.where(w > 0, w - 1, 0)
-    if 1 in fmt.widths:
+    if fmt.dither:
+        code = (index ^ (0 - sign)) & ((jnp.uint32(1) << jnp.minimum(w, 15)) - 1)
+    if 1 in fmt.widths and not fmt.dither:
         # -1 and +1 lie at both ends of [2, 4), where f32 bits are linear.
         up = _bits(jnp.clip(z, -1.0, 1.0) + 3.0) - _bits(jnp.float32(2.0)) + (noise >> 9)
         code = jnp.where(w == 1, jnp.minimum(up >> 23, 1), code)
@@ -305,6 +329,11 @@ def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
     return words.reshape(-1, TILE_ROWS, fmt.super_group_size)
 
 
+def _decoding_noise(order, noise, k, fmt: WireFormat) -> Array | None:
+    """The words that decoding the k-th payload repeats."""
+    return _tile_noise(order, noise[k], fmt) if fmt.dither else None
+
+
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt: WireFormat) -> Array:
     """See `pallas_kernels.compress`; what ``skip`` leaves unspecified is encoded as well."""
     return decompress_accumulate_recompress((), source, chunks, target, fmt=fmt)
@@ -313,9 +342,10 @@ def compress(source: Source, chunks, target: Target, skip=None, *, fmt: WireForm
 def _sum_of_chunk(inputs: tuple[Input, ...], source: Source, chunk, i, fmt: WireFormat) -> Array:
     """f32[T, R, S]: ``x - mean`` on ``chunk`` plus what all inputs hold for it, as their i-th."""
     total = _tile_rows(source, chunk, fmt)
-    for payloads, tiles, skip in inputs:
+    for payloads, tiles, skip, noise in inputs:
         for k in range(payloads.shape[0]):
-            added = total + _decode_tiles(payloads[k, i], tiles[chunk], fmt)
+            words = _decoding_noise(source.order[chunk], noise, k, fmt)
+            added = total + _decode_tiles(payloads[k, i], tiles[chunk], words, fmt)
             total = added if skip is None else jnp.where(skip == k, total, added)
     return total
 
@@ -349,11 +379,12 @@ def decompress_accumulate(
     return _place(values, source.order[chunks].reshape(-1), result, fmt)
 
 
-def decompress(payloads, tiles, chunks, result: Result, *, fmt: WireFormat) -> Array:
+def decompress(payloads, tiles, chunks, result: Result, noise=None, *, fmt: WireFormat) -> Array:
     """See `pallas_kernels.decompress`."""
 
     def one(chunk, i):
-        return _decode_tiles(payloads[i], tiles[chunk], fmt)
+        words = _decoding_noise(result.order[chunk], noise, i, fmt)
+        return _decode_tiles(payloads[i], tiles[chunk], words, fmt)
 
     return _place(_map_chunks(one, chunks), result.order[chunks].reshape(-1), result, fmt)
 

@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.format import (
+    DEALT,
+    DITHER_BITS,
     QUAD,
     SCALE_SLACK,
     TILE_ROWS,
@@ -117,8 +119,9 @@ def quad_numbers(tile: Tile):
 
 def coordinates(rows, tile: Tile):
     """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
-    column = lax.broadcasted_iota(jnp.int32, tile.shape, 0) * (tile.fmt.groups * QUAD)
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 2) * QUAD
+    group = lax.broadcasted_iota(jnp.int32, tile.shape, 2)
+    column = group // DEALT * (DEALT * tile.fmt.group_size) + group % DEALT * QUAD
+    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 0) * (DEALT * QUAD)
     column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 3)
     return jnp.broadcast_to(rows[None, :, None, None], tile.shape), column
 
@@ -137,8 +140,11 @@ def finished(value, mean_sum, divisor: int):
     return value if divisor == 1 else value * np.float32(1.0 / divisor)
 
 
-def decode(payload: Payload, offset, width: int, tile: Tile):
-    """The decoded coordinates f32[quads, R, groups, QUAD] of the record at word ``offset``."""
+def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array], tile: Tile):
+    """The decoded coordinates f32[quads, R, groups, QUAD] of the record at word ``offset``.
+
+    ``noise`` gives the words of its encoder, for formats with dither.
+    """
     fmt, shape = tile.fmt, tile.shape
     if width == 0:
         return jnp.zeros(shape, jnp.float32)
@@ -153,11 +159,48 @@ def decode(payload: Payload, offset, width: int, tile: Tile):
         magnitude = jnp.minimum(code & as_word(0x7FFF), as_word(0x7F7F))
         return _f32((magnitude << 16) | (code >> 15 << 31))
     scale = _decode_scales(payload, offset, width, tile)
+    if fmt.dither:
+        return _decode_dithered(code, noise, width, tile) * scale
     if width == 1:
         return _f32(_u32(jnp.broadcast_to(scale, shape)) | ((code ^ 1) << 31))
     sign = (code << as_word(32 - width)) & as_word(1 << 31)
     level = code & as_word((1 << (width - 1)) - 1)
     return _f32(_u32(_decode_levels(level, width, tile)) | sign) * scale
+
+
+def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Tile):
+    """Levels less their dither, f32 in half-steps; every operation is exact."""
+    negative = _sign_mask(code << as_word(32 - width))
+    index = (code ^ negative) & as_word((1 << (width - 1)) - 1)
+    low, bits = _octaves(width, tile.fmt)
+    position = (index << as_word(23 - bits)) + as_word(_first_level(width, tile.fmt))
+    level = _f32(position) - (low + np.float32(1))
+    level = _f32(_u32(level) ^ (negative & as_word(1 << 31)))
+    amplitude = np.float32(tile.fmt.dither_amplitude(width))
+    if not amplitude:
+        return level
+    # 1 + k / 2^DITHER_BITS of the known bits k, of which the middle of its interval is meant.
+    known = (noise() >> as_word(9)) & as_word((0xFFFFFFFF << (23 - DITHER_BITS)) & 0x7FFFFF)
+    known = _f32(known | as_word(int(np.float32(1.0).view(np.uint32))))
+    return (level + amplitude * np.float32(1.5 - 0.5 ** (DITHER_BITS + 1))) - amplitude * known
+
+
+def _sign_mask(bits):
+    """All bits where the top one is set, else none: uint32."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(bits, jnp.int32) >> 31, jnp.uint32)
+
+
+def _octaves(width: int, fmt: WireFormat) -> tuple[np.float32, int]:
+    """Where the first octave of levels starts, in units of levels, and `octave_bits`."""
+    bits = fmt.octave_bits(width)
+    low = (1 << bits) + fmt.level_start(width)
+    return np.float32(2 * low if fmt.dither else low), bits
+
+
+def _first_level(width: int, fmt: WireFormat) -> int:
+    """The bits of the f32 that stands for the first positive level of a format with dither."""
+    low, bits = _octaves(width, fmt)
+    return int(low.view(np.uint32)) + (1 << (23 - bits))
 
 
 def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
@@ -205,8 +248,7 @@ def _decode_levels(level, width: int, tile: Tile):
     fmt = tile.fmt
     if fmt.levels == "geometric":
         return tile.levels(level.astype(jnp.int32) + _table_start(width, fmt))
-    bits = fmt.octave_bits(width)
-    low = np.float32((1 << bits) + fmt.level_start(width))
+    low, bits = _octaves(width, fmt)
     return _f32((level << as_word(23 - bits)) + as_word(int(low.view(np.uint32)))) - low
 
 
@@ -265,6 +307,8 @@ def _reciprocal(x, tile: Tile):
 def _round(z, noise, width: int, tile: Tile):
     """The codes of values in units of levels, rounded by ``noise``."""
     fmt = tile.fmt
+    if fmt.dither:
+        return _round_dithered(z, noise, width, tile)
     if width == 1:
         two = int(np.float32(2.0).view(np.uint32))
         up = _u32(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(two) + (noise >> 9)
@@ -275,12 +319,21 @@ def _round(z, noise, width: int, tile: Tile):
     if fmt.levels == "geometric":
         level = _round_to_table(jnp.abs(z), noise, width, tile)
     else:
-        bits = fmt.octave_bits(width)
-        low = np.float32((1 << bits) + fmt.level_start(width))
+        low, bits = _octaves(width, fmt)
         start = int(low.view(np.uint32)) >> (23 - bits)  # nothing is shifted out
         up = _u32(tile.magnitude_plus(z, low)) + (noise >> as_word(9 + bits))
         level = (up >> as_word(23 - bits)) - as_word(start)
     return jnp.minimum(level, last) | (sign << as_word(width - 1))
+
+
+def _round_dithered(z, noise, width: int, tile: Tile):
+    low, bits = _octaves(width, tile.fmt)
+    negative = _sign_mask(_u32(z))
+    up = _u32(tile.magnitude_plus(z, low + np.float32(1)))
+    up = up + ((noise ^ negative) >> as_word(9 + bits))
+    first = _first_level(width, tile.fmt) >> (23 - bits)  # nothing is shifted out
+    level = jnp.minimum(up >> as_word(23 - bits), as_word(first + (1 << (width - 1)) - 1))
+    return ((level - as_word(first)) ^ negative) & as_word((1 << width) - 1)
 
 
 def _round_to_table(z, noise, width: int, tile: Tile):

@@ -184,15 +184,21 @@ def _load_rows(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
     return x - plgpu.load(mean_ref.at[rows])[None, :, None, None]
 
 
-def _accumulate(total, inputs: list[list[Input]], chunk, t, c, tile: Tile):
+def _noise(noise_ref, where: tuple, rows, tile: Tile):
+    """The noise words of super-groups ``rows`` under the row ``noise_ref[*where]``."""
+    words = Noise(*(noise_ref[(*where, i)] for i in range(NOISE_WORDS)))
+    return noise_of(rows, words, tile)
+
+
+def _accumulate(total, inputs: list[list[Input]], rows, chunk, t, c, tile: Tile):
     """``total`` plus the decoded records of tile ``t`` of ``chunk``, the c-th, in all inputs."""
     for alike in inputs:
         offset, width = unpack_tiles(alike[0].tiles[chunk, t])
 
         def branch(w, alike=alike, offset=offset):
             def add_all(so_far):
-                for payloads_ref, _, skip_ref in alike:
-                    so_far = _add(so_far, payloads_ref, skip_ref, c, offset, w, tile)
+                for one in alike:
+                    so_far = _add(so_far, one, rows, c, offset, w, tile)
                 return so_far
 
             return add_all
@@ -201,14 +207,17 @@ def _accumulate(total, inputs: list[list[Input]], chunk, t, c, tile: Tile):
     return total
 
 
-def _add(total, payloads_ref, skip_ref, c, offset, width: int, tile: Tile):
+def _add(total, one: Input, rows, c, offset, width: int, tile: Tile):
     """``total`` plus the decoded records at ``offset`` in one input."""
+    payloads_ref: Any = one.payloads
+    skip_ref: Any = one.skip
     count = payloads_ref.shape[0] - (skip_ref is not None)
 
     def add(k, so_far):
         if skip_ref is not None:
             k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
-        return so_far + decode(_Payload(payloads_ref, (k, c)), offset, width, tile)
+        noise = functools.partial(_noise, one.noise, (k,), rows, tile)
+        return so_far + decode(_Payload(payloads_ref, (k, c)), offset, width, noise, tile)
 
     return add(0, total) if count == 1 else lax.fori_loop(0, count, add, total)
 
@@ -226,9 +235,8 @@ def _encode_kernel(
         chunk = chunks_ref[c]
         rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
         total = _load_rows(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
-        total = _accumulate(total, inputs, chunk, t, c, tile)
-        words = Noise(*(noise_ref[i] for i in range(NOISE_WORDS)))
-        noise = noise_of(rows, words, tile)
+        total = _accumulate(total, inputs, rows, chunk, t, c, tile)
+        noise = _noise(noise_ref, (), rows, tile)
         offset, width = unpack_tiles(tiles_ref[chunk, t])
 
         def branch(w):
@@ -265,13 +273,13 @@ def _finish_kernel(
     chunk = chunks_ref[c]
     rows = plgpu.load(order_ref.at[chunk, pl.ds(t * TILE_ROWS, TILE_ROWS)])
     total = _load_rows(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
-    total = _accumulate(total, inputs, chunk, t, c, tile)
+    total = _accumulate(total, inputs, rows, chunk, t, c, tile)
     mean_sum = plgpu.load(mean_sum_ref.at[rows])[None, :, None, None]
     _store_rows(out_ref, total, rows - start_ref[0], mean_sum, divisor, tile)
 
 
 def _decode_kernel(
-    mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, payloads_ref, *in_and_out,
+    mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, noise_ref, payloads_ref, *in_and_out,
     fmt, divisor, interpret,
 ):  # fmt: skip
     """decompress; an aliased input only keeps what other calls wrote."""
@@ -285,7 +293,8 @@ def _decode_kernel(
 
     def branch(w):
         def decode_tile(mean_sum):
-            value = decode(_Payload(payloads_ref, (c,)), offset, w, tile)
+            noise = functools.partial(_noise, noise_ref, (c,), rows, tile)
+            value = decode(_Payload(payloads_ref, (c,)), offset, w, noise, tile)
             _store_rows(out_ref, value, rows, mean_sum, divisor, tile)
             return jnp.int32(0)
 
@@ -373,24 +382,34 @@ class _Inputs(NamedTuple):
     with_skip: tuple[bool, ...]
     alike: tuple[int, ...]
     """How many that follow each other share their tiles, and with them a branch of the kernel."""
+    with_noise: bool
+    """Whether each has the noise of its encoders."""
 
     def of(self, refs) -> list[list[Input]]:
         """Inputs whose fields are references, of equal tiles together."""
         it = iter(refs)
-        found = iter([Input(next(it), next(it), next(it) if s else None) for s in self.with_skip])
+
+        def take(skips: bool) -> Input:
+            payloads, tiles = next(it), next(it)
+            skip = next(it) if skips else None
+            return Input(payloads, tiles, skip, next(it) if self.with_noise else None)
+
+        found = iter([take(skips) for skips in self.with_skip])
         return [[next(found) for _ in range(count)] for count in self.alike]
 
 
-def _input_operands(inputs: tuple[Input, ...]) -> tuple[tuple, _Inputs]:
+def _input_operands(inputs: tuple[Input, ...], fmt: WireFormat) -> tuple[tuple, _Inputs]:
     """Inputs as a flat tuple of arrays, and what is static of them."""
-    with_skip = tuple(skip is not None for _, _, skip in inputs)
+    with_skip = tuple(i.skip is not None for i in inputs)
     alike = tuple(len(list(group)) for _, group in itertools.groupby(inputs, lambda i: id(i.tiles)))
     flat = []
-    for payloads, tiles, skip in inputs:
+    for payloads, tiles, skip, noise in inputs:
         flat += [payloads, tiles]
         if skip is not None:
             flat.append(_scalar(skip))
-    return tuple(flat), _Inputs(with_skip, alike)
+        if fmt.dither:
+            flat.append(noise)
+    return tuple(flat), _Inputs(with_skip, alike, fmt.dither)
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, interpret=False):
@@ -408,7 +427,7 @@ def decompress_accumulate_recompress(
 
 def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt, interpret):
     rows = _rows(source.x, fmt.super_group_size)
-    flat, arrived = _input_operands(inputs)
+    flat, arrived = _input_operands(inputs, fmt)
     skipped = () if skip is None else (_scalar(skip),)
     operands = (
         rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
@@ -434,7 +453,7 @@ def decompress_accumulate(
 ):
     """See `pallas_kernels.decompress_accumulate`."""
     rows = _rows(source.x, fmt.super_group_size)
-    flat, arrived = _input_operands(inputs)
+    flat, arrived = _input_operands(inputs, fmt)
     operands = (
         rows, _mean(source), result.mean_sum, source.order, chunks, _scalar(result.start),
         level_tables(fmt), *flat,
@@ -454,9 +473,10 @@ def decompress_accumulate(
     )
 
 
-def decompress(payloads, tiles, chunks, result: Result, *, fmt, interpret=False):
+def decompress(payloads, tiles, chunks, result: Result, noise=None, *, fmt, interpret=False):
     """See `pallas_kernels.decompress`."""
-    operands = result.mean_sum, result.order, tiles, chunks, level_tables(fmt), payloads
+    words = noise if fmt.dither else jnp.zeros((1, NOISE_WORDS), jnp.uint32)
+    operands = result.mean_sum, result.order, tiles, chunks, level_tables(fmt), words, payloads
     grid = tiles.shape[1], payloads.shape[0]
     return _finish_call(
         _decode_kernel, "decompress", grid, operands, result, fmt=fmt, interpret=interpret

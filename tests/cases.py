@@ -54,6 +54,11 @@ METHODS = {
     "super_128": dq.DynamiQ(super_group_size=128, **INDEPENDENT),
     "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT),
     "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), floor=None, bits=7, **INDEPENDENT),
+    "dither": dq.DynamiQ(dither=True, **INDEPENDENT),
+    "dither_all_widths": dq.DynamiQ(
+        dither=True, levels="companded", widths=(*range(1, 15), 16), floor=None, bits=7,
+        **INDEPENDENT,
+    ),
     "width_0": dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT),
 }  # fmt: skip
 UNBIASED = [
@@ -85,6 +90,7 @@ class Row(NamedTuple):
 
 EVERY_METHOD = {
     "dynamiq": Row(dq.DynamiQ(**LOW_LIMITS), OVER, 256, 0.05),
+    "dynamiq, dither": Row(dq.DynamiQ(dither=True, **LOW_LIMITS), OVER, 256, 0.025),
     "dynamiq, memory": Row(dq.DynamiQ(error_feedback=True, **LOW_LIMITS), OVER, 256, 0.05),
     "bf16": Row(dq.BF16(**LOW_LIMITS), NATIVE | OVER, 1, 2e-05),
     "f32": Row(dq.F32(**LOW_LIMITS), NATIVE | OVER, 1, 1e-14),

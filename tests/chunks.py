@@ -14,6 +14,7 @@ import pallas_kernels as pk
 from pallas_kernels import TILE_ROWS, WireFormat
 
 EVERY = tuple(range(1, 17))
+DITHERED = tuple(w for w in EVERY if w != 15)
 FORMATS = {
     "default": WireFormat(widths=EVERY),
     "piecewise": WireFormat(widths=EVERY, levels="piecewise"),
@@ -28,6 +29,9 @@ FORMATS = {
     "super_128": WireFormat(widths=EVERY, super_group_size=128),
     "super_512": WireFormat(widths=EVERY, super_group_size=512),
     "super_1024": WireFormat(widths=EVERY, super_group_size=1024),
+    "dither": WireFormat(widths=DITHERED, levels="piecewise", dither=True),
+    "dither_companded": WireFormat(widths=DITHERED, dither=True, rounding="independent"),
+    "dither_uniform": WireFormat(widths=DITHERED, levels="uniform", dither=True, group_size=16),
 }
 
 
@@ -53,9 +57,10 @@ class Chunk:
         source, chunks = pk.Source(x, mean, self.order), jnp.zeros(1, jnp.int32)
         return pk.compress(source, chunks, self.target(seed, slot), fmt=self.fmt)
 
-    def decode(self, payload, mean):
+    def decode(self, payload, mean, seed, slot=1):
         chunks, result = jnp.zeros(1, jnp.int32), self.result(mean)
-        return pk.decompress(payload, self.tiles, chunks, result, fmt=self.fmt).reshape(-1)
+        noise = self.noise(seed, slot)[None]
+        return pk.decompress(payload, self.tiles, chunks, result, noise, fmt=self.fmt).reshape(-1)
 
     def target(self, seed, slot=1):
         return pk.Target(self.tiles, self.noise(seed, slot), self.payload_words)
@@ -69,7 +74,7 @@ class Chunk:
 
         def run(x, mean, seed):
             payload = self.encode(x, mean, seed)
-            return payload, self.decode(payload, mean)
+            return payload, self.decode(payload, mean, seed)
 
         return jax.jit(run, compiler_options=SOME)
 

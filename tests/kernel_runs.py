@@ -23,6 +23,8 @@ FORMATS = {
     "small groups": pk.WireFormat(group_size=8, super_group_size=128),
     "large groups": pk.WireFormat(group_size=64, super_group_size=1024),
     "odd widths": pk.WireFormat(widths=(0, 1, 3, 6, 16)),
+    "dither": dq.DynamiQ(dither=True, levels="piecewise").allocation(8, dq.Direct()).fmt,
+    "dither, odd widths": pk.WireFormat(widths=(0, 1, 2, 3, 6, 9, 16), dither=True),
 } | {f"width {w}": pk.WireFormat(widths=(w,)) for w in range(17)}
 
 BOTH, SWAPPED = np.array([0, 1], np.int32), np.array([1, 0], np.int32)
@@ -86,7 +88,8 @@ def programs(layout: Layout, fmt, dtype, backend):
 
     def inputs(o: Operands, p: Payloads, chunks=slice(None)):
         first, second = p.first[:, chunks], p.second[:, chunks]
-        return pk.Input(first, o.tiles[0]), pk.Input(second, o.tiles[1], jnp.int32(1))
+        skipping = pk.Input(second, o.tiles[1], jnp.int32(1), o.noise[1:4])
+        return pk.Input(first, o.tiles[0], noise=o.noise[:2]), skipping
 
     def source(o: Operands, worker):
         return pk.Source(o.x[worker], o.mean, o.order)
@@ -109,8 +112,10 @@ def programs(layout: Layout, fmt, dtype, backend):
 
     def hop_without_means(o: Operands, p: Payloads):
         # Inputs of one stage share their tiles, and with them a branch of the kernel.
-        alike = tuple(pk.Input(p.second[k : k + 1], o.tiles[1]) for k in (2, 0))
-        given = (pk.Input(p.first, o.tiles[0]), *alike)
+        alike = tuple(
+            pk.Input(p.second[k : k + 1], o.tiles[1], noise=o.noise[k + 1 : k + 2]) for k in (2, 0)
+        )
+        given = (pk.Input(p.first, o.tiles[0], noise=o.noise[:2]), *alike)
         own = source(o, 1)._replace(mean=None)
         return pk.decompress_accumulate_recompress(
             given, own, jnp.asarray(SWAPPED), target(o, 1, 1), **kw
@@ -132,12 +137,14 @@ def programs(layout: Layout, fmt, dtype, backend):
 
     def decompress(o: Operands, p: Payloads):
         result = pk.Result(o.mean_sum, o.order, rows, dtype, divisor=3)
-        return pk.decompress(p.second[0], o.tiles[1], jnp.asarray(SWAPPED), result, **kw)
+        noise = o.noise[jnp.array([1, 1])]
+        return pk.decompress(p.second[0], o.tiles[1], jnp.asarray(SWAPPED), result, noise, **kw)
 
     def decompress_into(o: Operands, p: Payloads):
         into = jnp.full((rows, fmt.super_group_size), 7, dtype)
         result = pk.Result(o.mean_sum, o.order, rows, dtype, into=into)
-        return pk.decompress(p.first[0, :1], o.tiles[0], jnp.asarray(BOTH[1:]), result, **kw)
+        chunks, noise = jnp.asarray(BOTH[1:]), o.noise[:1]
+        return pk.decompress(p.first[0, :1], o.tiles[0], chunks, result, noise, **kw)
 
     return {
         "compress": compress,

@@ -8,7 +8,7 @@ from cases import SMALL, vmapped
 
 import dynamiq_jax as dq
 from pallas_kernels import WireFormat
-from pallas_kernels.format import QUAD
+from pallas_kernels.format import DEALT, QUAD
 
 
 def anchored(width, levels, n, seed=0):
@@ -30,8 +30,8 @@ def anchored(width, levels, n, seed=0):
     for worker in range(n):
         half[worker, ..., worker] = table[-1] * rng.choice([-1, 1], (rows, 8))
     x = np.concatenate([half, -half], axis=3) * np.exp2(rng.integers(-20, 20, (rows, 1, 1)))
-    quads = x.reshape(n, rows, fmt.groups, -1, QUAD)  # which are dealt to the groups in turn
-    return jnp.asarray(quads.swapaxes(2, 3).reshape(n, -1), jnp.float32)
+    quads = x.reshape(n, rows, fmt.groups // DEALT, DEALT, -1, QUAD)  # dealt to groups in turn
+    return jnp.asarray(quads.swapaxes(3, 4).reshape(n, -1), jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,43 @@ def test_level_laws():
     np.testing.assert_allclose(table, law, atol=0.5)
 
 
+DITHERED = [levels for levels in LEVELS if levels != "geometric"]
+
+
+@pytest.mark.parametrize("levels", DITHERED)
+def test_levels_with_dither_are_odd_half_steps(levels):
+    fmt = WireFormat(levels=levels, dither=True)
+    for width in range(1, 15):
+        table = fmt.level_table(width)
+        assert table.shape == (2 ** (width - 1),)
+        assert table[0] == 1
+        assert np.all(table % 2 == 1)
+        assert np.all(np.diff(table) > 0)
+    tables = {
+        "uniform": [1, 3, 5, 7, 9, 11, 13, 15],
+        # Of four levels to an octave the first has three and the half-step to zero.
+        "piecewise": [1, 3, 5, 7, 11, 15, 19, 23],
+        "companded": [1, 3, 7, 11, 19, 27, 43, 59],
+    }
+    np.testing.assert_array_equal(fmt.level_table(4), tables[levels])
+
+
+@pytest.mark.parametrize("levels", DITHERED)
+def test_what_dither_decodes_to_times_scale_is_exact_in_f32(levels):
+    fmt = WireFormat(levels=levels, dither=True)
+    rng = np.random.default_rng(2)
+    for width in range(1, 15):
+        bits, amplitude = fmt.scale_bits(width), fmt.dither_amplitude(width)
+        assert 8 <= bits <= 16
+        significand = rng.integers(1 << (bits - 1), 1 << bits, 64)
+        scale = np.ldexp(significand.astype(np.float64), rng.integers(-60, 60, 64))
+        noise = (16 - (2 * np.arange(16) + 1)) / 32 * amplitude
+        decoded = (fmt.level_table(width)[-4096:, None] + noise).reshape(-1, 1)
+        product = decoded.astype(np.float32) * scale.astype(np.float32)
+        np.testing.assert_array_equal(product.astype(np.float64), decoded * scale)
+        assert np.isfinite(np.float32(fmt.super_scale_cap(width)) * np.float32(decoded.max()))
+
+
 @pytest.mark.parametrize("levels", LEVELS)
 def test_level_times_scale_is_exact_in_f32(levels):
     fmt = WireFormat(levels=levels)

@@ -57,7 +57,7 @@ def _lowered_for_cuda(function, *args) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", ["default", "paper", "bf16 scales", "odd widths"])
+@pytest.mark.parametrize("name", ["default", "paper", "bf16 scales", "odd widths", "dither"])
 def test_kernels_lower_for_cuda(name, monkeypatch):
     fmt = FORMATS[name]
     layout, given = operands(fmt, SIZE, jnp.float32)

@@ -11,10 +11,14 @@ from chunks import FORMATS, Chunk, chunk_of, normal
 import pallas_kernels as pk
 from pallas_kernels import TILE_ROWS, WireFormat
 from pallas_kernels.format import plane_shift, planes_of
+from pallas_kernels.hashing import noise_words
 
 
-def decode_in_numpy(payload, fmt, offset, width):
-    """One tile as the format's docstring describes it, one field at a time: f64[R, S]."""
+def decode_in_numpy(payload, fmt, offset, width, noise=None):
+    """One tile as the format's docstring describes it, one field at a time: f64[R, S].
+
+    With dither under ``noise`` words, group after group.
+    """
     bits = np.unpackbits(payload[offset:].view(np.uint8), bitorder="little")
 
     def fields(start_word, count, size):
@@ -43,6 +47,11 @@ def decode_in_numpy(payload, fmt, offset, width):
         keep = fmt.scale_bits(width)
         scale = np.ldexp(np.ceil(np.ldexp(significand, keep)), exponent - keep)
     scale = np.repeat(scale, fmt.group_size, axis=1)
+    if fmt.dither:
+        code -= (code >> (width - 1)) << width  # two's complement
+        level = np.where(code < 0, -1, 1) * fmt.level_table(width)[np.where(code < 0, ~code, code)]
+        u = ((noise.reshape(-1) >> 28) + 0.5) / 16
+        return (level - fmt.dither_amplitude(width) * (u - 0.5)).reshape(rows, -1) * scale
     if width == 1:
         return (2 * code.reshape(rows, -1) - 1) * scale
     sign = 1 - 2 * (code >> (width - 1))
@@ -53,8 +62,9 @@ def decode_in_numpy(payload, fmt, offset, width):
 def dealt(rows, fmt):
     """Super-groups whose coordinates are listed group by group, in the gradient's order."""
     coordinate = [
-        4 * (quad * fmt.groups + group) + i
-        for group in range(fmt.groups)
+        4 * (four * fmt.group_size + 4 * quad + group) + i  # of four groups in turn
+        for four in range(fmt.groups // 4)
+        for group in range(4)
         for quad in range(fmt.group_size // 4)
         for i in range(4)
     ]
@@ -63,15 +73,29 @@ def dealt(rows, fmt):
     return found
 
 
-@pytest.mark.parametrize("name", ["default", "geometric", "bf16_scales", "group_8", "super_512"])
+def noise_of(chunk, seed, tile):
+    """The noise words of the coordinates of a tile, group after group: uint32[R, S]."""
+    rows = TILE_ROWS * tile + np.arange(TILE_ROWS, dtype=np.uint32)[:, None, None]
+    quads = chunk.fmt.super_group_size // 4
+    quad = rows * np.uint32(quads) + np.arange(quads, dtype=np.uint32)[:, None]
+    rotation = 8 * jnp.arange(4, dtype=jnp.uint32)
+    row = pk.Noise(*chunk.noise(seed))
+    return np.asarray(noise_words(jnp.asarray(quad), rotation, row, chunk.fmt.rounding))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["default", "geometric", "bf16_scales", "group_8", "super_512", "dither", "dither_uniform"],
+)
 def test_payload_means_what_the_format_says(name):
-    chunk = chunk_of(name)
+    chunk, seed = chunk_of(name), jnp.array([3, 4], jnp.uint32)
     x, _ = normal(chunk, seed=3)
     mean = jnp.zeros((chunk.rows,))
-    payload, decoded = chunk.round_trip(x, mean, jnp.array([3, 4], jnp.uint32))
+    payload, decoded = chunk.round_trip(x, mean, seed)
     decoded = np.asarray(decoded).reshape(len(chunk.widths), TILE_ROWS, -1)
     for tile, (offset, width) in enumerate(zip(chunk.offsets, chunk.widths, strict=True)):
-        by_hand = decode_in_numpy(np.asarray(payload[0]), chunk.fmt, offset, int(width))
+        noise = noise_of(chunk, seed, tile) if chunk.fmt.dither else None
+        by_hand = decode_in_numpy(np.asarray(payload[0]), chunk.fmt, offset, int(width), noise)
         by_hand = dealt(by_hand, chunk.fmt)
         np.testing.assert_array_equal(decoded[tile].astype(np.float64), by_hand)
 
@@ -96,9 +120,10 @@ def test_values_on_levels_come_back_exactly():
         np.testing.assert_array_equal(decoded, x)
 
 
-def test_hop_is_accumulate_then_compress():
+@pytest.mark.parametrize("name", ["default", "dither"])
+def test_hop_is_accumulate_then_compress(name):
     """The fused hop gives the bits of its two halves, also from one plan of widths to another."""
-    fmt = FORMATS["default"]
+    fmt = FORMATS[name]
     permutation = np.random.default_rng(0).permutation(8 * 5)
     before = Chunk(fmt, widths=(16, 7, 5, 2, 1), order=permutation)
     after = Chunk(fmt, widths=(9, 8, 4, 3, 3), order=permutation)
@@ -106,7 +131,7 @@ def test_hop_is_accumulate_then_compress():
     other, _ = normal(before, seed=5)
     seed, chunks = jnp.array([1, 9], jnp.uint32), jnp.zeros(1, jnp.int32)
     payload, sent = before.round_trip(other, mean, seed)
-    inputs = (pk.Input(payload[None], before.tiles),)
+    inputs = (pk.Input(payload[None], before.tiles, noise=before.noise(seed)[None]),)
 
     source, zero = pk.Source(x, mean, before.order), jnp.zeros_like(mean)
 
@@ -129,9 +154,10 @@ def test_hop_is_accumulate_then_compress():
     np.testing.assert_array_equal(hop(inputs, source), apart)
 
 
-def test_inputs_of_a_hop_are_added_one_after_another():
+@pytest.mark.parametrize("name", ["default", "dither"])
+def test_inputs_of_a_hop_are_added_one_after_another(name):
     """Several payloads in one input, inputs with tiles of their own, and one payload left out."""
-    fmt = FORMATS["default"]
+    fmt = FORMATS[name]
     wide, narrow = Chunk(fmt, widths=(16, 9, 7)), Chunk(fmt, widths=(3, 5, 8))
     seed, chunks = jnp.array([4, 2], jnp.uint32), jnp.zeros(1, jnp.int32)
     x, mean = normal(wide, seed=9)
@@ -144,17 +170,20 @@ def test_inputs_of_a_hop_are_added_one_after_another():
         result = wide.result(mean_sum, divisor=divisor, start=start)
         return pk.decompress_accumulate(inputs, source, chunks, result, fmt=fmt)
 
-    first = jnp.stack([wide.round_trip(o, zero, seed)[0] for o in others[:3]])
-    second = jnp.stack([narrow.round_trip(o, zero, seed)[0] for o in others[3:]])
+    # Of three slots each encoder has its own, and with it noise of its own.
+    encode = jax.jit(lambda chunk, x, slot: chunk.encode(x, zero, seed, slot), static_argnums=0)
+    first = jnp.stack([encode(wide, x, i) for i, x in enumerate(others[:3])])
+    second = jnp.stack([encode(narrow, x, i) for i, x in enumerate(others[3:])])
+    noise = jnp.stack([wide.noise(seed, slot) for slot in range(3)])
     for skip in range(3):
         inputs = (
-            pk.Input(first, wide.tiles, jnp.int32(skip)),
-            pk.Input(second, narrow.tiles),
+            pk.Input(first, wide.tiles, jnp.int32(skip), noise),
+            pk.Input(second, narrow.tiles, noise=noise[:2]),
         )
         found = np.asarray(total(inputs, x, mean, zero))
         expected = np.asarray(x).reshape(wide.rows, -1) - np.asarray(mean)[:, None]
-        decoded = [wide.decode(first[k], zero) for k in range(3) if k != skip]
-        decoded += [narrow.decode(second[k], zero) for k in range(2)]
+        decoded = [wide.decode(first[k], zero, seed, k) for k in range(3) if k != skip]
+        decoded += [narrow.decode(second[k], zero, seed, k) for k in range(2)]
         for value in decoded:
             expected = expected + np.asarray(value).reshape(wide.rows, -1)
         np.testing.assert_array_equal(found, expected)
@@ -262,3 +291,15 @@ def test_a_start_is_refused_but_for_sums_of_a_slice():
     with pytest.raises(ValueError, match="whole gradient; pass start=None"):
         payload = jnp.zeros((1, chunk.payload_words), jnp.uint32)
         pk.decompress(payload, chunk.tiles, chunks, placed, fmt=chunk.fmt)
+
+
+def test_dither_needs_the_noise_of_the_encoders():
+    chunk = chunk_of("dither")
+    payload, zero = jnp.zeros((1, chunk.payload_words), jnp.uint32), jnp.zeros(chunk.rows)
+    chunks = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="noise=None; pass the rows of slot_noise"):
+        pk.decompress(payload, chunk.tiles, chunks, chunk.result(zero), fmt=chunk.fmt)
+    with pytest.raises(ValueError, match="noise=None; pass the rows of slot_noise"):
+        source, inputs = pk.Source(zero, None, chunk.order), (pk.Input(payload[None], chunk.tiles),)
+        target = chunk.target(jnp.zeros(2, jnp.uint32))
+        pk.decompress_accumulate_recompress(inputs, source, chunks, target, fmt=chunk.fmt)

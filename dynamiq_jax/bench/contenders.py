@@ -42,6 +42,7 @@ are for the loss of training with Adam (docs/training-quality.md)."""
 
 METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": partial(dq.DynamiQ, **_ANY_SIZE),
+    "dynamiq-dither": partial(dq.DynamiQ, **_ANY_SIZE, dither=True),
     "dynamiq-mse": partial(dq.DynamiQ, **_ANY_SIZE, **LEAST_SQUARED_ERROR),
     "dynamiq-paper": partial(dq.DynamiQ, **_ANY_SIZE, **PAPER),
     "bf16": partial(dq.BF16, **_ANY_SIZE),
@@ -53,7 +54,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
-would otherwise leave to native psum. In "dynamiq-mse" squared error alone decides on
+would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
+"dynamiq-mse" squared error alone decides on
 widths; "dynamiq-paper" is the paper's configuration, in which it does so, too. "bf16" and "f32" sum
 uncompressed over the topology."""
 

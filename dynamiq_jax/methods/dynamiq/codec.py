@@ -1,6 +1,5 @@
 """The DynamiQ codec: one worker's gradient under a plan, as the operations an executor needs."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,10 +46,14 @@ def gathered_plan(
     layout: Layout,
     backend: pk.Backend | None,
     gather: Callable[[Array, AxisNames], Array],
-) -> Plan:
-    """The plan of an all-gather of slices ``x``, whose statistics are gathered as well."""
+) -> SharedPlan:
+    """The plan of an all-gather of slices ``x``, whose statistics are gathered as well.
+
+    Every worker encodes as the slot of its own number.
+    """
     stats = gather(statistics(x, layout, backend), axis_name)
-    return make_plan(jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1), seed, layout)
+    stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
+    return shared_plan(stats, seed, layout, layout.n_workers)
 
 
 def chunk_codec(
@@ -85,8 +88,15 @@ def chunk_codec(
     centred = layout.stats_per_super_group == 2
     own = pk.Source(x, plan.mean if centred else None, plan.order)
 
+    def noise_of(slots) -> Array | None:
+        """What decoders need to know of encoders in these slots."""
+        return noise[slots] if layout.fmt.dither else None
+
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
-        return tuple(pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip) for a in arrived)
+        return tuple(
+            pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip, noise_of(a.encoder.slot))
+            for a in arrived
+        )
 
     def so_far(total) -> pk.Source:
         return own if total is None else pk.Source(total.reshape(-1), None, plan.order)
@@ -108,7 +118,8 @@ def chunk_codec(
         if keep_error:
             total = add(arrived, chunks, total)
             payloads = pk.compress(so_far(total), chunks, target, skip, **common)
-            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), **common)
+            known = noise_of(jnp.full_like(chunks, encoder.slot))
+            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), known, **common)
             rows = plan.order[chunks].reshape(-1)
             lost = (total - sent).at[rows].get(mode="clip")
             return payloads, carry.at[rows].set(lost, mode="drop", unique_indices=True)
@@ -119,8 +130,8 @@ def chunk_codec(
         ), carry
 
     def decode(payloads, chunks, encoders, into, carry: Carry):
-        result = summed(layout.rows, None, into)
-        return pk.decompress(payloads, plan.tiles[-1], chunks, result, **common), carry
+        result, known = summed(layout.rows, None, into), noise_of(encoders.slot)
+        return pk.decompress(payloads, plan.tiles[-1], chunks, result, known, **common), carry
 
     def finish(arrived, chunks, into, carry: Carry):
         assert slice_start is not None
@@ -174,21 +185,21 @@ def stage_widths(plan: Plan, layout: Layout, stage: int) -> Array:
 
 def encode_slice(
     x: Float[Array, " d"],
-    plan: Plan,
+    shared: SharedPlan,
     layout: Layout,
     me: Array,
     backend: pk.Backend | None,
 ) -> UInt[Array, " P"]:
     """The payload of worker ``me``'s own slice in an all-gather (one chunk per worker)."""
+    plan, fmt = shared.plan, layout.fmt
     rows, spare = layout.shard_rows, layout.chunk_super_groups - layout.shard_rows
     own = plan.order[me]
     own = jnp.where(own < layout.rows, own - me * rows, own - layout.rows - me * spare + rows)
     mean = None
     if layout.stats_per_super_group == 2:
         mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
-    fmt = dataclasses.replace(layout.fmt, rounding="independent")
-    noise = pk.slot_noise(plan.seed, layout.n_workers, fmt.rounding)[me]
     source = pk.Source(x, mean, own[None])
     tiles = lax.dynamic_slice_in_dim(plan.tiles[0], me, 1)
+    noise = pk.noise_from(shared.noise[me], me * rows * fmt.super_group_size)
     target = pk.Target(tiles, noise, layout.payload_words[0])
     return pk.compress(source, jnp.zeros(1, jnp.int32), target, fmt=fmt, backend=backend)[0]
