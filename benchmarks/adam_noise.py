@@ -27,7 +27,7 @@ import training_model as model
 import training_run as run
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from training import RATES
 
 from pallas_kernels import reference
@@ -133,7 +133,7 @@ def main(
     for name in models.split(","):
         for kind in inits.split(","):
             of = [found for seed in range(seeds) for found in snapshots(name, kind, seed)]
-            table = Table("method", "topology", "dealt", *Figures._fields)
+            table = Table(Column("method", no_wrap=True), "topology", "dealt", *Figures._fields)
             for groups in map(int, dealt.split(",")):
                 reference.DEALT = groups
                 jax.clear_caches()

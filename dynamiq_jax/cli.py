@@ -170,6 +170,9 @@ def bench_kernels(
     single_widths: Annotated[
         bool, typer.Option("--single-widths", help="Time every width by itself, too.")
     ] = False,
+    dither: Annotated[
+        bool, typer.Option("--dither", help="Decode with the encoders' noise.")
+    ] = False,
     repeats: Repeats = None,
     backend: Annotated[
         str | None, typer.Option(help="triton, jnp or interpret (default: the fastest here).")
@@ -179,7 +182,7 @@ def bench_kernels(
 ) -> None:
     """Time the coding kernels on one device against a plain copy."""
     mix = None if widths is None else _checked("--widths", kernels.parse_widths, widths)
-    _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix))
+    _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix, dither=dither))
     if plot_file:
         _checked("--plot", tables.require_matplotlib)
     workers = jax.devices()[:1]
@@ -190,11 +193,13 @@ def bench_kernels(
     ran = _checked("--backend", resolve_backend, backend)
 
     title = f"kernels on {coords} bf16 coordinates, {_workers(workers)}, {repeats} repeats"
+    title += ", dither" if dither else ""
     rows = kernels.bench_kernels(
         size,
         bits=bits,
         widths=mix,
         single_widths=single_widths,
+        dither=dither,
         repeats=repeats,
         backend=ran,
     )

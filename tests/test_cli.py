@@ -213,6 +213,15 @@ class TestKernels:
         assert moved["decompress", "4"] == gradient + codes + plan
         assert moved["decompress-accumulate-recompress", "4"] == gradient + 2 * codes + plan
 
+    def test_dither_is_timed_on_the_same_bytes(self, kernels_run, tmp_path):
+        file = tmp_path / "rows.json"
+        result = invoke("kernels", "--coords", "2^14", "--dither", *REPEATS, "--json", file)
+        assert result.exit_code == 0, result.output
+        rows = json.loads(file.read_text())["rows"]
+        plain_rows = kernels_run[1]["rows"][: len(rows)]
+        assert [row["moved_bytes"] for row in rows] == [row["moved_bytes"] for row in plain_rows]
+        assert "dither" in result.output
+
 
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):

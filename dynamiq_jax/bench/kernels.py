@@ -102,6 +102,7 @@ def bench_kernels(
     bits: float,
     widths: tuple[int, ...] | None,
     single_widths: bool,
+    dither: bool = False,
     repeats: int,
     in_flight: int | None = None,
     backend: Backend | None = None,
@@ -114,6 +115,7 @@ def bench_kernels(
       widths: the widths in the mix, by squared error alone; `None`: those of `DynamiQ`, with its
         floors for `Direct` among eight workers.
       single_widths: whether to time also every width but 0 by itself.
+      dither: of `DynamiQ`.
       repeats: samples per kernel.
       in_flight: calls per sample; `None` takes 10 on a GPU, 1 on a CPU.
       backend: see `pallas_kernels`.
@@ -122,8 +124,10 @@ def bench_kernels(
       A row per kernel, the copy first.
     """
     ran = resolve_backend(backend)
-    floor = "auto" if widths is None else None
-    mix = allocate_for(DynamiQ(bits=bits, widths=widths, floor=floor))
+    mixed = DynamiQ(
+        bits=bits, widths=widths, floor="auto" if widths is None else None, dither=dither
+    )
+    mix = allocate_for(mixed)
     # Magnitudes vary from super-group to super-group, as a gradient's do.
     key_size, key_value = jax.random.split(jax.random.key(0))
     rows = -(-coords // 256)
@@ -135,7 +139,9 @@ def bench_kernels(
     label = ",".join(map(str, widths))
     chunks = [(label, single_chunk(coords, bits, mix))]
     if single_widths and len(widths) > 1:
-        alone = {w: allocate_for(DynamiQ(bits=32, widths=(w,), floor=None)) for w in widths if w}
+        alone = {
+            w: allocate_for(replace(mixed, bits=32, widths=(w,), floor=None)) for w in widths if w
+        }
         chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
     cases = [
         _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
@@ -227,16 +233,16 @@ def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) ->
         return decompress_accumulate_recompress(inputs, source, chunks, target, **static)
 
     @jax.jit
-    def decode(payloads, tiles, chunks, mean_sum, order):
+    def decode(payloads, tiles, chunks, mean_sum, order, noise):
         result = Result(mean_sum, order, rows, x.dtype)
-        return decompress(payloads, tiles, chunks, result, **static)
+        return decompress(payloads, tiles, chunks, result, noise, **static)
 
     source, chunks = Source(x, None, order), jnp.zeros(1, jnp.int32)
     encode_args = (source, chunks, tiles[0], first)
     sent = encode(*encode_args)
-    hop_args = ((Input(sent[None], tiles[0]),), source, chunks, tiles[1], second)
+    hop_args = ((Input(sent[None], tiles[0], noise=first[None]),), source, chunks, tiles[1], second)
     gathered = hop(*hop_args)
-    decode_args = (gathered, tiles[1], chunks, mean, order)
+    decode_args = (gathered, tiles[1], chunks, mean, order, second[None])
 
     plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
     return [
