@@ -15,6 +15,7 @@ and
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
 * ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
 * ``dynamiq-memory:3``: the default with error feedback over all hops;
+* ``dynamiq-axis:4``, ``dynamiq-dither-axis:4``: with ``scale_axis="auto"``;
 * ``dynamiq-dither-companded:4``, ``dynamiq-dither-uniform:4``: as `dynamiq-dither`, with other
   levels.
 

@@ -33,6 +33,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
+    "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
+    "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, scale_axis="auto"),
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
 }

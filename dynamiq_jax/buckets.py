@@ -7,11 +7,12 @@ of several axes only leaves that differ over the same axes share a bucket: copie
 have the same widths and noise, and stay copies.
 """
 
+import collections
 import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ class Leaf:
     """Mesh axes over which devices hold different parts."""
     alone: bool = False
     """Whether it shares a bucket with no other leaf."""
+    scale_axis: int | None = None
+    """The axis along which its coordinates follow each other in a bucket; `None`: the last one."""
 
     @property
     def size(self) -> int:
@@ -144,16 +147,57 @@ def group_leaves(
     return Grouping(tuple(large), tuple(exact))
 
 
+ScaleAxis = int | Literal["auto"] | None
+"""An axis of every leaf that has it; "auto": that of the size that most matrices have."""
+
+SMALLEST_COMMON = 64
+"""Shorter axes number layers and heads, and are not chosen by "auto"."""
+
+
+def with_scale_axes(leaves: list[Leaf], scale_axis: ScaleAxis) -> list[Leaf]:
+    """The leaves with their `Leaf.scale_axis`."""
+    if scale_axis is None:
+        return leaves
+    sizes = collections.Counter(
+        size for leaf in leaves if len(leaf.shape) > 1 for size in set(leaf.shape)
+    )
+
+    def axis_of(shape: tuple[int, ...]) -> int | None:
+        n_axes = len(shape)
+        if scale_axis == "auto":
+            candidates = [i for i in range(n_axes) if shape[i] >= SMALLEST_COMMON]
+            chosen = max(candidates, key=lambda i: (sizes[shape[i]], i), default=n_axes - 1)
+        elif -n_axes <= scale_axis < n_axes:
+            chosen = scale_axis % n_axes
+        else:
+            chosen = n_axes - 1
+        return None if chosen == n_axes - 1 else chosen
+
+    return [dataclasses.replace(leaf, scale_axis=axis_of(leaf.shape)) for leaf in leaves]
+
+
 def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
     """The bucket's flat array, from leaves by index."""
-    flat = [jnp.reshape(values[leaf.index], (-1,)) for leaf in bucket.leaves]
+    flat = [jnp.reshape(_with_axis_last(values[leaf.index], leaf), (-1,)) for leaf in bucket.leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def _with_axis_last(x: Array, leaf: Leaf) -> Array:
+    return x if leaf.scale_axis is None else jnp.moveaxis(x, leaf.scale_axis, -1)
 
 
 def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
     """The inverse of `concatenate`: (leaf index, leaf) pairs."""
     ends = np.cumsum([leaf.size for leaf in bucket.leaves])
     return [
-        (leaf.index, jnp.reshape(flat[end - leaf.size : end], leaf.shape))
+        (leaf.index, _from_flat(flat[end - leaf.size : end], leaf))
         for leaf, end in zip(bucket.leaves, ends, strict=True)
     ]
+
+
+def _from_flat(flat: Array, leaf: Leaf) -> Array:
+    if leaf.scale_axis is None:
+        return jnp.reshape(flat, leaf.shape)
+    shape = [size for i, size in enumerate(leaf.shape) if i != leaf.scale_axis]
+    moved = jnp.reshape(flat, (*shape, leaf.shape[leaf.scale_axis]))
+    return jnp.moveaxis(moved, -1, leaf.scale_axis)

@@ -30,7 +30,7 @@ from dynamiq_jax.arguments import (
     fixed_leaves,
     resolve,
 )
-from dynamiq_jax.buckets import Grouping, concatenate, group_leaves, split
+from dynamiq_jax.buckets import Grouping, concatenate, group_leaves, split, with_scale_axes
 from dynamiq_jax.by_path import by_path, join_reductions, join_states
 from dynamiq_jax.explanation import explain_leaves
 from dynamiq_jax.methods import State
@@ -173,7 +173,8 @@ def reduce(
     resolved = resolve(method, topology, axis_sizes(axis_name))
     values, treedef = jax.tree.flatten(tree)
     around, limits = surroundings(axis_name), resolved.limits()._asdict()
-    leaves = around.leaves(tree, specs)
+    scale_axis = getattr(resolved.method, "scale_axis", None)
+    leaves = with_scale_axes(around.leaves(tree, specs), scale_axis)
     grouping = group_leaves(leaves, **limits)
     fixed = fixed_leaves(leaves, values, axis_name)
     if len(fixed) < len(leaves):

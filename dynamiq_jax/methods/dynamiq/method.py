@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
+from dynamiq_jax.buckets import ScaleAxis
 from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.methods.base import (
@@ -87,6 +88,12 @@ class DynamiQ(HopMethod):
       dither: whether decoders repeat the encoders' noise and subtract what it says of the rounding
         error, over levels of which none is lost on a second zero. It halves the error and more, on
         the same wire and without bias; decoding computes more. Not for "geometric" levels.
+      scale_axis: the axis of leaves along which neighbours share scales and widths, in `psum`,
+        `pmean`, `reduce` and what is made of them: an integer, or "auto", the axis whose size most
+        matrices of the tree have, which in a transformer is that of the residual stream (of equally
+        common ones the last; layers and heads, shorter than 64, do not count). `None`: the last
+        one, which costs no transposition. Gradients vary along tokens and neurons much more than
+        along the residual stream: docs/training-quality.md, "Near coordinates".
       subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
         1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
       error_feedback: whether each worker adds to its gradient what all its encodings lost in the
@@ -116,6 +123,7 @@ class DynamiQ(HopMethod):
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
     dither: bool = False
+    scale_axis: ScaleAxis = None
     subtract_mean: bool = False
     error_feedback: bool = False
     min_leaf_size: int = 4096
@@ -144,6 +152,11 @@ class DynamiQ(HopMethod):
             raise ValueError(
                 "dither=True needs levels of which all are odd multiples of half a step, and "
                 "levels='geometric' are not; pass levels='piecewise'"
+            )
+        if not (self.scale_axis in (None, "auto") or type(self.scale_axis) is int):
+            raise ValueError(
+                f"scale_axis={self.scale_axis!r} is no axis; pass an integer such as 0 or -2, "
+                "'auto', or None for the last axis"
             )
         check_backend(self.backend)
         self._check_floor()

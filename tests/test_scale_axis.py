@@ -1,0 +1,123 @@
+"""The axis of a leaf along which neighbours share scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LOOP, SMALL, assert_same_bits, auto_mesh, relative_error, vmapped
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.buckets import Bucket, concatenate, describe_leaves, split, with_scale_axes
+
+TRANSFORMER = {
+    "embed": (1000, 256),
+    "head": (256, 1000),
+    "up": (12, 256, 1024),
+    "down": (12, 1024, 256),
+    "query": (12, 256, 4, 64),
+    "output": (12, 4, 64, 256),
+    "norm": (12, 256),
+    "bias": (1024,),
+}
+
+
+def axes(scale_axis, shapes=TRANSFORMER):
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    leaves = with_scale_axes(describe_leaves(tree), scale_axis)
+    return {leaf.name[2:-2]: leaf.scale_axis for leaf in leaves}
+
+
+def test_auto_takes_the_axis_of_the_residual_stream():
+    assert axes("auto") == {
+        "embed": None, "head": 0, "up": 1, "down": None, "query": 1, "output": None, "norm": None,
+        "bias": None,
+    }  # fmt: skip
+
+
+def test_auto_takes_the_last_of_equally_common_axes():
+    assert axes("auto", {"a": (256, 512), "b": (512, 256)}) == {"a": None, "b": None}
+    assert axes("auto", {"short": (8, 16)}) == {"short": None}
+
+
+def test_numbers_count_where_there_are_such_axes():
+    assert axes(0) == {
+        "embed": 0, "head": 0, "up": 0, "down": 0, "query": 0, "output": 0, "norm": 0,
+        "bias": None,
+    }  # fmt: skip
+    found = axes(-3)
+    assert (found["head"], found["up"], found["query"]) == (None, 0, 1)
+    assert set(axes(None).values()) == {None}
+
+
+@pytest.mark.parametrize("scale_axis", [0, 1, -2, "auto", None])
+def test_a_bucket_comes_apart_as_it_was_put_together(scale_axis):
+    rng = np.random.default_rng(0)
+    shapes = ((3, 64, 5), (64, 7), (64,), (2, 3, 4, 64))
+    values = {i: jnp.asarray(rng.normal(size=shape)) for i, shape in enumerate(shapes)}
+    bucket = Bucket(tuple(with_scale_axes(describe_leaves(list(values.values())), scale_axis)))
+    flat = concatenate(bucket, values)
+    assert flat.shape == (sum(x.size for x in values.values()),)
+    for i, x in split(bucket, flat):
+        assert_same_bits(x, values[i])
+
+
+def test_it_is_the_reduction_of_the_transposed_leaf():
+    x = jax.random.normal(jax.random.key(0), (4, 96, 256))
+    key, method = jax.random.key(1), dq.DynamiQ(**SMALL)
+    found = vmapped(dq.DynamiQ(scale_axis=0, **SMALL))(x, key)
+    expected = vmapped(method)(jnp.swapaxes(x, 1, 2), key)
+    assert_same_bits(found, np.swapaxes(expected, 1, 2))
+    assert not np.array_equal(found, vmapped(method)(x, key))
+
+
+def test_scales_along_the_even_axis_lose_less():
+    """Magnitudes that vary from column to column, as those of neurons do."""
+    size = np.exp(2 * np.random.default_rng(1).normal(size=512))
+    x = jax.random.normal(jax.random.key(2), (4, 256, 512)) * jnp.asarray(size, jnp.float32)
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+
+    def column_error(scale_axis):
+        method = dq.DynamiQ(bits=4, scale_axis=scale_axis, **SMALL)
+        error = np.asarray(vmapped(method)(x, jax.random.key(3)))[0] - exact
+        return np.mean(np.sum(error**2, axis=0) / np.sum(exact**2, axis=0))
+
+    along_columns = column_error(0)
+    assert along_columns < 0.15
+    assert along_columns < column_error(None) / 3
+
+
+def test_value_and_grad_returns_gradients_in_their_own_shapes():
+    mesh = auto_mesh(4)
+    params = {"w": jax.random.normal(jax.random.key(0), (256, 64)), "b": jnp.zeros(64)}
+    batch = jax.random.normal(jax.random.key(1), (8, 256))
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+    method = dq.DynamiQ(scale_axis=0, bits=12, **SMALL)
+    step = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method))
+    _, found = step(params, batch)
+    expected = jax.grad(loss)(params, batch)
+    for name in params:
+        assert found[name].shape == params[name].shape
+        assert relative_error(found[name], expected[name]) < 1e-3
+
+
+def test_every_device_goes_along_the_axis_of_its_own_part():
+    """Of a leaf that "model" splits: each part as if there were no other."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    method, key = dq.DynamiQ(scale_axis=0, **SMALL), jax.random.key(1)
+    x = jax.random.normal(jax.random.key(0), (2, 128, 512))
+
+    def one(x):
+        specs = P(None, "model")
+        return dq.pmean(x[0], "data", method=method, key=key, specs=specs, topology=LOOP)
+
+    options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
+    split_x = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+    found = jax.jit(jax.shard_map(one, mesh=mesh, **options))(split_x)
+    for part in (slice(0, 256), slice(256, 512)):
+        expected = vmapped(method, mean=True)(x[:, :, part], key)
+        np.testing.assert_allclose(found[:, part], expected[0], rtol=1e-6)
