@@ -129,7 +129,7 @@ def main(
     dealt: Annotated[str, typer.Option(help="Groups that take quads in turn.")] = str(DEALT),
 ) -> None:
     """Trains, measures and prints."""
-    console = Console()
+    console = Console(width=max(Console().width, 100))
     for name in models.split(","):
         for kind in inits.split(","):
             of = [found for seed in range(seeds) for found in snapshots(name, kind, seed)]
