@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 EVERY_METHOD = {
     "dynamiq": Row(dq.DynamiQ(**LOW_LIMITS), OVER, 256, 0.05),
-    "dynamiq, dither": Row(dq.DynamiQ(dither=True, **LOW_LIMITS), OVER, 256, 0.025),
+    "dynamiq, dither": Row(dq.DynamiQ(dither=True, **LOW_LIMITS), OVER, 256, 0.03),
     "dynamiq, memory": Row(dq.DynamiQ(error_feedback=True, **LOW_LIMITS), OVER, 256, 0.05),
     "bf16": Row(dq.BF16(**LOW_LIMITS), NATIVE | OVER, 1, 2e-05),
     "f32": Row(dq.F32(**LOW_LIMITS), NATIVE | OVER, 1, 1e-14),
