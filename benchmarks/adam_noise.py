@@ -23,13 +23,15 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import training_model as model
 import training_run as run
 import typer
 from rich.console import Console
 from rich.table import Column, Table
-from training import RATES
+from training import learning_rate
 
+import dynamiq_jax as dq
 from pallas_kernels import reference
 from pallas_kernels.format import DEALT
 
@@ -61,19 +63,17 @@ def snapshots(name: str, kind: str, seed: int) -> Iterator[Snapshot]:
     """Trains with the exact mean and stops after `STEPS`."""
     task = run.load_task(name, N_WORKERS, None)
     shape, optimizer = task.shape, run.make_optimizer("adamw", task.steps)
-    peak = RATES.get(("adamw", kind, name), RATES["adamw", kind])
+    peak = learning_rate("adamw", kind, name)
 
     @jax.jit
     def step(params, state, starts):
-        tokens = task.text[starts[:, None] + jnp.arange(shape.seq_len + 1)]
-        tokens = tokens.reshape(N_WORKERS, -1, shape.seq_len + 1)
+        tokens = run.worker_tokens(task.text, starts, shape, N_WORKERS)
         own = jax.vmap(jax.grad(partial(model.loss, shape)), (None, 0))(params, tokens)
         own = jax.vmap(model.unstack)(own)
         mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), own)
         updates, state = optimizer.update(model.stack(mean), state, params)
         params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
-        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(mean)))
-        return params, state, own, jnp.minimum(1.0, 1.0 / norm)
+        return params, state, own, jnp.minimum(1.0, 1.0 / optax.global_norm(mean))
 
     start_key, _ = jax.random.split(jax.random.key(seed))
     params = model.init(shape, start_key, jnp.int32(model.INITS.index(kind)))
@@ -82,14 +82,9 @@ def snapshots(name: str, kind: str, seed: int) -> Iterator[Snapshot]:
         params, state, own, clip = step(params, state, starts[number])
         if number in STEPS:
             unbias = 1 / (1 - 0.95 ** (number + 1))
-            moments = run.large_leaves(model.unstack(_second_moments(state)))
+            moments = run.large_leaves(model.unstack(optax.tree_utils.tree_get(state, "nu")))
             large = {n: unbias * np.asarray(x, np.float64) for n, x in moments.items()}
             yield Snapshot(own, large, float(clip))
-
-
-def _second_moments(state) -> Any:
-    found = [s for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu"))]
-    return next(s.nu for s in found if hasattr(s, "nu"))
 
 
 def measure(mean: run.Mean, of: list[Snapshot]) -> Figures:
@@ -107,16 +102,15 @@ def measure(mean: run.Mean, of: list[Snapshot]) -> Figures:
     rows = []
     for snapshot in of:
         exact = jax.tree.map(lambda x: np.mean(np.asarray(x, np.float64), 0), snapshot.gradients)
-        found = run.large_leaves(averaged(snapshot.gradients))
-        noise = coords = error = norm = worst = 0.0
-        for name, x in run.large_leaves(exact).items():
+        found, exact = run.large_leaves(averaged(snapshot.gradients)), run.large_leaves(exact)
+        noise = coords = 0.0
+        for name, x in exact.items():
             squared = (snapshot.clip * (np.asarray(found[name], np.float64) - x)) ** 2
-            v, own = snapshot.second_moments[name], np.sum((snapshot.clip * x) ** 2)
+            v = snapshot.second_moments[name]
             share = np.divide(squared, v + squared, out=np.zeros_like(v), where=squared > 0)
             noise, coords = noise + share.sum(), coords + share.size
-            error, norm = error + squared.sum(), norm + own
-            worst = max(worst, squared.sum() / own)
-        rows.append((noise / coords, error / norm, worst))
+        errors = dq.vnmse(found, exact), dq.worst_leaf_error(found, exact)
+        rows.append((noise / coords, *map(float, errors)))
     return Figures(*np.exp(np.mean(np.log(rows), axis=0)))
 
 

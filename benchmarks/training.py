@@ -226,14 +226,19 @@ class Compiled(NamedTuple):
     seconds: float
 
 
+def learning_rate(optimiser: str, kind: str, model: str) -> float:
+    """The peak for an optimiser, an initialisation and a model; see `RATES`."""
+    return RATES.get((optimiser, kind, model), RATES[optimiser, kind])
+
+
 def settings_of(
     task: Task, optimiser: str, kind: str, mean: Mean, seeds: int, rate: float | None
 ) -> Row:
     """All that the figures of a row depend on; rows to be compared differ in the mean alone."""
-    default = RATES.get((optimiser, kind, task.name), RATES[optimiser, kind])
+    rate = learning_rate(optimiser, kind, task.name) if rate is None else rate
     return {
         "model": task.name, "init": kind, "optimiser": optimiser,
-        "learning_rate": default if rate is None else rate, "workers": task.n_workers,
+        "learning_rate": rate, "workers": task.n_workers,
         "steps": task.steps, "seeds": seeds, "text": task.digest,
         "platform": jax.default_backend(), **_mean_settings(mean),
     }  # fmt: skip

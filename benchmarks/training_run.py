@@ -197,6 +197,12 @@ def squares(tree: Tree) -> Array:
     return jnp.stack([jnp.sum(jnp.square(x)) for x in large_leaves(tree).values()])
 
 
+def worker_tokens(text: Array, starts: Array, shape: Shape, n_workers: int) -> Array:
+    """Every worker's windows of the text, from where they start: i32[n, sequences, seq_len + 1]."""
+    tokens = text[starts[:, None] + jnp.arange(shape.seq_len + 1)]
+    return tokens.reshape(n_workers, -1, shape.seq_len + 1)
+
+
 def make_trainer(
     shape: Shape, optimiser: str, mean: Mean, n_workers: int, steps: int
 ) -> Callable[..., dict[str, Array]]:
@@ -224,8 +230,7 @@ def make_trainer(
         def step(carry, now):
             params, state, memory = carry
             number, own = now
-            tokens = text[own[:, None] + jnp.arange(shape.seq_len + 1)]
-            tokens = tokens.reshape(n_workers, -1, shape.seq_len + 1)
+            tokens = worker_tokens(text, own, shape, n_workers)
             step_key = jax.random.fold_in(key, number)
             mean_loss, exact, (copies, memory) = workers(params, tokens, step_key, memory)
             found = jax.tree.map(lambda x: x[0], copies)

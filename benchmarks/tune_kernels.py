@@ -91,10 +91,10 @@ def check(fmt, bits, coords, dtype) -> int:
     for backend, device in (("jnp", jax.devices("cpu")[0]), ("triton", jax.devices()[0])):
         fs = calls(fmt, layout, backend, dtype)
         with jax.default_device(device):
-            if payload is None:
-                payload = fs["compress"](*jax.device_put((x, order, tiles, noise[0]), device))
+            first = fs["compress"](*jax.device_put((x, order, tiles, noise[0]), device))
+            payload = first if payload is None else payload
             args = arguments(payload, x, y, mean, order, tiles, noise)
-            first, hop, out = (fs[n](*jax.device_put(args[n], device)) for n in list(args)[1:])
+            hop, out = (fs[name](*jax.device_put(args[name], device)) for name in list(args)[2:])
         results.append([np.asarray(a) for a in (first[0], hop[0], out)])
     last = int(tiles[0, -1])
     used = (last >> 5) * 4 + fmt.tile_words(last & 31)

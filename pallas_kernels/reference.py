@@ -169,10 +169,9 @@ def _decode_levels(index, width, fmt: WireFormat) -> Array:
         flat = jnp.asarray(np.concatenate(tables), jnp.float32)
         at = jnp.asarray(starts, jnp.uint32)[width][:, None, None] + index
         return flat[jnp.minimum(at, flat.shape[0] - 1)]
-    low = _octave_start(width, fmt)
-    position = index + 1 if fmt.dither else index
-    levels = _float(_bits(low) + (position << (23 - _octave_bits(width, fmt)))) - low
-    return levels - 1 if fmt.dither else levels
+    low, first = _octave_start(width, fmt), int(fmt.dither)
+    position = (index + first) << (23 - _octave_bits(width, fmt))
+    return _float(_bits(low) + position) - low - first
 
 
 def _octave_start(width, fmt: WireFormat) -> Array:
@@ -262,13 +261,10 @@ def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
     if fmt.levels == "geometric":
         return jnp.minimum(_round_to_table(z, noise, width, fmt), last)
     # The bits of an f32 are linear between levels, whose step doubles where its exponent rises.
-    low = _octave_start(width, fmt)
+    low, first = _octave_start(width, fmt), int(fmt.dither)
     p = _octave_bits(width, fmt)
-    if fmt.dither:
-        steps = _bits(z + (low + 1)) - _bits(low) + (noise >> (9 + p))
-        return jnp.minimum(steps >> (23 - p), last + 1) - 1
-    steps = _bits(z + low) - _bits(low) + (noise >> (9 + p))
-    return jnp.minimum(steps >> (23 - p), last)
+    steps = _bits(z + (low + first)) - _bits(low) + (noise >> (9 + p))
+    return jnp.minimum(steps >> (23 - p), last + first) - first
 
 
 def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:

@@ -55,9 +55,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
-"dynamiq-mse" squared error alone decides on
-widths; "dynamiq-paper" is the paper's configuration, in which it does so, too. "bf16" and "f32" sum
-uncompressed over the topology."""
+"dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
+in which it does so, too. "bf16" and "f32" sum uncompressed over the topology."""
 
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""
