@@ -148,6 +148,7 @@ def bench_all_reduce(
         repeats=repeats,
         nodes=nodes,
         iterations=iterations,
+        announce=_announce,
     )
     if jax.process_index() > 0:
         return
@@ -457,7 +458,13 @@ def advise(
         if first:
             typer.echo(f"measuring {len(settings)} setting(s) and bf16 psum ...", err=True)
         rows = advice.bench_settings(
-            mesh, tree, settings, name=name, repeats=repeats, iterations=iterations
+            mesh,
+            tree,
+            settings,
+            name=name,
+            repeats=repeats,
+            iterations=iterations,
+            announce=_announce,
         )
         if not first:
             continue
@@ -518,6 +525,12 @@ def plot(
     found = _checked("RUNS", curves.read_runs, runs)
     drawn = _checked("--columns", curves.plot_runs, found, out, chosen)
     print(f"{', '.join(drawn)} of {len(found)} run(s): {out}")
+
+
+def _announce(text: str) -> None:
+    """Tells those who wait how far the measurement is; the first process alone speaks."""
+    if jax.process_index() == 0:
+        typer.echo(text, err=True)
 
 
 def _checked(option: str, parse: Callable[..., T], *args: object, **kwargs: object) -> T:

@@ -47,7 +47,7 @@ def all_reduce_run(tmp_path_factory):
     chosen = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8", "--devices", 2]
     result = invoke("all-reduce", *chosen, "--topology", "ring,direct", *REPEATS, *files)
     assert result.exit_code == 0, result.output
-    return folder, result.output, json.loads((folder / "rows.json").read_text())
+    return folder, result, json.loads((folder / "rows.json").read_text())
 
 
 def by_size_and_method(document):
@@ -56,8 +56,8 @@ def by_size_and_method(document):
 
 class TestAllReduce:
     def test_table_has_a_line_per_size_and_method(self, all_reduce_run):
-        _, output, document = all_reduce_run
-        lines = output.splitlines()
+        _, result, document = all_reduce_run
+        lines = result.stdout.splitlines()
         header = next(line for line in lines if line.lstrip().startswith("size"))
         for column in tables.ALL_REDUCE_COLUMNS:
             assert column.title in header
@@ -68,6 +68,10 @@ class TestAllReduce:
             found = [line for line in lines if line.split()[:1] == [size]]
             assert [name for line in found for name in expected if name in line] == expected
         assert len(document["rows"]) == 10
+
+    def test_it_says_how_far_it_is_beside_the_table(self, all_reduce_run):
+        said = all_reduce_run[1].stderr.splitlines()
+        assert said == [f"compiled {i} of 5 programs" for i in range(1, 6)] * 2
 
     def test_replicas_agree_for_methods_and_baseline(self, all_reduce_run):
         assert [row["wrong"] for row in all_reduce_run[2]["rows"]] == [0] * 10

@@ -30,7 +30,7 @@ from dynamiq_jax.bench.all_reduce import (
     timed_program,
 )
 from dynamiq_jax.bench.contenders import TOPOLOGIES, Contender, parse_method, uncompressed
-from dynamiq_jax.bench.timing import Timing, time_calls
+from dynamiq_jax.bench.timing import Announce, Timing, compile_calls, silent, time_calls
 from dynamiq_jax.configuration import describe_config
 
 MIN_GAIN = 0.05
@@ -232,6 +232,7 @@ def bench_settings(
     name: str = "",
     iterations: int | None = None,
     seed: int = 0,
+    announce: Announce = silent,
 ) -> list[SettingRow]:
     """Times the all-reduce of a tree by native bf16 psum, leaf by leaf, and in all settings.
 
@@ -244,6 +245,7 @@ def bench_settings(
       name: the tree's, for the rows.
       iterations: all-reduces per sample; `None` takes `default_iterations` of the tree's bytes.
       seed: of the test data.
+      announce: is told how far it is.
 
     Returns:
       The row of bf16 psum, and one for every setting.
@@ -261,7 +263,7 @@ def bench_settings(
         contenders.append(Contender("", "psum", reduce, lambda *_: 0, ""))
     data = _gradients(mesh, leaves, seed)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    timings = _time(mesh, contenders, data, size_bytes, repeats, iterations)
+    timings = _time(mesh, contenders, data, size_bytes, repeats, iterations, announce)
     coords = sum(x.size for x in leaves)
     rows = [
         SettingRow(
@@ -302,10 +304,12 @@ def _time(
     size_bytes: int,
     repeats: int,
     iterations: int | None,
+    announce: Announce = silent,
 ) -> list[Timing]:
     platform = mesh.devices.flat[0].platform
     times = iterations or default_iterations(size_bytes, platform)
-    calls = [partial(timed_program(mesh, contender, times), data) for contender in contenders]
+    programs = [timed_program(mesh, contender, times) for contender in contenders]
+    calls = compile_calls(programs, data, announce)
     flying = in_flight(times, platform)
     return time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
 

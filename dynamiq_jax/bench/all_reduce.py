@@ -29,7 +29,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
 from dynamiq_jax.bench.contenders import Collective, Contender
-from dynamiq_jax.bench.timing import Timing, repeat_on_device, time_calls
+from dynamiq_jax.bench.timing import (
+    Announce,
+    Timing,
+    compile_calls,
+    repeat_on_device,
+    silent,
+    time_calls,
+)
 from dynamiq_jax.synthetic import lognormal_mixture
 from dynamiq_jax.topologies import with_transport
 from dynamiq_jax.xla import copy_engines
@@ -114,6 +121,7 @@ def bench_all_reduce(
     nodes: int = 1,
     iterations: int | None = None,
     seed: int = 0,
+    announce: Announce = silent,
 ) -> list[AllReduceRow]:
     """Times every method and the baseline at every size on all ``devices``.
 
@@ -127,6 +135,7 @@ def bench_all_reduce(
       nodes: more than one make a mesh of two axes, the outer one of this size.
       iterations: all-reduces per sample; `None` takes `default_iterations`.
       seed: of the test data.
+      announce: is told how far it is.
 
     Returns:
       The baseline's row and one row per method, for each size in turn.
@@ -140,7 +149,8 @@ def bench_all_reduce(
         coords = size_bytes // 2
         times = iterations or default_iterations(size_bytes, devices[0].platform)
         data = heavy_tailed_gradients(mesh, coords, seed)
-        calls = [partial(timed_program(mesh, c, times), data) for c in contenders]
+        programs = [timed_program(mesh, c, times) for c in contenders]
+        calls = compile_calls(programs, data, announce)
         if collective == "psum":
             checked = [quality(data, replicas_of(call(), data)) for call in calls]
         else:

@@ -11,8 +11,11 @@ Programs that are compared are timed in turn within every round, so that a drift
 the machine's load meets all of them alike.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +32,31 @@ class Timing(NamedTuple):
     median_us: float
     p10_us: float
     p90_us: float
+
+
+Announce = Callable[[str], None]
+"""Shows those who wait how far the measurement is."""
+
+
+def silent(_: str) -> None:
+    """The `Announce` that shows nothing."""
+
+
+def compile_calls(
+    programs: Sequence[Callable[[Any], Any]], x: Any, announce: Announce = silent
+) -> list[Callable[[], Any]]:
+    """Compiles jitted programs of ``x`` side by side, and returns functions that call them.
+
+    Where there are several processes they compile one after the other, all in the same order.
+    """
+    threads = 1 if jax.process_count() > 1 else min(len(programs), os.cpu_count() or 1)
+    lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
+    ready = []
+    with ThreadPoolExecutor(max(threads, 1)) as pool:
+        for program in pool.map(lambda program: program.compile(), lowered):
+            ready.append(partial(program, x))
+            announce(f"compiled {len(ready)} of {len(lowered)} programs")
+    return ready
 
 
 def time_calls(
