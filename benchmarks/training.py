@@ -16,6 +16,8 @@ and
 * ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
 * ``dynamiq-memory:3``: the default with error feedback over all hops;
 * ``dynamiq-axis:4``, ``dynamiq-dither-axis:4``: with ``scale_axis="auto"``;
+* ``dynamiq-dither-axis-companded:4``, ``dynamiq-dither-axis-floor2:3``: the latter with other
+  levels, and with floors of 2 bits in all stages;
 * ``dynamiq-dither-companded:4``, ``dynamiq-dither-uniform:4``: as `dynamiq-dither`, with other
   levels.
 

@@ -29,12 +29,15 @@ MIN_LEAF_SIZE = 4096
 """Smaller leaves are summed exactly, by every method."""
 
 EXACT, BF16 = "exact", "bf16-psum"
+DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
     "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
-    "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, scale_axis="auto"),
+    "dynamiq-dither-axis": DITHER_AXIS,
+    "dynamiq-dither-axis-companded": partial(DITHER_AXIS, levels="companded"),
+    "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
 }

@@ -44,6 +44,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": partial(dq.DynamiQ, **_ANY_SIZE),
     "dynamiq-dither": partial(dq.DynamiQ, **_ANY_SIZE, dither=True),
     "dynamiq-mse": partial(dq.DynamiQ, **_ANY_SIZE, **LEAST_SQUARED_ERROR),
+    "dynamiq-mse-dither": partial(dq.DynamiQ, **_ANY_SIZE, **LEAST_SQUARED_ERROR, dither=True),
     "dynamiq-paper": partial(dq.DynamiQ, **_ANY_SIZE, **PAPER),
     "bf16": partial(dq.BF16, **_ANY_SIZE),
     "f32": partial(dq.F32, **_ANY_SIZE),

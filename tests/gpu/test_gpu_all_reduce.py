@@ -71,7 +71,7 @@ def test_replicas_are_equal_and_accurate(topology, dtype, monkeypatch):
 
     out = reduce(x)
     _assert_equal_replicas(out, mesh.size)
-    assert 1e-6 < _error(out, x) < 4e-3
+    assert 1e-6 < _error(out, x) < 6e-3
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_two_axes(inner):
 
     out = reduce(x)
     _assert_equal_replicas(out, mesh.size)
-    assert 1e-6 < _error(out, x) < 4e-3
+    assert 1e-6 < _error(out, x) < 6e-3
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
@@ -135,10 +135,10 @@ def test_halves(topology):
         return own, dq.all_gather(own, "data", tiled=True, method=METHOD)[None]
 
     own, gathered = reduce(x)
-    assert 1e-7 < _error(own, x) < 4e-3
+    assert 1e-7 < _error(own, x) < 6e-3
     gathered = np.asarray(gathered)
     np.testing.assert_array_equal(gathered, np.broadcast_to(gathered[:1], gathered.shape))
-    assert 1e-7 < _error(gathered[0], np.asarray(own)[None]) < 4e-3
+    assert 1e-7 < _error(gathered[0], np.asarray(own)[None]) < 6e-3
 
 
 def test_no_temporary_of_the_size_of_the_gradient():
