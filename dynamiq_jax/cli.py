@@ -392,6 +392,9 @@ def advise(
         float | None, typer.Option(min=0, help="A training step with bf16 psum, milliseconds.")
     ] = None,
     bits: Annotated[str, typer.Option(help="Wire bits per coordinate to try.")] = "5,4,3.5",
+    dither: Annotated[str, typer.Option(help="DynamiQ without dither, with it: off, on.")] = (
+        "off,on"
+    ),
     topology: Annotated[
         str | None,
         typer.Option(help="direct, ring, butterfly, hierarchical (default: all that suit)."),
@@ -430,6 +433,7 @@ def advise(
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
     tried = [_checked("--bits", advice.parse_bits, text) for text in bits.split(",")]
+    dithers = [_checked("--dither", advice.parse_dither, text) for text in dither.split(",")]
     found = jax.devices()
     if len(found) < (devices or 2):
         raise typer.BadParameter(
@@ -454,7 +458,7 @@ def advise(
         tables.print_table(links, tables.LINK_COLUMNS, title)
     measured = []
     for name, tree in trees.items():
-        settings = advice.settings(tree, shape, tried, routes)
+        settings = advice.settings(tree, shape, tried, routes, dithers)
         if first:
             typer.echo(f"measuring {len(settings)} setting(s) and bf16 psum ...", err=True)
         rows = advice.bench_settings(

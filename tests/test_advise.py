@@ -86,6 +86,23 @@ class TestDecision:
         assert "DynamiQ at 3.5 bits over Direct is 1.09x, error 0.17" in text(said)
         assert "Fewer bits save less than another 5%" in text(said)
 
+    def test_dither_is_taken_where_it_costs_nothing(self):
+        """It errs less; where kernels are the limit it is slower."""
+        method = {"name": "DynamiQ", "bits": 4, "dither": True}
+
+        def rows(ms):
+            return [
+                native(300),
+                row(4, "Direct", 100),
+                row(4, "Direct", ms, method=method, relative_error=0.03),
+            ]
+
+        said = decide(rows(101.5))
+        assert said.config["method"] == method
+        assert "Use DynamiQ at 4 bits with dither over Direct" in text(said)
+        assert "dither=True" in said.snippet()
+        assert "dither" not in decide(rows(104)).config["method"]
+
     def test_on_a_slow_network_the_fewest_bits_win(self):
         said = decide([native(300), *directs(135, 115, 100)])
         assert said.row.bits == 3.5
@@ -208,6 +225,7 @@ def measured(tmp_path_factory):
     dq.save_model_tree(folder / "model.json", TREE)
     files = ["--config", folder / "choice.toml", "--json", folder / "rows.json"]
     chosen = ["--bits", 5, "--topology", "direct", "--repeats", 3, "--step-time-ms", 1e4]
+    chosen += ["--dither", "off"]
     result = invoke("--model-tree", folder / "model.json", *chosen, *files)
     assert result.exit_code == 0, result.output
     return folder, result.output, json.loads((folder / "rows.json").read_text())
@@ -266,6 +284,7 @@ class TestCommand:
             (["--params", "1M", "--dtype", "int8"], "--dtype 'int8': pass bf16 or f32"),
             (["--params", "1M", "--bits", "4,x"], "'x' is not a number of bits"),
             (["--params", "1M", "--bits", "1"], "bits=1.0 is below"),
+            (["--params", "1M", "--dither", "no"], "dither 'no' is neither: pass off, on"),
             (["--params", "1M", "--topology", "torus"], "topology 'torus' is not known"),
             (["--params", "1M", "--topology", "hierarchical"], "two axes"),
             (["--params", "1M", "--devices", "3", "--topology", "butterfly"], "the axis has 3"),
@@ -321,6 +340,14 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     assert "everything would travel natively" in ends[0][0]
     assert "links" not in ends[1][0] and "natively" not in ends[1][0]
     assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
+
+
+def test_settings_are_all_combinations():
+    leaf = [jax.ShapeDtypeStruct((2**20,), jnp.bfloat16)]
+    found = advice.settings(leaf, (8,), [5, 4], [dq.Direct(), dq.Ring()], [False, True])
+    labels = [(type(s.topology).__name__, s.method.bits, s.method.dither) for s in found]
+    routes = ("Direct", "Ring")
+    assert labels == [(t, b, d) for t in routes for b in (5, 4) for d in (False, True)]
 
 
 def test_topologies_that_suit():

@@ -103,7 +103,8 @@ class SettingRow:
         """How it is called in sentences and tables."""
         if self.topology is None:
             return "bf16 psum"
-        return f"{self.method['name']} at {self.bits:g} bits over {self.topology['name']}"
+        dither = " with dither" if self.method.get("dither") else ""
+        return f"{self.method['name']} at {self.bits:g} bits{dither} over {self.topology['name']}"
 
 
 class Setting(NamedTuple):
@@ -121,6 +122,17 @@ def parse_bits(text: str) -> float:
     """
     parse_method(f"dynamiq:{text}", None)
     return float(text)
+
+
+def parse_dither(text: str) -> bool:
+    """Whether to dither.
+
+    Raises:
+      ValueError: neither "on" nor "off".
+    """
+    if text not in ("on", "off"):
+        raise ValueError(f"dither {text!r} is neither: pass off, on, or off,on for both")
+    return text == "on"
 
 
 def floating_leaves(tree: Any) -> list[jax.ShapeDtypeStruct]:
@@ -152,7 +164,11 @@ def _serves(topology: AnyTopology, sizes: tuple[int, ...]) -> bool:
 
 
 def settings(
-    tree: Any, sizes: tuple[int, ...], bits: Sequence[float], topologies: Sequence[AnyTopology]
+    tree: Any,
+    sizes: tuple[int, ...],
+    bits: Sequence[float],
+    topologies: Sequence[AnyTopology],
+    dither: Sequence[bool] = (False,),
 ) -> list[Setting]:
     """Those settings under which anything of the tree travels compressed.
 
@@ -161,7 +177,7 @@ def settings(
     """
     found = []
     for topology in topologies:
-        for method in (dq.DynamiQ(bits=b) for b in bits):
+        for method in (dq.DynamiQ(bits=b, dither=d) for b in bits for d in dither):
             for m in (method, dataclasses.replace(method, min_bucket_bytes=0)):
                 if _compressed(dq.explain(tree, sizes, method=m, topology=topology, verbose=False)):
                     found.append(Setting(m, topology))

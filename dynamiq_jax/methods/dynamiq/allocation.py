@@ -27,9 +27,9 @@ Floor = int | Literal["auto"] | None
 WIDTHS_BY_SQUARED_ERROR = (2, 4, 6, 8, 10)
 """The default widths where there is no floor."""
 NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
-LARGEST_RELATIVE_ERROR = 0.35
-"""Beyond this, training with Adam lost 0.5% of validation loss and more, see
-docs/training-quality.md."""
+LARGEST_RELATIVE_ERROR = {False: 0.35, True: 0.12}
+"""By whether there is dither, whose noise does not shrink with the coordinate: beyond this,
+training with Adam lost 0.5% of validation loss and more, see docs/training-quality.md."""
 
 
 class Allocation(NamedTuple):

@@ -280,7 +280,8 @@ class DynamiQ(HopMethod):
         """|error|² / |sum|² that a super-group with the floors' widths may expect (unitless).
 
         It supposes gradients that are unrelated between workers; related ones err less. A larger
-        one than 0.35 cost the models of docs/training-quality.md half a percent of loss and more.
+        one than 0.35 (with dither 0.12) cost models of docs/training-quality.md half a percent of
+        loss and more.
         """
         return self.allocation(n_workers, topology, collective).relative_error
 
@@ -289,7 +290,8 @@ class DynamiQ(HopMethod):
     ) -> str | None:
         """What is to be said of a relative error that is too large, and which bits hold it."""
         error = self.relative_error(n_workers, topology, collective)
-        if self.floor is None or error <= LARGEST_RELATIVE_ERROR:
+        most = LARGEST_RELATIVE_ERROR[self.dither]
+        if self.floor is None or error <= most:
             return None
         enough = next(
             (
@@ -298,14 +300,14 @@ class DynamiQ(HopMethod):
                 if dataclasses.replace(self, bits=bits).relative_error(
                     n_workers, topology, collective
                 )
-                <= LARGEST_RELATIVE_ERROR
+                <= most
             ),
             "wider widths",
         )
         return (
             f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: the "
             f"error of a super-group may reach {error:.2g} of its energy, where more than "
-            f"{LARGEST_RELATIVE_ERROR} slows training with Adam; pass {enough}, or floor=None to "
+            f"{most} slows training with Adam; pass {enough}, or floor=None to "
             "let squared error alone decide"
         )
 
