@@ -71,6 +71,7 @@ class Config:
     norm_eps: float = 1e-6
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention, on NVIDIA GPUs in bf16
 
     @property
     def head_size(self) -> int:
@@ -88,6 +89,11 @@ CONFIGS = {
     "125m": Config(
         vocab_size=24_576, seq_len=1024, n_layers=12, dim=768, n_heads=12, n_kv_heads=12,
         hidden=2048,
+    ),
+    # 358M parameters, the size of GPT-2 medium.
+    "350m": Config(
+        vocab_size=24_576, seq_len=1024, n_layers=24, dim=1024, n_heads=16, n_kv_heads=16,
+        hidden=2816,
     ),
     # 1.1B parameters, the shape of LLaMA 3.2 1B (with a smaller vocabulary).
     "1b": Config(
@@ -149,6 +155,7 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.head_dim = config.head_size
         self.rope_base, self.rope_scaling = config.rope_base, config.rope_scaling
+        self.implementation = config.attention
         q_dim, kv_dim = (n * self.head_dim for n in (config.n_heads, config.n_kv_heads))
         self.q = linear(config.dim, q_dim, config, rngs)
         self.k = linear(config.dim, kv_dim, config, rngs)
@@ -162,7 +169,9 @@ class Attention(nnx.Module):
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
         q, k = (rotate(heads(y), self.rope_base, self.rope_scaling) for y in (self.q(x), self.k(x)))
-        attended = jax.nn.dot_product_attention(q, k, heads(self.v(x)), is_causal=True)
+        attended = jax.nn.dot_product_attention(
+            q, k, heads(self.v(x)), is_causal=True, implementation=self.implementation
+        )
         return self.o(attended.reshape(*x.shape[:2], -1))
 
 

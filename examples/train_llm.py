@@ -96,6 +96,7 @@ class Recipe(NamedTuple):
 RECIPES = {
     "tiny": Recipe(steps=200, batch_size=2, learning_rate=1e-3, validation_batches=32),
     "125m": Recipe(steps=200, batch_size=8, learning_rate=6e-4, validation_batches=6),
+    "350m": Recipe(steps=200, batch_size=8, learning_rate=4e-4, validation_batches=6),
     "1b": Recipe(steps=200, batch_size=8, learning_rate=3e-4, validation_batches=6),
 }
 LEARNING_RATES = {("tiny", "unit"): 2e-3}

@@ -1,0 +1,297 @@
+r"""Times training steps by how their gradients are averaged: what a step computes, and waits for.
+
+    python benchmarks/step_time.py --model 1b --methods bf16-psum,dynamiq:5,dynamiq-dither:3.5
+    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3
+
+One process with all GPUs, or one for each (``--processes``, ``--process-id``, ``--coordinator``);
+the first one prints. Data-parallel training of the models in `examples/llm_model.py` with the
+optimizer of `examples/train_llm.py`: bf16 matrix products, f32 parameters and moments, gradients in
+bf16 when they are averaged, parameters and state donated, random tokens. The host waits for nobody
+within a sample of several steps.
+
+A step that averages nothing is what computation takes; what a step takes beyond that is *exposed*
+communication, kernels of the compression included. *MFU* is the share of the GPUs' peak that the
+model's own operations take: 6 for every parameter of a matrix and token, and
+``6 * layers * dim * sequence`` for causal attention; recomputation does not count.
+
+Methods are those of ``dynamiq-jax error``, with bits where they have a choice, and ``bf16-psum``:
+`lax.pmean` of every leaf.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import dynamiq_jax as dq
+from dynamiq_jax.bench import contenders, tables
+from dynamiq_jax.bench.all_reduce import make_mesh, transport
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from llm_model import CONFIGS, Config, init_params, make_loss  # pyright: ignore[reportMissingImports]
+from train_llm import RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
+
+NONE, BF16 = "none", "bf16-psum"
+MIN_LEAF_SIZE = 4096
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}
+"""Dense bf16, by how the names of devices begin."""
+
+Average = Callable[[Any, Any], Any]
+"""(one worker's gradients, axis name or names) -> their mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to average; times in milliseconds, the rest without unit but for bytes."""
+
+    model: str
+    tokens: int
+    """Per worker and step."""
+    method: str
+    topology: str
+    transport: str
+    n_workers: int
+    step_ms: float
+    p10_ms: float
+    p90_ms: float
+    exposed_ms: float
+    """Beyond the step that averages nothing."""
+    mfu: float | None
+    """`None` where the peak of the device is not known."""
+    wire_bytes: float
+    """That a worker sends in a step."""
+
+
+COLUMNS = (
+    tables.Column("method", lambda r: r.method),
+    tables.Column("topology", lambda r: r.topology),
+    tables.Column("step ms", lambda r: f"{r.step_ms:.2f}"),
+    tables.Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}"),
+    tables.Column("exposed ms", lambda r: f"{r.exposed_ms:.2f}"),
+    tables.Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-"),
+    tables.Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
+    tables.Column("transport", lambda r: r.transport),
+)
+
+
+# --- What is timed --------------------------------------------------------------------------------
+
+
+def parse_average(
+    text: str, topology: Any, sizes: tuple[int, ...], bucket_bytes: int | None
+) -> tuple[Average, Callable[[Any], float]]:
+    """How to average, and (gradients) -> bytes that a worker sends.
+
+    Raises:
+      ValueError: the method or its bits are not known.
+    """
+    if text == NONE:
+        return (lambda grads, axes: grads), (lambda grads: 0.0)
+    if text == BF16:
+        sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes)
+        return _each_pmean, lambda grads: sent * sum(g.size * 2 for g in jax.tree.leaves(grads))
+    contenders.parse_method(text, topology)  # refuses what is not known
+    name, _, bits = text.partition(":")
+    options: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
+    if bucket_bytes:
+        options["bucket_bytes"] = bucket_bytes
+    method = contenders.METHODS[name](**options, **({"bits": float(bits)} if bits else {}))
+    route = None if contenders.native_only(text) else topology
+
+    def average(grads: Any, axes: Any) -> Any:
+        return dq.pmean(grads, axes, method=method, topology=route)
+
+    def wire_bytes(grads: Any) -> float:
+        return dq.explain(grads, sizes, method=method, topology=route, verbose=False).wire_bytes
+
+    return average, wire_bytes
+
+
+def _each_pmean(grads: Any, axes: Any) -> Any:
+    return jax.tree.map(lambda g: lax.pmean(g, axes), grads)
+
+
+def make_step(
+    config: Config, optimizer: optax.GradientTransformation, mesh: Mesh, average: Average
+) -> Callable[[Any, Array], tuple[Any, Array]]:
+    """Returns ``step((params, opt_state), tokens) -> ((params, opt_state), loss)``, jitted.
+
+    The first argument is donated.
+    """
+    axes = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
+    loss_fn = make_loss(config)
+
+    # A step that averages nothing returns gradients that differ: JAX must not check.
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
+    def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        narrow = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+        return lax.pmean(loss, axes), average(narrow, axes)
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=dq.xla_options())
+    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
+        params, opt_state = state
+        loss, grads = value_and_grad(params, tokens)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def model_flops(config: Config, params: Any, tokens: int) -> float:
+    """Operations of one worker's forward and backward pass, without recomputation."""
+    matrices = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
+    if not config.tied:
+        matrices -= config.vocab_size * config.dim  # looking rows up multiplies nothing
+    attention = 6 * config.n_layers * config.n_heads * config.head_size * config.seq_len
+    return tokens * (6.0 * matrices + attention)
+
+
+def time_steps(
+    step: Callable, state: Any, tokens: Array, samples: int, steps: int
+) -> tuple[Any, list[float]]:
+    """The state after all steps, and every sample's milliseconds per step; one is not counted."""
+    found = []
+    for _ in range(samples + 1):
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, loss = step(state, tokens)
+        jax.block_until_ready(loss)
+        jax.block_until_ready(jax.tree.leaves(state)[0])
+        found.append((time.perf_counter() - start) * 1e3 / steps)
+    if not math.isfinite(float(loss)):
+        raise ArithmeticError(f"the loss is {float(loss)}")
+    return state, found[1:]
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def measure(
+    config: Config, name: str, methods: Sequence[str], topology: Any, mesh: Mesh, *,
+    batch: int, samples: int, steps: int, bucket_bytes: int | None, say: Callable[[str], None],
+) -> list[Row]:  # fmt: skip
+    """A row for every method; the last one averages nothing."""
+    sizes = mesh.devices.shape
+    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
+    optimizer = make_optimizer(RECIPES[name])
+    params = jax.jit(partial(init_params, config), out_shardings=whole)(jax.random.key(0))
+    state = params, jax.jit(optimizer.init, out_shardings=whole)(params)
+    shape = mesh.size * batch, config.seq_len + 1
+    draw = partial(jax.random.randint, jax.random.key(1), shape, 0, config.vocab_size)
+    tokens = jax.jit(draw, out_shardings=own)()
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+    flops = model_flops(config, params, batch * config.seq_len)
+    kind = jax.devices()[0].device_kind
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+
+    names = [*(m for m in methods if m != NONE), NONE]  # last: there replicas part
+    averages = [parse_average(text, topology, sizes, bucket_bytes) for text in names]
+    lowered = []
+    for text, (average, _) in zip(names, averages, strict=True):
+        lowered.append(make_step(config, optimizer, mesh, average).lower(state, tokens))
+        say(f"traced {text}")
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(names)) as pool:
+        programs = list(pool.map(lambda program: program.compile(), lowered))
+    say("compiled")
+    times = {}
+    for text, step in zip(names, programs, strict=True):
+        state, times[text] = time_steps(step, state, tokens, samples, steps)
+        say(f"{text}: {np.median(times[text]):.2f} ms")
+    alone_ms = float(np.median(times[NONE]))
+    rows = []
+    for text, (_, wire_bytes) in zip(names, averages, strict=True):
+        p10, median, p90 = map(float, np.percentile(times[text], [10, 50, 90]))
+        route = None if text in (NONE, BF16) or contenders.native_only(text) else topology
+        rows.append(
+            Row(
+                model=name,
+                tokens=batch * config.seq_len,
+                method=text,
+                topology=type(route).__name__.lower() if route else "native",
+                transport=transport(mesh.devices.flat[0].platform, route),
+                n_workers=mesh.size,
+                step_ms=median,
+                p10_ms=p10,
+                p90_ms=p90,
+                exposed_ms=median - alone_ms,
+                mfu=flops / (median / 1e3) / peak if peak else None,
+                wire_bytes=wire_bytes(grads),
+            )
+        )
+    return rows
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = "350m",
+    methods: Annotated[str, typer.Option(help="How gradients are averaged.")] = (
+        "bf16-psum,mxfp8,dynamiq:5,dynamiq-dither:3.5"
+    ),
+    topology: Annotated[
+        str, typer.Option(help="direct, ring, butterfly, hierarchical.")
+    ] = "direct",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
+    remat: Annotated[bool, typer.Option(help="Recompute blocks in the backward pass.")] = False,
+    attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
+    bucket_mib: Annotated[
+        float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Of every method.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
+    nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
+    processes: Annotated[int | None, typer.Option(min=1, help="This runs in so many.")] = None,
+    process_id: Annotated[int, typer.Option(min=0, help="Which of them this is.")] = 0,
+    coordinator: Annotated[str, typer.Option(help="Of all processes.")] = "localhost:29400",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Rows are added here.")] = None,
+) -> None:
+    """Measures and prints."""
+    if model not in CONFIGS:
+        raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(CONFIGS)}")
+    if processes:
+        jax.distributed.initialize(coordinator, processes, process_id)
+    config = dataclasses.replace(CONFIGS[model], remat=remat, attention=attention)
+    mesh = make_mesh(jax.devices(), nodes)
+    dq.xla_options()  # steps are compiled with them: `explain` and labels have to know
+    first, console = jax.process_index() == 0, Console(stderr=True)
+    rows = measure(
+        config, model, methods.split(","), contenders.parse_topology(topology, nodes), mesh,
+        batch=batch, samples=samples, steps=steps,
+        bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
+        say=console.log if first else lambda text: None,
+    )  # fmt: skip
+    if not first:
+        return
+    title = (
+        f"{model}, {rows[0].tokens:,} tokens per worker and step, {mesh.size} x "
+        f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es)"
+    )
+    tables.print_table(rows, COLUMNS, title)
+    if json_file:
+        kept = json.loads(json_file.read_text()) if json_file.exists() else {"runs": []}
+        about = tables.surroundings(jax.devices())
+        options = {"model": model, "attention": attention, "remat": remat, "bucket_mib": bucket_mib}
+        run = {"about": about, "options": options, "rows": list(map(dataclasses.asdict, rows))}
+        json_file.write_text(json.dumps({"runs": [*kept["runs"], run]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
