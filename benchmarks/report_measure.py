@@ -226,7 +226,7 @@ def simulations(n_workers: int, super_groups: int) -> Iterator[Simulation]:
                 f"DynamiQ, widths {','.join(map(str, widths))}",
                 dq.DynamiQ(bits=bits, widths=widths, **LEAST_SQUARED_ERROR),
             )
-            for widths in ((2, 4, 6, 8, 10), (2, 4, 8, 16))
+            for widths in ((2, 4, 6, 8, 10, 12, 14), (2, 4, 8, 16))
             for bits in (5.0, 6.0, 8.5)
         ]
         methods.append(("MXFP8, shared scales", dq.MXFP8(sum="shared-scale")))

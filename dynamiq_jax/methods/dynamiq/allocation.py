@@ -24,8 +24,6 @@ from pallas_kernels.format import Levels
 Floor = int | Literal["auto"] | None
 """A width; "auto" chooses one for every stage; `None`: squared error alone decides."""
 
-WIDTHS_BY_SQUARED_ERROR = (2, 4, 6, 8, 10)
-"""The default widths where there is no floor."""
 NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
 LARGEST_RELATIVE_ERROR = {False: 0.35, True: 0.12}
 """By whether there is dither, whose noise does not shrink with the coordinate: beyond this,
@@ -144,7 +142,7 @@ def _less_average(stages: tuple[Stage, ...], bits: list[float]) -> tuple[float, 
 def _candidates(levels: Levels, floor: Floor) -> tuple[int, ...]:
     """Widths that a floor may have, or that all may have without one."""
     if floor is None:
-        return WIDTHS_BY_SQUARED_ERROR
+        return tuple(range(2, widest_floor(levels) + 1, 2))
     return tuple(range(NARROWEST_FLOOR, widest_floor(levels) + 1))
 
 

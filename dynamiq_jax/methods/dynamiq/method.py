@@ -69,7 +69,8 @@ class DynamiQ(HopMethod):
     Attributes:
       bits: average bits on the wire per coordinate, all metadata included (b-bar of the paper).
       widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
-        16 sends bf16. Default: the floors and some above them; without a floor (2, 4, 6, 8, 10).
+        16 sends bf16. Default: the floors and some above them; without a floor the even
+        ones from 2 to 14.
       floor: the least width of a super-group. "auto": the widest that all can have, for every
         stage so that the relative error of each super-group is least
         (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: that one in all
