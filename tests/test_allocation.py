@@ -200,6 +200,11 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
         assert almost.relative_error(n, topology) > most
         assert held.advice(n, topology) is None
         assert f"{found.relative_error:.2g}" in str(found)
+    if dither:
+        free = dataclasses.replace(method, floor=None)
+        assert "pass dither=False, floor='auto'" in (free.advice(64, ring) or "")
+        assert dataclasses.replace(free, dither=False).advice(64, ring) is None
+        assert free.advice(16, ring) is None
     assert "wider widths" in (dq.DynamiQ(widths=(2,)).advice(8, ring) or "")
     fine = dq.explain(gradient_of(1024), 8, method=dq.DynamiQ(**SMALL), verbose=False)
     assert fine.advice is None

@@ -25,6 +25,7 @@ from dynamiq_jax.methods.base import (
     with_memory,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
+    LARGEST_DITHERED_ERROR,
     LARGEST_RELATIVE_ERROR,
     NARROWEST_FLOOR,
     WIDEST_FLOOR,
@@ -292,7 +293,17 @@ class DynamiQ(HopMethod):
         """What is to be said of a relative error that is too large, and which bits hold it."""
         error = self.relative_error(n_workers, topology, collective)
         most = LARGEST_RELATIVE_ERROR[self.dither]
-        if self.floor is None or error <= most:
+        where = f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: "
+        if self.floor is None:
+            if not self.dither or error <= LARGEST_DITHERED_ERROR:
+                return None
+            return (
+                f"{where}without a floor, the noise of dither grows from hop to hop in the "
+                f"narrowest super-groups, to {error:.2g} of their energy, where more than "
+                f"{LARGEST_DITHERED_ERROR:g} errs more than no dither; pass dither=False, "
+                "floor='auto', or dq.Direct()"
+            )
+        if error <= most:
             return None
         enough = next(
             (
@@ -306,10 +317,9 @@ class DynamiQ(HopMethod):
             "wider widths",
         )
         return (
-            f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: the "
-            f"error of a super-group may reach {error:.2g} of its energy, where more than "
-            f"{most} slows training with Adam; pass {enough}, or floor=None to "
-            "let squared error alone decide"
+            f"{where}the error of a super-group may reach {error:.2g} of its energy, where more "
+            f"than {most} slows training with Adam; pass {enough}, or floor=None to let squared "
+            "error alone decide"
         )
 
     def layout(
