@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
 Family = Literal["llama", "gemma"]
+AttentionKernel = Literal["xla", "cudnn"]
 Loss = Callable[[nnx.State, jax.Array], jax.Array]
 Whole = Callable[[Any], Any]
 """From a module that holds shards of its parameters to the same module with all of them."""
@@ -71,7 +72,7 @@ class Config:
     norm_eps: float = 1e-6
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention, on NVIDIA GPUs in bf16
+    attention: AttentionKernel = "xla"  # "cudnn" is flash attention, on NVIDIA GPUs in bf16
 
     @property
     def head_size(self) -> int:
@@ -155,7 +156,7 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.head_dim = config.head_size
         self.rope_base, self.rope_scaling = config.rope_base, config.rope_scaling
-        self.implementation = config.attention
+        self.implementation: AttentionKernel = config.attention
         q_dim, kv_dim = (n * self.head_dim for n in (config.n_heads, config.n_kv_heads))
         self.q = linear(config.dim, q_dim, config, rngs)
         self.k = linear(config.dim, kv_dim, config, rngs)

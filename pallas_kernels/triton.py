@@ -331,16 +331,34 @@ def _options(name: str, interpret: bool) -> dict[str, Any]:
     return {**options, "compiler_params": params}
 
 
-def _call(kernel, name: str, grid, out_shape, operands, *, fmt, interpret, aliases=None, **static):
+class _Launch(NamedTuple):
+    """What is static of a launch with one result."""
+
+    kernel: Any
+    name: str
+    grid: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    interpret: bool
+    aliased: int | None
+    """The operand that the result takes the place of."""
+    static: tuple[tuple[str, Any], ...]
+    """Of the kernel."""
+
+
+@functools.partial(jax.jit, static_argnames="launch")
+def _launched(operands: tuple, *, launch: _Launch):
+    """The result of a launch. Equal launches of a program are traced and lowered once."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
+    aliases = {} if launch.aliased is None else {launch.aliased: 0}
     return pl.pallas_call(
-        functools.partial(kernel, fmt=fmt, interpret=interpret, **static),
-        out_shape=out_shape,
-        grid=grid,
+        functools.partial(launch.kernel, interpret=launch.interpret, **dict(launch.static)),
+        out_shape=shape_struct(launch.shape, launch.dtype, *operands),
+        grid=launch.grid,
         in_specs=[whole] * len(operands),
         out_specs=whole,
-        input_output_aliases=aliases or {},
-        **_options(name, interpret),
+        input_output_aliases=aliases,
+        **_options(launch.name, launch.interpret),
     )(*operands)
 
 
@@ -433,19 +451,24 @@ def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt
         rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
         *skipped, *flat,
     )  # fmt: skip
-    return _call(
-        _encode_kernel,
-        name,
-        (target.tiles.shape[1], chunks.shape[0]),
-        shape_struct((chunks.shape[0], target.payload_words), jnp.uint32, *operands),
-        operands,
-        fmt=fmt,
+    static = {
+        "fmt": fmt,
+        "n_rows": rows.shape[0],
+        "with_mean": source.mean is not None,
+        "arrived": arrived,
+        "skips_chunk": len(skipped),
+    }
+    launch = _Launch(
+        kernel=_encode_kernel,
+        name=name,
+        grid=(target.tiles.shape[1], chunks.shape[0]),
+        shape=(chunks.shape[0], target.payload_words),
+        dtype=jnp.dtype(jnp.uint32),
         interpret=interpret,
-        n_rows=rows.shape[0],
-        with_mean=source.mean is not None,
-        arrived=arrived,
-        skips_chunk=len(skipped),
+        aliased=None,
+        static=tuple(static.items()),
     )
+    return _launched(operands, launch=launch)
 
 
 def decompress_accumulate(
@@ -483,17 +506,17 @@ def decompress(payloads, tiles, chunks, result: Result, noise=None, *, fmt, inte
     )
 
 
-def _finish_call(kernel, name, grid, operands, result: Result, *, fmt, **static):
+def _finish_call(kernel, name, grid, operands, result: Result, *, fmt, interpret, **static):
     """A call that writes ``result``; what it is written into is the last operand, aliased."""
     operands = operands if result.into is None else (*operands, result.into)
-    return _call(
-        kernel,
-        name,
-        grid,
-        shape_struct((result.rows, fmt.super_group_size), result.dtype, *operands),
-        operands,
-        aliases={} if result.into is None else {len(operands) - 1: 0},
-        fmt=fmt,
-        divisor=result.divisor,
-        **static,
+    launch = _Launch(
+        kernel=kernel,
+        name=name,
+        grid=grid,
+        shape=(result.rows, fmt.super_group_size),
+        dtype=jnp.dtype(result.dtype),
+        interpret=interpret,
+        aliased=None if result.into is None else len(operands) - 1,
+        static=(("fmt", fmt), ("divisor", result.divisor), *static.items()),
     )
+    return _launched(operands, launch=launch)

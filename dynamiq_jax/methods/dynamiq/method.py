@@ -295,7 +295,7 @@ class DynamiQ(HopMethod):
         most = LARGEST_RELATIVE_ERROR[self.dither]
         where = f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: "
         if self.floor is None:
-            if not self.dither or error <= LARGEST_DITHERED_ERROR:
+            if self.widths or not self.dither or error <= LARGEST_DITHERED_ERROR:
                 return None
             return (
                 f"{where}without a floor, the noise of dither grows from hop to hop in the "
