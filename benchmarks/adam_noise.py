@@ -73,7 +73,7 @@ def snapshots(name: str, kind: str, seed: int) -> Iterator[Snapshot]:
         mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), own)
         updates, state = optimizer.update(model.stack(mean), state, params)
         params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
-        return params, state, own, jnp.minimum(1.0, 1.0 / optax.global_norm(mean))
+        return params, state, own, jnp.minimum(1.0, 1.0 / optax.tree.norm(mean))
 
     start_key, _ = jax.random.split(jax.random.key(seed))
     params = model.init(shape, start_key, jnp.int32(model.INITS.index(kind)))
@@ -82,7 +82,7 @@ def snapshots(name: str, kind: str, seed: int) -> Iterator[Snapshot]:
         params, state, own, clip = step(params, state, starts[number])
         if number in STEPS:
             unbias = 1 / (1 - 0.95 ** (number + 1))
-            moments = run.large_leaves(model.unstack(optax.tree_utils.tree_get(state, "nu")))
+            moments = run.large_leaves(model.unstack(optax.tree.get(state, "nu")))
             large = {n: unbias * np.asarray(x, np.float64) for n, x in moments.items()}
             yield Snapshot(own, large, float(clip))
 

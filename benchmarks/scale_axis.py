@@ -4,7 +4,7 @@
 
 All GPUs of one process. "alone" reduces one bf16 leaf; in "step" the leaf is the product of
 activations and their gradients, and updates a parameter: there XLA may fold the transposition into
-the product. Medians, and the least and the largest.
+the product. Medians, and the 10th and 90th percentile.
 """
 
 from collections.abc import Callable

@@ -157,6 +157,22 @@ def make_step(
     return step
 
 
+def random_params(config: Config, sharding: NamedSharding) -> Any:
+    """Parameters as they are initialised but for the scale of single matrices.
+
+    A program for every shape: initialising all layers in one takes a minute to compile.
+    """
+
+    @partial(jax.jit, static_argnums=1, out_shardings=sharding)
+    def draw(key: Array, shape: tuple[int, ...]) -> Array:
+        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
+
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    leaves, treedef = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return treedef.unflatten(draw(key, x.shape) for key, x in zip(keys, leaves, strict=True))
+
+
 def model_flops(config: Config, params: Any, tokens: int) -> float:
     """Operations of one worker's forward and backward pass, without recomputation."""
     matrices = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
@@ -194,7 +210,7 @@ def measure(
     sizes = mesh.devices.shape
     whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
     optimizer = make_optimizer(RECIPES[name])
-    params = jax.jit(partial(init_params, config), out_shardings=whole)(jax.random.key(0))
+    params = random_params(config, whole)
     state = params, jax.jit(optimizer.init, out_shardings=whole)(params)
     shape = mesh.size * batch, config.seq_len + 1
     draw = partial(jax.random.randint, jax.random.key(1), shape, 0, config.vocab_size)

@@ -1,0 +1,267 @@
+"""benchmarks/step_time.py and time_to_accuracy.py: steps that are timed, and what follows."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import adam_noise
+import llm_model
+import step_time
+import time_to_accuracy as tta
+
+import dynamiq_jax as dq
+
+METHODS = "bf16-psum,dynamiq:5"
+LAYER = dataclasses.replace(
+    llm_model.CONFIGS["tiny"], n_layers=1, dim=64, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16
+)
+
+
+def invoke(main, *arguments):
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def plain(text):
+    """Error text without the frame and line breaks that a terminal adds."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+# --- Step times -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """What the command writes for a model of one layer."""
+    file = tmp_path_factory.mktemp("steps") / "steps.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(llm_model.CONFIGS, "tiny", LAYER)
+        chosen = ["--model", "tiny", "--methods", METHODS, "--samples", 2, "--steps", 2]
+        for _ in range(2):  # rows are added
+            ran = invoke(step_time.main, *chosen, "--batch", 1, "--json", file)
+            assert ran.exit_code == 0, ran.output
+    return ran.stdout, json.loads(file.read_text())
+
+
+class TestStepTime:
+    def test_rows_are_those_of_the_methods_and_of_none(self, timed):
+        output, kept = timed
+        assert len(kept["runs"]) == 2
+        bf16, five, none = kept["runs"][-1]["rows"]
+        assert [row["method"] for row in (bf16, five, none)] == [*METHODS.split(","), "none"]
+        assert [row["topology"] for row in (bf16, five, none)] == ["native", "direct", "native"]
+        for row in (bf16, five, none):
+            assert row["exposed_ms"] == pytest.approx(row["step_ms"] - none["step_ms"])
+            assert 0 < row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
+            assert row["tokens"] == 16 and row["n_workers"] == 8 and row["mfu"] is None
+            assert row["method"] in output
+        shapes = jax.eval_shape(partial(llm_model.init_params, LAYER), jax.random.key(0))
+        coords = sum(x.size for x in jax.tree.leaves(shapes))
+        assert bf16["wire_bytes"] == 2 * 7 / 8 * 2 * coords
+        assert none["wire_bytes"] == 0 < five["wire_bytes"] < 0.4 * bf16["wire_bytes"]
+
+    def test_random_parameters_have_the_shapes_of_the_model(self):
+        mesh = step_time.make_mesh(jax.devices())
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        made = step_time.random_params(LAYER, whole)
+        expected = jax.eval_shape(partial(llm_model.init_params, LAYER), jax.random.key(0))
+        assert jax.tree.structure(made) == jax.tree.structure(expected)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), expected
+        )
+
+    def test_operations_are_what_xla_counts(self):
+        """Where attention is little: XLA multiplies what the mask hides, too."""
+        params = llm_model.init_params(LAYER, jax.random.key(0))
+        tokens = np.zeros((2, LAYER.seq_len + 1), np.int32)
+        grad = jax.jit(jax.grad(llm_model.make_loss(LAYER))).lower(params, tokens).compile()
+        counted = grad.cost_analysis()["flops"]
+        assert step_time.model_flops(LAYER, params, 2 * LAYER.seq_len) == pytest.approx(
+            counted, rel=0.1
+        )
+
+    def test_a_step_with_f32_is_that_of_one_worker_with_all_rows(self):
+        mesh = step_time.make_mesh(jax.devices())
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        optimizer = step_time.make_optimizer(step_time.RECIPES["tiny"])
+        tokens = jax.random.randint(jax.random.key(1), (8, LAYER.seq_len + 1), 0, 256)
+
+        def after(average):
+            params = step_time.random_params(LAYER, whole)
+            step = step_time.make_step(LAYER, optimizer, mesh, average)
+            state, loss = step((params, optimizer.init(params)), tokens)
+            return state[1], float(loss)
+
+        exact, _ = step_time.parse_average("f32", dq.Direct(), (8,), None)
+        native, _ = step_time.parse_average("bf16-psum", None, (8,), None)
+        none, _ = step_time.parse_average("none", None, (8,), None)
+        moments = [jax.tree.leaves(after(f)[0])[1:] for f in (exact, native, none)]
+        sizes = [np.concatenate([np.asarray(x, np.float64).ravel() for x in m]) for m in moments]
+        apart = [np.linalg.norm(s - sizes[0]) / np.linalg.norm(sizes[0]) for s in sizes[1:]]
+        assert apart[0] < 0.02 < apart[1]
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--model", "tny"], "--model 'tny': pass one of tiny"),
+            (["--model", "tiny", "--methods", "dynamique:5"], "method 'dynamique' is not known"),
+        ],
+    )
+    def test_wrong_options_are_refused(self, arguments, complaint):
+        ran = invoke(step_time.main, *arguments)
+        assert ran.exit_code != 0
+        assert complaint in plain(ran.output) + str(ran.exception)
+
+
+# --- Time to a loss -------------------------------------------------------------------------------
+
+
+def test_a_curve_crosses_between_two_points():
+    steps, losses = np.array([10.0, 20.0, 30.0]), np.array([5.0, 4.0, 2.0])
+    assert tta.crossing(steps, losses, 3.0) == 25.0
+    assert tta.crossing(steps, losses, 6.0) == 10.0
+    assert tta.crossing(steps, losses, 1.0) is None
+    bumpy = np.array([3.0, 5.0, 1.0])
+    assert tta.crossing(steps, bumpy, 3.0) == 10.0
+
+
+def curve_row(method, losses, validation, topology="direct", **settings):
+    settings = {
+        "model": "mid", "init": "unit", "optimiser": "adamw", "topology": topology, "steps": 75,
+        "seeds": 2, "text": "x", "learning_rate": 1e-3, "workers": 8, "method": method,
+    } | settings  # fmt: skip
+    own = [[loss + shift for loss in losses] for shift in (-0.1, 0.1)]
+    return {"settings": settings, "training_loss": own, "validation_loss": validation}
+
+
+def step_row(method, step_ms, transport="shm", model="1b"):
+    facts = {"method": method, "step_ms": step_ms, "exposed_ms": step_ms - 50}
+    return facts | {"transport": transport, "model": model}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Curves that fall by 1 in 25 steps, or slower; steps of 200 ms with bf16."""
+    curves = [
+        curve_row("bf16-psum", [4.0, 3.0, 2.0], [2.0, 2.0], topology="native"),
+        curve_row("dynamiq:5", [4.0, 3.0, 2.0], [2.0, 2.002]),
+        curve_row("dynamiq-dither-axis:3.5", [4.0, 3.0, 1.98], [2.02, 2.02]),
+        curve_row("mxfp4", [4.0, 3.5, 3.0], [3.0, 3.0]),
+        curve_row("dynamiq:4", [4.0, 3.0, 2.0], [2.0, 2.0], topology="ring"),
+        curve_row("dynamiq:5", [9.0, 9.0, 9.0], [9.0, 9.0], optimiser="sgd"),
+    ]
+    (tmp_path / "curves.json").write_text(json.dumps({"rows": curves}))
+    runs = [
+        {"rows": [step_row("bf16-psum", 200.0), step_row("dynamiq:5", 100.0)]},
+        {"rows": [step_row("bf16-psum", 200.0), step_row("dynamiq-dither:3.5", 80.0)]},
+        {"rows": [step_row("bf16-psum", 60.0, "p2p"), step_row("mxfp4", 55.0, "p2p")]},
+        {"rows": [step_row("bf16-psum", 1.0, model="350m")]},
+    ]
+    (tmp_path / "steps.json").write_text(json.dumps({"runs": runs}))
+    return tmp_path
+
+
+def results_of(folder, tolerance=0.0):
+    curves = tta.read_curves([folder / "curves.json"], "mid", "unit", "direct")
+    return tta.combine(curves, tta.read_times(folder / "steps.json", "1b"), tolerance)
+
+
+class TestCombination:
+    def test_time_is_steps_times_time_per_step(self, files):
+        found = {(r.transport, r.method): r for r in results_of(files)}
+        assert set(found) == {
+            ("shm", "bf16-psum"), ("shm", "dynamiq:5"), ("shm", "dynamiq-dither-axis:3.5"),
+            ("p2p", "bf16-psum"), ("p2p", "mxfp4"),
+        }  # fmt: skip
+        assert found["shm", "bf16-psum"].seconds == pytest.approx(62.5 * 0.2)
+        assert found["shm", "dynamiq:5"].relative == pytest.approx(0.5)
+        fewer = found["shm", "dynamiq-dither-axis:3.5"]
+        assert fewer.timed_as == "dynamiq-dither:3.5"
+        assert fewer.steps == pytest.approx(37.5 + 25 / 1.02)
+        assert fewer.relative == pytest.approx(fewer.steps * 80 / (62.5 * 200))
+        assert fewer.loss_percent == pytest.approx(1.0)
+        assert fewer.loss_error == pytest.approx(0.0, abs=1e-9)
+        assert found["shm", "dynamiq:5"].loss_percent == pytest.approx(0.05)
+        never = found["p2p", "mxfp4"]
+        assert never.steps is never.seconds is never.relative is None
+
+    def test_the_fastest_come_first_and_those_that_never_arrive_last(self, files):
+        found = results_of(files)
+        assert [r.method for r in found if r.transport == "shm"] == [
+            "dynamiq-dither-axis:3.5", "dynamiq:5", "bf16-psum",
+        ]  # fmt: skip
+        assert [r.method for r in found if r.transport == "p2p"] == ["bf16-psum", "mxfp4"]
+
+    def test_tolerance_raises_the_target(self, files):
+        found = {r.method: r for r in results_of(files, tolerance=50.0)}
+        assert found["mxfp4"].steps == pytest.approx(62.5)  # 3.0 instead of 2.0
+        assert found["bf16-psum"].steps == pytest.approx(37.5)
+
+    def test_the_exact_curve_serves_where_bf16_has_none(self, files):
+        rows = json.loads((files / "curves.json").read_text())["rows"][1:]
+        rows.append(curve_row("exact", [4.0, 3.0, 2.0], [2.0, 2.0], topology="native"))
+        (files / "curves.json").write_text(json.dumps({"rows": rows}))
+        found = {(r.transport, r.method): r for r in results_of(files)}
+        assert found["shm", "bf16-psum"].seconds == pytest.approx(12.5)
+
+    @pytest.mark.parametrize(
+        ("change", "complaint"),
+        [
+            ({"model": "huge"}, "no curve of bf16-psum or exact for huge, unit, over direct"),
+            ({"step-model": "huge"}, "no step times of huge with bf16-psum"),
+        ],
+    )
+    def test_what_is_missing_is_said(self, files, change, complaint):
+        given = {"losses": files / "curves.json", "step-times": files / "steps.json"} | change
+        ran = invoke(tta.main, *(f"--{name}={value}" for name, value in given.items()))
+        assert ran.exit_code == 2
+        assert complaint in plain(ran.output)
+
+    def test_different_trainings_are_refused(self, files):
+        rows = json.loads((files / "curves.json").read_text())["rows"]
+        rows.append(curve_row("mxfp8", [4.0], [4.0], steps=25))
+        (files / "curves.json").write_text(json.dumps({"rows": rows}))
+        with pytest.raises(ValueError, match="curves of different trainings"):
+            results_of(files)
+
+    def test_the_command_prints_draws_and_keeps(self, files):
+        out = ["--plot", files / "plot.png", "--json", files / "rows.json"]
+        given = ["--losses", files / "curves.json", "--step-times", files / "steps.json"]
+        ran = invoke(tta.main, *given, *out, "--tolerance", 0)
+        assert ran.exit_code == 0, ran.output
+        line = next(x for x in ran.output.splitlines() if "dynamiq:5" in x)
+        for cell in ("100.0", "62", "50.0%", "+0.05 ± 0.05"):
+            assert cell in line
+        assert (files / "plot.png").read_bytes().startswith(b"\x89PNG")
+        assert len(json.loads((files / "rows.json").read_text())) == 5
+
+
+# --- Adam's noise ---------------------------------------------------------------------------------
+
+
+def test_adam_noise_is_that_of_the_errors(monkeypatch):
+    """More bits have less; it is the mean of e² / (v + e²)."""
+    monkeypatch.setattr(adam_noise, "STEPS", (1, 2))
+    ran = invoke(
+        adam_noise.main, "--models", "micro", "--inits", "unit", "--seeds", 1,
+        "--methods", "f32,dynamiq:8,dynamiq:4",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("│")[1:5] for line in ran.output.splitlines() if "direct" in line]
+    noise = {name.strip(): float(value) for name, _, _, value in rows}
+    assert 0 <= noise["f32"] < 1e-9 < noise["dynamiq:8"] < 1e-2 < noise["dynamiq:4"] < 0.3
+    assert math.isfinite(noise["dynamiq:4"])
