@@ -4,13 +4,14 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 TEXT = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 START, *RECIPES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 NAMES = [
-    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "by path", "by step",
+    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "by path", "by step",
     "metrics",
 ]  # fmt: skip
 
@@ -38,7 +39,7 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "by path": 0, "by step": 3, "metrics": 0,
+        "scan": 2, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -68,6 +69,15 @@ def test_checkpoint(run):
 def test_flax(run, name):
     found = run(name)
     assert float(found["loss"]) < 0.5
+
+
+def test_layers_in_a_scan(run, capsys):
+    found = run("scan")
+    assert capsys.readouterr().out.startswith("loss 0.")
+    for leaf in jax.tree.leaves(found["params"]):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert all(np.array_equal(copy, copies[0]) for copy in copies)
+        assert np.all(np.isfinite(copies[0]))
 
 
 def test_by_path(run, capsys):

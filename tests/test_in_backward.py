@@ -1,0 +1,211 @@
+"""`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_same_bits, auto_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._compat import to_varying
+
+N, DIM, LAYERS = 4, 128, 3
+METHOD = dq.DynamiQ(**SMALL)
+EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+KEY = jax.random.key(5)
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w["kernel"]) + w["bias"]
+
+
+def model(layers, x, each=lambda w: w, scanned=True):
+    """The loss; ``each`` is done to the parameters of every layer."""
+    if scanned:
+        x, _ = lax.scan(lambda x, w: (layer(x, each(w)), None), x, layers)
+    else:
+        for i in range(LAYERS):
+            x = layer(x, each({name: w[i] for name, w in layers.items()}))
+    return jnp.mean(x**2)
+
+
+def inputs():
+    """Layers that all workers have, and every worker's own examples."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = {
+        "kernel": jax.random.normal(keys[0], (LAYERS, DIM, DIM)) / DIM**0.5,
+        "bias": jax.random.normal(keys[1], (LAYERS, DIM)),
+    }
+    return layers, jax.random.normal(keys[2], (N, 6, DIM))
+
+
+def mapped(f, check_vma):
+    """``f(layers, x)`` of every worker; gradients come back with a leading axis of workers."""
+
+    def one(layers, x):
+        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(layers, x[0]))
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
+
+
+def local(layers, check_vma):
+    return lax.pcast(layers, "data", to="varying") if check_vma else layers
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
+    layers, x = inputs()
+
+    def inside(layers, x):
+        options = {"op": op, "method": METHOD, "key": KEY}
+        return jax.grad(lambda layers: model(dq.reduce_in_backward(layers, "data", **options), x))(
+            layers
+        )
+
+    def after(layers, x):
+        own = jax.grad(model)(local(layers, check_vma), x)
+        return dq.reduce(own, "data", op=op, method=METHOD, key=KEY).tree
+
+    found, expected = (mapped(f, check_vma)(layers, x) for f in (inside, after))
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(own, other)
+        assert_same_bits(own, np.broadcast_to(own[:1], own.shape))
+        assert np.any(np.asarray(own) != 0)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("remat", [True, False])
+def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
+    layers, x = inputs()
+
+    def inside(layers, x):
+        each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT)
+        loss = partial(model, each=each, scanned=scanned)
+        return jax.grad(jax.checkpoint(loss) if remat else loss)(layers, x)
+
+    found = mapped(inside, check_vma)(layers, x)
+    own = [jax.grad(model)(layers, x[i]) for i in range(N)]
+    for name in layers:
+        exact = np.mean([g[name] for g in own], axis=0)
+        for worker in range(N):
+            np.testing.assert_allclose(found[name][worker], exact, rtol=2e-5, atol=1e-7)
+
+
+def test_layers_are_compressed_with_noise_of_their_own():
+    layers, x = inputs()
+    method = dq.DynamiQ(min_leaf_size=4096, min_bucket_size=1)  # the bias travels exactly
+    each = partial(dq.reduce_in_backward, axis_name="data", method=method)
+    found = mapped(jax.grad(partial(model, each=each)), True)(layers, x)["kernel"][0]
+    own = [jax.grad(model)(layers, x[i])["kernel"] for i in range(N)]
+    exact = np.mean(own, axis=0)
+    errors = [float(dq.vnmse(found[i], exact[i])) for i in range(LAYERS)]
+    assert all(1e-4 < error < 4e-2 for error in errors), errors
+
+
+def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
+    """After `jax.grad` they are outside of any loop."""
+    layers, x = inputs()
+    collectives = re.compile(r"= \S+ (all-to-all|all-gather|all-reduce)")
+
+    def counts(f):
+        text = mapped(f, True).lower(layers, x).compile().as_text()
+        bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+        within, outside = 0, 0
+        for block in re.split(r"\n(?=%|ENTRY)", text):
+            found = len(collectives.findall(block))
+            name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", block.lstrip())
+            if name and name[1] in bodies:
+                within += found
+            else:
+                outside += found
+        return within, outside
+
+    each = partial(dq.reduce_in_backward, axis_name="data", method=METHOD, topology=dq.Direct())
+    within, outside = counts(jax.grad(partial(model, each=each)))
+    assert within >= 2 and outside == 0
+
+    def after(layers, x):
+        own = jax.grad(model)(lax.pcast(layers, "data", to="varying"), x)
+        return dq.pmean(own, "data", method=METHOD, topology=dq.Direct())
+
+    within, outside = counts(after)
+    assert within == 0 and outside >= 2
+
+
+def test_leaves_that_have_no_gradient_pass():
+    layers, x = inputs()
+    layers |= {"number": jnp.arange(LAYERS), "none": None}
+
+    def inside(layers, x):
+        def loss(kernel, bias):
+            whole = layers | {"kernel": kernel, "bias": bias}
+            passed = dq.reduce_in_backward(whole, "data", method=EXACT)
+            assert passed["none"] is None and passed["number"].dtype == jnp.int32
+            return model({k: passed[k] for k in ("kernel", "bias")}, x)
+
+        return jax.grad(loss, argnums=(0, 1))(layers["kernel"], layers["bias"])
+
+    kernel, _ = mapped(inside, True)(layers, x)
+    exact = np.mean([jax.grad(model)(inputs()[0], x[i])["kernel"] for i in range(N)], axis=0)
+    np.testing.assert_allclose(kernel[1], exact, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap"])
+def test_other_maps(mapping):
+    layers, x = inputs()
+    each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT)
+    grad = jax.grad(partial(model, each=each))
+    options = {"axis_name": "data", "in_axes": (None, 0)}
+    found = jax.vmap(grad, **options) if mapping == "vmap" else jax.pmap(grad, **options)
+    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    np.testing.assert_allclose(found(layers, x)["kernel"][2], exact, rtol=2e-5, atol=1e-7)
+
+
+def test_values_are_the_parameters():
+    layers, x = inputs()
+
+    def values(layers, x):
+        return dq.reduce_in_backward(layers, "data")
+
+    found = mapped(values, True)(layers, x)
+    assert_same_bits(found["kernel"][3], layers["kernel"])
+
+
+def test_sharded_over_another_axis_it_reduces_parts():
+    """Partial-manual, with an automatic axis: ``specs`` as for `psum`."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layers, x = inputs()
+    specs = {"kernel": P(None, "model"), "bias": P()}
+    each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT, specs=specs)
+    maps = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
+
+    @partial(jax.shard_map, mesh=mesh, **maps)
+    def grad(layers, x):
+        return jax.grad(partial(model, each=each, scanned=False))(layers, x.reshape(-1, DIM))
+
+    found = jax.jit(grad)(layers, x)
+    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    np.testing.assert_allclose(found["kernel"], exact, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"op": "max"}, "op='max'"),
+        ({"key": 3}, "key=3 is not a PRNG key"),
+        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "state"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, complaint):
+    layers, x = inputs()
+    each = partial(dq.reduce_in_backward, axis_name="data", **options)
+    with pytest.raises(ValueError, match=complaint):
+        mapped(jax.grad(partial(model, each=each)), True)(layers, x)
