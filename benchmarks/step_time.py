@@ -11,8 +11,7 @@ within a sample of several steps.
 
 A step that averages nothing is what computation takes; what a step takes beyond that is *exposed*
 communication, kernels of the compression included. *MFU* is the share of the GPUs' peak that the
-model's own operations take: 6 for every parameter of a matrix and token, and
-``6 * layers * dim * sequence`` for causal attention; recomputation does not count.
+model's own operations take, see `llm_model.training_flops`.
 
 Methods are those of ``dynamiq-jax error``, with bits where they have a choice, and ``bf16-psum``:
 `lax.pmean` of every leaf.
@@ -46,13 +45,18 @@ from dynamiq_jax.bench.all_reduce import make_mesh, transport
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-from llm_model import CONFIGS, Config, init_params, make_loss  # pyright: ignore[reportMissingImports]
+from llm_model import (  # pyright: ignore[reportMissingImports]
+    CONFIGS,
+    Config,
+    init_params,
+    make_loss,
+    peak_flops,
+    training_flops,
+)
 from train_llm import RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
 
 NONE, BF16 = "none", "bf16-psum"
 MIN_LEAF_SIZE = 4096
-PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}
-"""Dense bf16, by how the names of devices begin."""
 
 Average = Callable[[Any, Any], Any]
 """(one worker's gradients, axis name or names) -> their mean."""
@@ -173,15 +177,6 @@ def random_params(config: Config, sharding: NamedSharding) -> Any:
     return treedef.unflatten(draw(key, x.shape) for key, x in zip(keys, leaves, strict=True))
 
 
-def model_flops(config: Config, params: Any, tokens: int) -> float:
-    """Operations of one worker's forward and backward pass, without recomputation."""
-    matrices = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
-    if not config.tied:
-        matrices -= config.vocab_size * config.dim  # looking rows up multiplies nothing
-    attention = 6 * config.n_layers * config.n_heads * config.head_size * config.seq_len
-    return tokens * (6.0 * matrices + attention)
-
-
 def time_steps(
     step: Callable, state: Any, tokens: Array, samples: int, steps: int
 ) -> tuple[Any, list[float]]:
@@ -216,9 +211,8 @@ def measure(
     draw = partial(jax.random.randint, jax.random.key(1), shape, 0, config.vocab_size)
     tokens = jax.jit(draw, out_shardings=own)()
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
-    flops = model_flops(config, params, batch * config.seq_len)
-    kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    flops = training_flops(config, params, batch * config.seq_len)
+    peak = peak_flops(jax.devices()[0].device_kind)
 
     names = [*(m for m in methods if m != NONE), NONE]  # last: there replicas part
     averages = [parse_average(text, topology, sizes, bucket_bytes) for text in names]

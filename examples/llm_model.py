@@ -265,6 +265,28 @@ def param_specs(params: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}
+"""Operations per second in dense bf16, by how the names of devices begin."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Of a device; `None` where it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if device_kind.startswith(name)), None)
+
+
+def training_flops(config: Config, params: Any, tokens: int) -> float:
+    """Operations of the forward and backward pass over so many tokens, in whole sequences.
+
+    6 for every parameter of a matrix and token, and ``6 * layers * heads * head_size * sequence``
+    per token for causal attention. What is computed again, or masked, does not count.
+    """
+    matrices = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
+    if not config.tied:
+        matrices -= config.vocab_size * config.dim  # looking rows up multiplies nothing
+    attention = 6 * config.n_layers * config.n_heads * config.head_size * config.seq_len
+    return tokens * (6.0 * matrices + attention)
+
+
 def make_forward(config: Config) -> Callable[..., jax.Array]:
     """Returns ``forward(params, tokens, whole=...)``: the logits, as of `Llama`, in its dtype."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))

@@ -52,6 +52,7 @@ import json
 import math
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -67,7 +68,17 @@ import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
-from llm_model import CONFIGS, INITS, Config, Loss, init_params, make_loss, param_specs
+from llm_model import (
+    CONFIGS,
+    INITS,
+    Config,
+    Loss,
+    init_params,
+    make_loss,
+    param_specs,
+    peak_flops,
+    training_flops,
+)
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -246,6 +257,7 @@ class Result:
     validation_loss: float = float("nan")
     percent_vs_f32: float | None = None  # more validation loss than f32's, where that ran, too
     seconds_per_step: float = float("nan")
+    mfu: float | None = None  # of the devices' peak, where that is known
     mean_vnmse: float = float("nan")
     mean_worst_leaf: float = float("nan")
     losses: list[float] = field(default_factory=list)
@@ -358,23 +370,42 @@ def train(run: Run, method: Method, dump: Dump | None = None) -> Result:
 def fit(
     run: Run, result: Result, step: Callable, params: Any, opt_state: Any,
     before: Callable[[int, Any, jax.Array], None] = lambda i, params, tokens: None,
+    ahead: int | None = None,
 ) -> None:  # fmt: skip
-    """Takes the recipe's steps, ``before`` each what is to be measured, and fills in ``result``."""
+    """Takes the recipe's steps, ``before`` each what is to be measured, and fills in ``result``.
+
+    The host is so many steps ahead of the devices: by default 1, so that these never wait for it;
+    0 on virtual devices, which have too few threads for two steps.
+    """
     window = {"rows": run.rows, "length": run.model.seq_len + 1}
-    times = []
+    if ahead is None:
+        ahead = 0 if jax.default_backend() == "cpu" else 1
+    waiting: deque[jax.Array] = deque()
+    times, last = [], time.perf_counter()
+    flops = training_flops(run.model, jax.eval_shape(run.init), run.rows * run.model.seq_len)
+    peak = peak_flops(jax.devices()[0].device_kind)
     columns = TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()
     figures = TextColumn("{task.fields[status]}")
     with Progress(*columns, figures, console=run.console) as progress:
         bar = progress.add_task(f"{result.method:8}", total=run.recipe.steps, status="compiling")
         for i in range(run.recipe.steps):
             tokens = run.shard(train_batch(run.corpus, i, seed=run.seed, **window))
-            before(i, params, tokens)
             start = time.perf_counter()
+            before(i, params, tokens)
+            last += time.perf_counter() - start  # measuring is no part of a step
             params, opt_state, loss = step(params, opt_state, tokens)
-            result.losses.append(float(loss))  # waits for the step
-            times.append(time.perf_counter() - start)
-            result.seconds_per_step = float(np.median(times[1:] or times))  # times[0] compiles
-            progress.update(bar, advance=1, status=status(result, run.rows * run.model.seq_len))
+            waiting.append(loss)
+            for _ in range(len(waiting) - (ahead if i + 1 < run.recipe.steps else 0)):
+                result.losses.append(float(waiting.popleft()))  # waits for that step
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
+                result.seconds_per_step = float(np.median(times[1:] or times))  # the first compiles
+                if peak:
+                    per_second = flops / result.seconds_per_step
+                    result.mfu = per_second / (peak * run.mesh.size)
+                text = status(result, run.rows * run.model.seq_len)
+                progress.update(bar, advance=1, status=text)
     batches = validation_batches(run.corpus, count=run.recipe.validation_batches, **window)
     evaluate = jax.jit(run.loss_fn)
     result.validation_loss = float(
@@ -383,11 +414,12 @@ def fit(
 
 
 def status(result: Result, tokens_per_step: int) -> str:
-    """The figures behind the bar: newest loss, median speed, wire bytes, mean vNMSE if measured."""
+    """The figures behind the bar: newest loss, median speed, wire bytes, MFU, mean vNMSE."""
     vnmse = f"  vNMSE {result.mean_vnmse:.1e}" if result.vnmse else ""
+    mfu = f"  MFU {result.mfu:.0%}" if result.mfu else ""
     return (
         f"loss {result.losses[-1]:.3f}  {tokens_per_step / result.seconds_per_step:,.0f} tok/s  "
-        f"{known(f'{result.wire_bytes / 1e6:,.2f}')} MB/step{vnmse}"
+        f"{known(f'{result.wire_bytes / 1e6:,.2f}')} MB/step{mfu}{vnmse}"
     )
 
 
@@ -545,7 +577,7 @@ def make_mesh(text: str) -> jax.sharding.Mesh:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, 125m, 350m or 1b")] = "tiny",
     method: Annotated[
         str | None, typer.Option(help="dynamiq, bf16 or f32", show_default="dynamiq")
     ] = None,

@@ -12,15 +12,18 @@ import jax
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import adam_noise
+import llm_data
 import llm_model
 import step_time
 import time_to_accuracy as tta
+import train_llm
 
 import dynamiq_jax as dq
 
@@ -90,7 +93,7 @@ class TestStepTime:
         tokens = np.zeros((2, LAYER.seq_len + 1), np.int32)
         grad = jax.jit(jax.grad(llm_model.make_loss(LAYER))).lower(params, tokens).compile()
         counted = grad.cost_analysis()["flops"]
-        assert step_time.model_flops(LAYER, params, 2 * LAYER.seq_len) == pytest.approx(
+        assert llm_model.training_flops(LAYER, params, 2 * LAYER.seq_len) == pytest.approx(
             counted, rel=0.1
         )
 
@@ -125,6 +128,40 @@ class TestStepTime:
         ran = invoke(step_time.main, *arguments)
         assert ran.exit_code != 0
         assert complaint in plain(ran.output) + str(ran.exception)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_the_host_waits_for_the_loss_of_so_many_steps_before(ahead):
+    """Losses keep their order and none is lost; steps start before earlier losses are read."""
+    config = dataclasses.replace(LAYER, vocab_size=256)
+    recipe = train_llm.RECIPES["tiny"]._replace(steps=5, batch_size=1, validation_batches=1)
+    run = train_llm.Run(
+        model=config, recipe=recipe, corpus=llm_data.load_corpus(256), seed=0, measure_every=9,
+        mesh=train_llm.make_mesh("data=8"), loss_fn=llm_model.make_loss(config),
+        worker_grads=lambda *_: None, console=Console(quiet=True),
+    )  # fmt: skip
+    events = []
+
+    class Loss:
+        def __init__(self, number):
+            self.number = number
+
+        def __float__(self):
+            events.append(("read", self.number))
+            return float(self.number)
+
+    def step(params, opt_state, tokens):
+        events.append(("start", opt_state))
+        return params, opt_state + 1, Loss(opt_state)
+
+    result = train_llm.Result(method="f32", wire_bytes=0.0, bits_per_coord=32.0)
+    train_llm.fit(run, result, step, run.init(), 0, ahead=ahead)
+    assert result.losses == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.seconds_per_step > 0 and result.mfu is None
+    read = events.index(("read", 0))
+    assert [event for event in events[:read] if event[0] == "start"] == [
+        ("start", i) for i in range(ahead + 1)
+    ]
 
 
 # --- Time to a loss -------------------------------------------------------------------------------
