@@ -30,6 +30,7 @@ from dynamiq_jax.methods import (
     THC,
     DynamiQ,
     Method,
+    MinMax,
     OmniReduce,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
@@ -54,6 +55,7 @@ __all__ = [
     "MXFP8",
     "Method",
     "Metrics",
+    "MinMax",
     "OmniReduce",
     "Reduced",
     "Ring",

@@ -29,10 +29,23 @@ import jax.numpy as jnp
 
 from dynamiq_jax.arguments import AnyTopology, check_kinds
 from dynamiq_jax.buckets import describe_leaves
-from dynamiq_jax.methods import BF16, F32, MXFP4, MXFP6, MXFP8, THC, DynamiQ, Method, OmniReduce
+from dynamiq_jax.methods import (
+    BF16,
+    F32,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    THC,
+    DynamiQ,
+    Method,
+    MinMax,
+    OmniReduce,
+)
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
-METHODS = {c.__name__: c for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, THC, OmniReduce)}
+METHODS = {
+    c.__name__: c for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, THC, OmniReduce, MinMax)
+}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""

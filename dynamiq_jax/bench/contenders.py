@@ -25,6 +25,13 @@ def _thc(bits: float = 4, **options) -> dq.THC:
     return dq.THC(bits=int(bits), **options)
 
 
+def _minmax(bits: float = 4, **options) -> dq.MinMax:
+    """``bits`` are those of a code; offsets and steps take another 32 / ``bucket_size``."""
+    if bits != int(bits):
+        raise ValueError(f"bits={bits} of minmax must be an integer from 1 to 8")
+    return dq.MinMax(bits=int(bits), **options)
+
+
 def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     """The density that takes ``bits`` with its block statistics."""
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
@@ -51,13 +58,16 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "mxfp8": partial(dq.MXFP8, **_ANY_SIZE),
     "mxfp6": partial(dq.MXFP6, **_ANY_SIZE),
     "mxfp4": partial(dq.MXFP4, **_ANY_SIZE),
+    "minmax": partial(_minmax, **_ANY_SIZE),
+    "flash": partial(_minmax, **_ANY_SIZE, rounding="nearest"),
     "thc": partial(_thc, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
-in which it does so, too. "bf16" and "f32" sum uncompressed over the topology."""
+in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
+"minmax" the same rounded at random. "bf16" and "f32" sum uncompressed over the topology."""
 
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""

@@ -2,6 +2,7 @@
 
 from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.minmax import MinMax
 from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.methods.omnireduce import OmniReduce
 from dynamiq_jax.methods.thc import THC
@@ -16,6 +17,7 @@ __all__ = [
     "MXFP6",
     "MXFP8",
     "Method",
+    "MinMax",
     "OmniReduce",
     "ShardedMethod",
     "State",

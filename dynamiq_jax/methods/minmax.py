@@ -1,0 +1,201 @@
+"""Min-max quantisation: what Flash Communication and QSDP send, over any topology.
+
+Flash Communication (Li et al., arXiv 2412.04964) quantises between the extremes of groups of 128,
+to nearest, once for the all-to-all and once for the all-gather of `Direct`. QSDP (Markov et al.,
+ICML 2023) does so in buckets of 1024 in fully sharded training: gradients are rounded at random on
+their way through the reduce-scatter, weights on their way through the all-gather on a grid that is
+shifted at random, with which its convergence is proved.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
+from dynamiq_jax.codecs import minmax
+from dynamiq_jax.codecs.minmax import ROUNDINGS, Rounding
+from dynamiq_jax.codecs.plain import (
+    ChunkLayout,
+    PlainCodec,
+    chunk_codec,
+    chunk_layout,
+    chunk_noise,
+)
+from dynamiq_jax.executors import ChunkCodec, reduce_scatter
+from dynamiq_jax.methods.base import BucketedMethod, check_choice
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinMax(BucketedMethod, HopMethod):
+    """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
+
+    Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
+    its whole bucket NaN on all; values beyond 2^126 are cut. Zero is no level in general: a bucket
+    that holds more than zeros moves its zeros.
+
+    Attributes:
+      bits: of a code, 1 to 8; on the wire 32 / ``bucket_size`` more.
+      bucket_size: coordinates that share offset and step, a multiple of 4.
+      rounding: "nearest" (biased), "stochastic" (unbiased, twice the squared error and more) or
+        "shift" (unbiased, at the squared error of "nearest"; the error of a bucket is the same
+        function of one random number in all coordinates). Pass a new key in every step for the
+        last two: without one, the noise is always the same.
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
+      min_bucket_size: so do buckets of fewer coordinates.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """
+
+    bits: int = 4
+    bucket_size: int = 128
+    rounding: Rounding = "stochastic"
+    min_leaf_size: int = 4096
+    min_bucket_size: int = 65536
+    bucket_bytes: int = 32 * 2**20
+
+    def __post_init__(self):
+        """Checks every field."""
+        if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+            raise ValueError(f"bits={self.bits} must be an integer from 1 to 8, such as 4")
+        if not isinstance(self.bucket_size, int) or self.bucket_size < 4 or self.bucket_size % 4:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} must be a positive multiple of 4, such as 128"
+            )
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        self.check_limits()
+
+    @classmethod
+    def flash_communication(cls, bits: int = 4, **options) -> "MinMax":
+        """As Flash Communication has it; use it with ``topology=dq.Direct()``."""
+        return cls(bits=bits, bucket_size=128, rounding="nearest", **options)
+
+    @classmethod
+    def qsdp(cls, bits: int = 8, **options) -> "MinMax":
+        """As QSDP has it for gradients: for `dq.psum_scatter`."""
+        return cls(bits=bits, bucket_size=1024, rounding="stochastic", **options)
+
+    @classmethod
+    def qsdp_weights(cls, bits: int = 8, **options) -> "MinMax":
+        """As QSDP has it for weights: for `dq.all_gather`."""
+        return cls(bits=bits, bucket_size=1024, rounding="shift", **options)
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
+        return Bound(layout, topology, n_workers)
+
+    def share(self, message: None, seed: UInt[Array, " 2"] | None, bound: Bound) -> Array:
+        """The seed of the rounding."""
+        return _seed(seed)
+
+    def codec(
+        self, x: Float[Array, " d"], shared: Array, bound: Bound, *, dtype, divisor: int = 1
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        plain = self._plain(bound.layout, shared, bound.n_slots)
+        return chunk_codec(x, plain, bound.layout, dtype=dtype, divisor=divisor)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        assert topology is not None
+        if n_workers == 1:
+            return 0
+        layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
+        sent = sum(stage.sent for stage in topology.stages(n_workers))
+        return self._payload_bits(layout) * sent * layout.chunks_per_worker
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
+        if n_workers == 1:
+            return 0
+        layout = self._slices(size, n_workers, topology)
+        stages = topology.stages(n_workers)[:-1] if topology else ()
+        sent = sum(stage.sent for stage in stages) if topology else n_workers - 1
+        return self._payload_bits(layout) * sent * layout.chunks_per_worker
+
+    def reduce_scatter(
+        self,
+        x: Float[Array, "n s"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology,
+        seed: UInt[Array, " 2"] | None,
+    ) -> Float[Array, " s"]:
+        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        size = x.shape[1]
+        layout = self._slices(size, n_workers, topology)
+        with jax.named_scope("minmax_reduce_scatter"):
+            spare = layout.chunks_per_worker * layout.chunk_size - size
+            rows = jnp.pad(x, ((0, 0), (0, spare))) if spare else x
+            slots = n_slots(topology.stages(n_workers))
+            plain = self._plain(layout, _seed(seed), slots)
+            codec = chunk_codec(rows.reshape(-1), plain, layout, dtype=x.dtype)
+            streams = layout.chunks_per_worker
+            result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
+            return result.reshape(-1)[:size]
+
+    def all_gather(
+        self,
+        x: Float[Array, " s"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        seed: UInt[Array, " 2"] | None,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """All workers' ``x``, each encoded once by itself; the same bits on all workers.
+
+        With ``invarying`` JAX counts the result as replicated.
+        """
+        size = x.shape[0]
+        layout = self._slices(size, n_workers, None)
+        gather = all_gather_invarying if invarying else all_gather
+        with jax.named_scope("minmax_all_gather"):
+            plain = self._plain(layout, _seed(seed), 1)
+            own = jnp.pad(x.astype(jnp.float32), (0, layout.chunk_size - size))
+            payloads = gather(plain.encode(own, axis_index(axis_name), 0), axis_name)
+            values = jax.vmap(plain.decode)(payloads, jnp.arange(n_workers, dtype=jnp.int32))
+            return values[:, :size].astype(x.dtype)
+
+    def _slices(self, size: int, n_workers: int, topology: Topology | None) -> ChunkLayout:
+        """The chunks of slices of ``size`` coordinates, each of whole chunks."""
+        streams = topology.chunks_per_worker(size * n_workers) if topology else 1
+        buckets = -(-size // (streams * self.bucket_size))
+        chunk = max(buckets, 1) * self.bucket_size
+        return ChunkLayout(
+            size=n_workers * streams * chunk,
+            n_workers=n_workers,
+            chunks_per_worker=streams,
+            chunk_size=chunk,
+        )
+
+    def _payload_bits(self, layout: ChunkLayout) -> int:
+        return 32 * minmax.payload_words(layout.chunk_size, self.bits, self.bucket_size)
+
+    def _plain(self, layout: ChunkLayout, seed: UInt[Array, " 2"], slots: int) -> PlainCodec:
+        options = {"bits": self.bits, "bucket_size": self.bucket_size, "rounding": self.rounding}
+        own = partial(minmax.encode, **options)
+        back = partial(minmax.decode, size=layout.chunk_size, **options)
+        if self.rounding == "nearest":
+            return PlainCodec(lambda v, chunk, slot: own(v), lambda p, chunk: back(p))
+        if self.rounding == "stochastic":
+            words = chunk_noise(seed, slots, layout)
+            return PlainCodec(
+                lambda v, chunk, slot: own(v, noise=words(chunk, slot)), lambda p, chunk: back(p)
+            )
+        shift = chunk_noise(seed, 1, layout)  # all encodings of a bucket have the same
+        return PlainCodec(
+            lambda v, chunk, slot: own(v, noise=shift(chunk, 0)),
+            lambda p, chunk: back(p, noise=shift(chunk, 0)),
+        )
+
+
+def _seed(seed: UInt[Array, " 2"] | None) -> UInt[Array, " 2"]:
+    return jnp.zeros(2, jnp.uint32) if seed is None else seed
