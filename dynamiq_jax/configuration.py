@@ -37,6 +37,7 @@ from dynamiq_jax.methods import (
     MXFP8,
     THC,
     DynamiQ,
+    GlobalQSGD,
     Method,
     MinMax,
     OmniReduce,
@@ -44,7 +45,19 @@ from dynamiq_jax.methods import (
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
 METHODS = {
-    c.__name__: c for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, THC, OmniReduce, MinMax)
+    c.__name__: c
+    for c in (
+        DynamiQ,
+        BF16,
+        F32,
+        MXFP8,
+        MXFP6,
+        MXFP4,
+        MinMax,
+        GlobalQSGD,
+        THC,
+        OmniReduce,
+    )  # fmt: skip
 }
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")

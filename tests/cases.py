@@ -102,6 +102,10 @@ EVERY_METHOD = {
     "minmax": Row(dq.MinMax(**LOW_LIMITS), OVER, 128, 0.06),
     "minmax, nearest": Row(dq.MinMax.flash_communication(5, **LOW_LIMITS), OVER, 128, 0.01),
     "minmax, shift": Row(dq.MinMax(rounding="shift", bits=6, **LOW_LIMITS), OVER, 128, 0.01),
+    "qsgd": Row(dq.GlobalQSGD(piece_size=128, **LOW_LIMITS), OVER, 128, 0.02),
+    "qsgd, exponential": Row(
+        dq.GlobalQSGD(levels="exponential", piece_size=256, **LOW_LIMITS), OVER, 256, 0.5
+    ),
     "thc": Row(dq.THC(piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
     "thc, uniform": Row(dq.THC(table=False, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
     "thc, two-shot": Row(dq.THC(form="two-shot", piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),

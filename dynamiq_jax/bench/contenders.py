@@ -60,6 +60,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "mxfp4": partial(dq.MXFP4, **_ANY_SIZE),
     "minmax": partial(_minmax, **_ANY_SIZE),
     "flash": partial(_minmax, **_ANY_SIZE, rounding="nearest"),
+    "qsgd": partial(dq.GlobalQSGD, **_ANY_SIZE),
+    "qsgd-exponential": partial(dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_thc, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
 }
@@ -67,7 +69,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random. "bf16" and "f32" sum uncompressed over the topology."""
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "bf16" and "f32" sum uncompressed over
+the topology."""
 
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""

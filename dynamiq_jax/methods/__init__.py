@@ -2,6 +2,7 @@
 
 from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.global_qsgd import GlobalQSGD
 from dynamiq_jax.methods.minmax import MinMax
 from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.methods.omnireduce import OmniReduce
@@ -12,6 +13,7 @@ __all__ = [
     "BF16",
     "DynamiQ",
     "F32",
+    "GlobalQSGD",
     "Limits",
     "MXFP4",
     "MXFP6",
