@@ -20,6 +20,7 @@ from dynamiq_jax._compat import (
 from dynamiq_jax.arguments import (
     AnyMethod,
     AnyTopology,
+    Fixed,
     Resolved,
     axis_counts,
     axis_sizes,
@@ -30,7 +31,14 @@ from dynamiq_jax.arguments import (
     fixed_leaves,
     resolve,
 )
-from dynamiq_jax.buckets import Grouping, concatenate, group_leaves, split, with_scale_axes
+from dynamiq_jax.buckets import (
+    Grouping,
+    Leaf,
+    concatenate,
+    group_leaves,
+    split,
+    with_scale_axes,
+)
 from dynamiq_jax.by_path import by_path, join_reductions, join_states
 from dynamiq_jax.explanation import explain_leaves
 from dynamiq_jax.methods import State
@@ -126,11 +134,15 @@ def pmean(
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
+    weight: Array | float | None = None,
 ) -> Any:
-    """Averages every leaf over the mapped axis, compressed; see `psum` for everything else."""
+    """Averages every leaf over the mapped axis, compressed.
+
+    See `psum` for everything but ``weight``, and `reduce` for that.
+    """
     axis_name = check_axis(axis_name, axis_index_groups)
     options = {"method": method, "topology": topology, "key": key, "specs": specs}
-    return reduce(x, axis_name, op="mean", **options).tree
+    return reduce(x, axis_name, op="mean", weight=weight, **options).tree
 
 
 @by_path(join_reductions)
@@ -145,6 +157,7 @@ def reduce(
     state: State | None = None,
     metrics: bool = False,
     specs: Any = None,
+    weight: Array | float | None = None,
 ) -> Reduced:
     """`psum` or `pmean` for methods with memory, and for those who want to know what it did.
 
@@ -160,12 +173,17 @@ def reduce(
       metrics: whether to return `Metrics`, at the cost of one pass over the result; of leaves that
         other axes split, those of all parts.
       specs: as for `psum`.
+      weight: how much this worker counts in a mean, a scalar of its own from 0 on: the mean is the
+        sum of weight times leaf over the sum of weights, such as the numbers of tokens. What a
+        worker of weight 0 holds goes nowhere, NaN included; with all of them at 0 the mean is 0.
+        Leaves have to be floating-point, and in f16 small enough for n times their values.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.
 
     Raises:
-      ValueError: ``op`` is neither, a method needs a state and has none, or as for `psum`.
+      ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is no scalar
+        or for a sum or for integers, or as for `psum`.
     """
     axis_name = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
@@ -187,6 +205,8 @@ def reduce(
     counts = [n_parts(axes, around.sizes) for axes in split_over]
     first = functools.partial(_first_state, grouping, resolved, counts)
     states = check_state(state, first, resolved.method, resolved.n_workers)
+    if weight is not None:
+        values = weighted(values, leaves, fixed, op, weight, axis_name, resolved.n_workers)
     compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
     for i in fixed.keys() - compressed:
         if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
@@ -206,6 +226,44 @@ def reduce(
     moved, states, found = run(moving, key, states)
     total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
     return Reduced(total, None if state is None else tuple(states), found)
+
+
+def weighted(
+    values: list[Array],
+    leaves: list[Leaf],
+    fixed: Fixed,
+    op: Op,
+    weight: Array | float,
+    axis_name: AxisNames,
+    n_workers: int,
+) -> list[Array]:
+    """What this worker adds to a plain mean, so that it is the weighted one.
+
+    Leaves that all workers hold alike are their own mean.
+
+    Raises:
+      ValueError: it is no mean, the weight is no scalar, or a leaf is not floating-point.
+    """
+    if op != "mean":
+        raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
+    if jnp.shape(weight) != ():
+        raise ValueError(f"weight has shape {jnp.shape(weight)}; pass one number for each worker")
+    wrong = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if wrong:
+        raise ValueError(
+            f"weight: leaf {wrong[0].name} is {wrong[0].dtype.name}, which has no weighted mean; "
+            "reduce such leaves apart, or cast them to f32"
+        )
+    own = _compat.to_varying(jnp.asarray(weight, jnp.float32), axis_name)
+    total = _compat.psum(own, axis_name)
+    share = jnp.where(total > 0, own * (n_workers / jnp.where(total > 0, total, 1.0)), 0.0)
+
+    def weigh(x: Array) -> Array:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.where(share > 0, x.astype(wide) * share, 0.0).astype(x.dtype)
+
+    alike = {i for i, why in fixed.items() if why != "native"}
+    return [x if i in alike else weigh(jnp.asarray(x)) for i, x in enumerate(values)]
 
 
 def _exact(op: Op) -> Callable:

@@ -1,0 +1,133 @@
+"""Weighted means: every worker counts by its weight, and what weighs nothing goes nowhere."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_same_bits, auto_mesh, gradient
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+N, SIZE = 4, 3000
+EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+KEY = jax.random.key(1)
+WEIGHTS = np.array([1.0, 0.5, 0.0, 6.0], np.float32)
+
+
+def tree():
+    """Whole leaves and small ones, in three dtypes, every worker's own."""
+    x = gradient(0, N, SIZE)
+    return {"a": x, "b": x[:, :700].astype(jnp.bfloat16), "c": x[:, :3].astype(jnp.float16)}
+
+
+def mapped(check_vma=True, **options):
+    """jit of (tree, weights [N]) -> every worker's mean, with a leading axis."""
+
+    def one(tree, weight):
+        own = jax.tree.map(lambda x: x[0], tree)
+        mean = dq.pmean(own, "data", weight=weight[0], key=KEY, **options)
+        return jax.tree.map(lambda x: x[None], mean)
+
+    specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
+    if not check_vma:
+        specs["out_specs"] = P("data")
+    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
+
+
+def expected(x, weights=WEIGHTS):
+    x, weights = np.asarray(x, np.float64), np.asarray(weights, np.float64)
+    return np.where(weights[:, None] > 0, x * weights[:, None], 0).sum(0) / weights.sum()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", [EXACT, dq.DynamiQ(bits=8, **SMALL)], ids=["f32", "dynamiq"])
+def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
+    found = mapped(check_vma, method=method)(tree(), jnp.asarray(WEIGHTS))
+    for name, x in tree().items():
+        error = float(dq.vnmse(np.asarray(found[name][0], np.float64), expected(x)))
+        most = {"a": 1e-12, "b": 2e-5, "c": 1e-6}[name]
+        assert error < (most if method is EXACT else 5e-3)
+        for copy in found[name]:
+            assert_same_bits(copy, found[name][0])
+
+
+def test_what_weighs_nothing_may_be_nan():
+    x = tree()
+    bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)
+    run = mapped(method=dq.DynamiQ(**SMALL))
+    clean, found = (jax.tree.leaves(run(given, jnp.asarray(WEIGHTS))) for given in (x, bad))
+    for own, other in zip(clean, found, strict=True):
+        assert_same_bits(own, other)
+    shown = run(bad, jnp.ones(N))
+    assert np.isnan(np.asarray(shown["a"])).all()
+
+
+def test_equal_weights_are_no_weights():
+    """Powers of two, bit for bit."""
+    x, method = tree(), dq.DynamiQ(**SMALL)
+    found = mapped(method=method)(x, jnp.full(N, 4.0))
+    one = partial(dq.pmean, axis_name="data", method=method, key=KEY)
+    plain = jax.jit(
+        jax.shard_map(
+            lambda tree: one(jax.tree.map(lambda x: x[0], tree)),
+            mesh=auto_mesh(N), in_specs=P("data"), out_specs=P(),
+        )
+    )(x)  # fmt: skip
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        assert_same_bits(own[0], other)
+
+
+def test_no_weight_at_all_gives_zeros():
+    found = mapped(method=dq.DynamiQ(**SMALL))(tree(), jnp.zeros(N))
+    for leaf in jax.tree.leaves(found):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
+
+
+def test_leaves_that_all_hold_alike_are_their_own_mean():
+    @jax.jit
+    @partial(jax.shard_map, mesh=auto_mesh(N), in_specs=(P(), P("data")), out_specs=P())
+    def run(rate, weight):
+        return dq.pmean({"rate": rate, "one": 1.5}, "data", weight=weight[0], method=EXACT)
+
+    found = run(jnp.float32(0.3), jnp.asarray(WEIGHTS))
+    assert float(found["rate"]) == np.float32(0.3) and float(found["one"]) == 1.5
+
+
+def test_memory_keeps_what_was_not_sent():
+    """Of a worker that weighs nothing: its memory is sent later, not lost."""
+    method = dq.OmniReduce(density=0.5, block_size=64, error_feedback=True, **SMALL)
+    x = gradient(3, N, 1024)
+    state = dq.init_state(x[0], N, method=method, stacked=True)
+
+    def step(x, state, weight):
+        found = dq.reduce(x, "data", method=method, state=state, weight=weight)
+        return found.tree, found.state
+
+    run = jax.jit(jax.vmap(step, axis_name="data"))
+    mean, after = run(x, state, jnp.asarray(WEIGHTS))
+    residual = np.asarray(jax.tree.leaves(after)[0], np.float64)
+    delivered = np.asarray(mean[0], np.float64) * N
+    inputs = np.asarray(x, np.float64) * (WEIGHTS * N / WEIGHTS.sum())[:, None]
+    np.testing.assert_allclose(delivered + residual.sum(0), inputs.sum(0), rtol=0.02, atol=0.05)
+    assert np.all(residual[2] == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"weight": jnp.ones(3)}, r"weight has shape \(3,\)"),
+        ({"weight": 1.0, "op": "sum"}, "weight goes with op='mean', and op='sum'"),
+        ({"weight": 1.0, "tree": {"n": jnp.arange(4)}}, r"leaf \['n'\] is int32"),
+    ],
+)
+def test_what_has_no_weighted_mean_is_refused(options, complaint):
+    options = {"tree": gradient(0, 1, 64)[0]} | options
+
+    def run(x):
+        return dq.reduce(axis_name="data", **options).tree
+
+    with pytest.raises(ValueError, match=complaint):
+        jax.vmap(run, axis_name="data")(jnp.zeros(N))
