@@ -53,7 +53,10 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Samples.")] = 8,
 ) -> None:
     """Measures and prints."""
-    rows, columns = map(int, shape.split(","))
+    sizes = shape.split(",")
+    if len(sizes) != 2 or not all(size.isdigit() for size in sizes):
+        raise typer.BadParameter(f"--shape {shape!r}: pass two sizes, as 16384,32768")
+    rows, columns = map(int, sizes)
     mesh = make_mesh(jax.devices())
     n = mesh.size
     own, whole = NamedSharding(mesh, P("gpu")), NamedSharding(mesh, P())

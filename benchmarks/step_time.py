@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from llm_model import (  # pyright: ignore[reportMissingImports]
     CONFIGS,
+    AttentionKernel,
     Config,
     init_params,
     make_loss,
@@ -214,7 +215,7 @@ def measure(
     flops = training_flops(config, params, batch * config.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
 
-    names = [*(m for m in methods if m != NONE), NONE]  # last: there replicas part
+    names = [*dict.fromkeys(m for m in methods if m != NONE), NONE]  # last: there replicas part
     averages = [parse_average(text, topology, sizes, bucket_bytes) for text in names]
     lowered = []
     for text, (average, _) in zip(names, averages, strict=True):
@@ -276,6 +277,16 @@ def main(
     """Measures and prints."""
     if model not in CONFIGS:
         raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(CONFIGS)}")
+    if attention not in get_args(AttentionKernel):
+        raise typer.BadParameter(f"--attention {attention!r}: pass xla or cudnn")
+    kept = _kept_runs(json_file)
+    chosen = methods.split(",")
+    try:
+        route = contenders.parse_topology(topology, nodes)
+        for text in chosen:
+            parse_average(text, route, (2,), None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
     if processes:
         jax.distributed.initialize(coordinator, processes, process_id)
     config = dataclasses.replace(CONFIGS[model], remat=remat, attention=attention)
@@ -283,7 +294,7 @@ def main(
     dq.xla_options()  # steps are compiled with them: `explain` and labels have to know
     first, console = jax.process_index() == 0, Console(stderr=True)
     rows = measure(
-        config, model, methods.split(","), contenders.parse_topology(topology, nodes), mesh,
+        config, model, chosen, route, mesh,
         batch=batch, samples=samples, steps=steps,
         bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
         say=console.log if first else lambda text: None,
@@ -296,11 +307,20 @@ def main(
     )
     tables.print_table(rows, COLUMNS, title)
     if json_file:
-        kept = json.loads(json_file.read_text()) if json_file.exists() else {"runs": []}
         about = tables.surroundings(jax.devices())
         options = {"model": model, "attention": attention, "remat": remat, "bucket_mib": bucket_mib}
         run = {"about": about, "options": options, "rows": list(map(dataclasses.asdict, rows))}
-        json_file.write_text(json.dumps({"runs": [*kept["runs"], run]}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+
+
+def _kept_runs(json_file: Path | None) -> list[Any]:
+    """What the file has already; refuses early what could not be added to."""
+    if json_file is None or not json_file.exists():
+        return []
+    try:
+        return json.loads(json_file.read_text())["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"--json {json_file} is no file of this command") from error
 
 
 if __name__ == "__main__":

@@ -88,14 +88,16 @@ def read_curves(files: Sequence[Path], model: str, init: str, topology: str) -> 
     """
     found: dict[str, Curve] = {}
     settings = set()
-    for row in (row for file in files for row in json.loads(file.read_text())["rows"]):
+    for row in (row for file in files for row in _listed(file, "rows")):
         s = row["settings"]
         if (s["model"], s["init"], s["optimiser"]) != (model, init, "adamw"):
             continue
         if s["topology"] not in (topology, "native"):
             continue
         settings.add((s["steps"], s["seeds"], s["text"], s["learning_rate"], s["workers"]))
-        losses, validation = np.array(row["training_loss"]), np.array(row["validation_loss"])
+        losses, validation = (
+            np.array(row[name], np.float64) for name in ("training_loss", "validation_loss")
+        )
         found[s["method"]] = Curve(s["method"], s["topology"], losses, validation)
     if len(settings) > 1:
         raise ValueError(f"curves of different trainings: {sorted(settings)}; pass one file")
@@ -103,21 +105,52 @@ def read_curves(files: Sequence[Path], model: str, init: str, topology: str) -> 
         found[BF16] = found[EXACT]  # within 0.01%: docs/training-quality.md
     if BF16 not in found:
         raise ValueError(f"no curve of {BF16} or {EXACT} for {model}, {init}, over {topology}")
+    if not np.all(np.isfinite(found[BF16].losses)):
+        raise ValueError(f"{BF16} diverged with {model}, {init}: there is no target")
     return found
 
 
-def read_times(file: Path, model: str) -> dict[str, dict[str, Row]]:
+def read_times(file: Path, model: str, topology: str) -> dict[str, dict[str, Row]]:
     """Rows of `step_time.py` by transport and method; later ones count.
 
     The transport is named by what carries native collectives.
+
+    Raises:
+      ValueError: a run is without bf16 psum, or steps over one transport differ in more than how
+        gradients are averaged.
     """
     found: dict[str, dict[str, Row]] = {}
-    for run in json.loads(file.read_text())["runs"]:
-        rows = {row["method"]: row for row in run["rows"] if row["model"] == model}
-        if BF16 in rows:
-            found.setdefault(rows[BF16]["transport"], {}).update(rows)
+    kinds: dict[str, set] = {}
+    for run in _listed(file, "runs"):
+        own = [row for row in run["rows"] if row["model"] == model]
+        rows = {row["method"]: row for row in own if row["topology"] in (topology, "native")}
+        if own and BF16 not in rows:
+            raise ValueError(f"{file}: a run of {model} has no {BF16}; time it in every run")
+        if not own:
+            continue
+        carrier = rows[BF16]["transport"]
+        kind = run["options"] | {name: own[0][name] for name in ("tokens", "n_workers")}
+        kinds.setdefault(carrier, set()).add(json.dumps(kind, sort_keys=True))
+        found.setdefault(carrier, {}).update(rows)
+    for carrier, different in kinds.items():
+        if len(different) > 1:
+            said = " and ".join(sorted(different))
+            raise ValueError(f"{file}: steps over {carrier} differ in more than methods: {said}")
     if not found:
         raise ValueError(f"{file} has no step times of {model} with {BF16}")
+    return found
+
+
+def _listed(file: Path, name: str) -> list[Any]:
+    """What the JSON object in a file has under a name.
+
+    Raises:
+      ValueError: the file is not there, is no JSON, or has no such list.
+    """
+    try:
+        found = json.loads(file.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no file with {name!r}: {error}") from error
     return found
 
 
@@ -192,6 +225,9 @@ def main(
     init: Annotated[str, typer.Option(help="And their initialisation.")] = "unit",
     topology: Annotated[str, typer.Option(help="Over which methods averaged.")] = "direct",
     step_model: Annotated[str, typer.Option(help="Whose step times.")] = "1b",
+    step_topology: Annotated[
+        str | None, typer.Option(help="Over which steps averaged (default: the same).")
+    ] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="Above bf16's loss, %.")] = 0.1,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Loss against time.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="All rows.")] = None,
@@ -199,7 +235,7 @@ def main(
     """Prints a table for every transport."""
     try:
         curves = read_curves(list(map(Path, losses.split(","))), model, init, topology)
-        times = read_times(step_times, step_model)
+        times = read_times(step_times, step_model, step_topology or topology)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     results = combine(curves, times, tolerance)
@@ -212,11 +248,7 @@ def main(
         "steps": lambda r: "-" if r.steps is None else f"{r.steps:.0f}",
         "seconds": lambda r: "-" if r.seconds is None else f"{r.seconds:.1f}",
         "less time than bf16": lambda r: "-" if r.relative is None else f"{1 - r.relative:.1%}",
-        "loss against bf16": lambda r: (
-            "diverged"
-            if r.loss_percent is None
-            else f"{r.loss_percent:+.2f} ± {r.loss_error:.2f} %"
-        ),
+        "loss against bf16, %": _loss,
     }
     for carrier in dict.fromkeys(r.transport for r in results):
         table = Table(*(Column(name, justify="right") for name in show))

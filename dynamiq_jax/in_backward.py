@@ -1,13 +1,22 @@
 """Reductions inside the backward pass: of each layer's gradients as soon as they are there."""
 
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying, varying_axes
-from dynamiq_jax.arguments import AnyMethod, AnyTopology, check_axis
+from dynamiq_jax.arguments import (
+    AnyMethod,
+    AnyTopology,
+    ByPath,
+    axis_sizes,
+    check_axis,
+    chooses_by_path,
+    resolve,
+)
+from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.collectives import Op, reduce
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.seeds import key_words
@@ -25,22 +34,28 @@ def reduce_in_backward(
 ) -> Any:
     """The parameters themselves; their gradients are reduced, compressed, on their way back.
 
-    Stands in the loss, where parameters are used. Under `jax.shard_map` it is the cast of
-    replicated parameters to varying ones (``jax.lax.pcast(params, axis_name, to="varying")``),
-    whose derivative is a sum over the axis: here `dq.reduce`. So `jax.grad` of such a loss gives
-    reduced gradients, and nothing is to be reduced after it::
+    Stands in the loss, where parameters are used. It casts replicated parameters to varying ones,
+    as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its derivative is `dq.reduce`.
+    So `jax.grad` of such a loss gives reduced gradients, and nothing is to be reduced after it::
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
 
     In a scan over layers the reduction is a part of the scan's backward pass: layer by layer,
-    where a reduction after `jax.grad` waits for the last of them. All leaves of one call share
-    buckets and small ones travel exactly, as in `reduce`; call it with a whole layer. Parameters
-    that are used twice pass once, above both uses. There are derivatives of the first order, in
-    reverse mode.
+    where a reduction after `jax.grad` waits for the last of them.
+
+    * The loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad` is inside the
+      map: the derivative of a loss that is averaged already has a 1 / n of its own.
+    * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
+      with a whole layer. ``DynamiQ(scale_axis="auto")`` looks at these leaves alone.
+    * Parameters that are used twice pass once, above both uses.
+    * Not inside `dq.value_and_grad`, which reduces by itself. What runs outside of any map, such as
+      an evaluation, takes the model without it.
+    * Derivatives are of the first order, in reverse mode.
 
     Args:
-      params: any pytree; leaves that are not floating-point pass.
+      params: any pytree; integers and the like pass. Where it has such leaves, ``method`` by path
+        and ``specs`` see `None` in their place.
       axis_name: as for `psum`.
       op: "mean" or "sum".
       method: as for `psum`; none with memory, which has nowhere to go.
@@ -53,12 +68,29 @@ def reduce_in_backward(
       A tree like ``params``, varying over the axis.
 
     Raises:
-      ValueError: ``op`` is neither; in the backward pass, what `reduce` raises.
+      ValueError: ``op`` is neither, or a method has memory; in the backward pass, what `reduce`
+        raises.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: a derivative of the derivative is taken.
     """
     axis_name = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
+    _check_memory(params, method, topology, axis_sizes(axis_name, "reduce_in_backward"))
     own_axes = set(axis_tuple(axis_name))
-    varied = [bool(varying_axes(x) & own_axes) for x in jax.tree.leaves(params)]
+    varied = [tuple(varying_axes(x) & own_axes) for x in jax.tree.leaves(params)]
+    by_name = specs is not None or chooses_by_path(method)
+
+    @jax.custom_jvp
+    def reduced(own: Any, words: Array | None) -> Any:
+        options = {"op": op, "method": method, "topology": topology, "specs": specs}
+        return reduce(own, axis_name, key=words, **options).tree
+
+    @reduced.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "reduce_in_backward has derivatives of the first order only; for others reduce after "
+            "jax.grad, with dq.pmean"
+        )
 
     @jax.custom_vjp
     def passed(params: Any, words: Array | None) -> Any:
@@ -70,13 +102,32 @@ def reduce_in_backward(
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
         leaves, treedef = jax.tree.flatten(gradients)
         moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]  # the others are float0
-        own = treedef.unflatten(x if m else None for x, m in zip(leaves, moving, strict=True))
-        options = {"op": op, "method": method, "topology": topology, "specs": specs}
-        found = iter(jax.tree.leaves(reduce(own, axis_name, key=words, **options).tree))
-        reduced = [next(found) if m else x for x, m in zip(leaves, moving, strict=True)]
+        own: Any = [x for x, m in zip(leaves, moving, strict=True) if m]
+        if all(moving):
+            own = gradients
+        elif by_name:
+            own = treedef.unflatten(x if m else None for x, m in zip(leaves, moving, strict=True))
+        found = iter(jax.tree.leaves(reduced(own, words)))
+        total = [next(found) if m else x for x, m in zip(leaves, moving, strict=True)]
         # The gradient of what came in varying varies, too: in type, with the same bits everywhere.
-        pairs = zip(reduced, varied, strict=True)
-        return treedef.unflatten(to_varying(x, axis_name) if v else x for x, v in pairs), None
+        pairs = zip(total, varied, strict=True)
+        return treedef.unflatten(to_varying(x, axes) if axes else x for x, axes in pairs), None
 
     passed.defvjp(forward, backward)
     return passed(params, key_words(key))
+
+
+def _check_memory(
+    params: Any, method: AnyMethod | None, topology: AnyTopology | None, sizes: tuple[int, ...]
+) -> None:
+    """Refuses methods with memory ahead of the backward pass."""
+    if chooses_by_path(method):
+        chosen = [found for _, found in methods_of(params, cast(ByPath, method))]
+    else:
+        chosen = [resolve(method, topology, sizes).method]
+    for found in chosen:
+        if found is not None and found.needs_state:
+            raise ValueError(
+                f"method={found} has memory, and a backward pass has nowhere to keep it; pass one "
+                "without, or reduce after jax.grad with dq.reduce"
+            )

@@ -86,6 +86,13 @@ class TestDecision:
         assert "DynamiQ at 3.5 bits over Direct is 1.09x, error 0.17" in text(said)
         assert "Fewer bits save less than another 5%" in text(said)
 
+    def test_where_all_that_pays_is_warned_of_the_least_error_is_taken(self):
+        four = row(4, "Ring", 6.0, warning="W4", relative_error=0.5)
+        three = row(3, "Ring", 5.0, warning="W3", relative_error=1.5)
+        said = decide([native(10), four, three])
+        assert said.row is four
+        assert "No setting pays without this warning: W4." in text(said)
+
     def test_dither_is_taken_where_it_costs_nothing(self):
         """It errs less; where kernels are the limit it is slower."""
         method = {"name": "DynamiQ", "bits": 4, "dither": True}
@@ -161,7 +168,7 @@ class TestDecision:
         assert said.row.bits == 4
         said = decide([native(10), warned, row(4, "Ring", 9.9)])
         assert said.row is warned
-        assert "No setting of less error pays. too much error; pass bits=4" in text(said)
+        assert "No setting pays without this warning: too much error; pass bits=4" in text(said)
 
     def test_caveats(self):
         said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])

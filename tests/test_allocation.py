@@ -193,7 +193,8 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
         advice = found.advice or ""
         assert f"bits=3 over {type(topology).__name__} among {n} workers" in advice
         assert f"reach {found.relative_error:.2g} of its energy" in advice
-        assert f"pass bits={enough:g}, or floor=None" in advice
+        instead = "floor=None with dither=False" if dither and n == 64 else "floor=None"
+        assert f"pass bits={enough:g}, or {instead} to let" in advice
         held = dataclasses.replace(method, bits=enough)
         assert held.relative_error(n, topology) <= most
         almost = dataclasses.replace(method, bits=enough - 0.25)
@@ -202,9 +203,11 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
         assert f"{found.relative_error:.2g}" in str(found)
     if dither:
         free = dataclasses.replace(method, floor=None)
-        assert "pass dither=False, floor='auto'" in (free.advice(64, ring) or "")
+        assert "pass dither=False, or dq.Direct()" in (free.advice(64, ring) or "")
         assert dataclasses.replace(free, dither=False).advice(64, ring) is None
         assert free.advice(16, ring) is None
+    fixed = dataclasses.replace(method, floor=2).advice(64, ring) or ""
+    assert "pass floor='auto'" in fixed
     assert "wider widths" in (dq.DynamiQ(widths=(2,)).advice(8, ring) or "")
     fine = dq.explain(gradient_of(1024), 8, method=dq.DynamiQ(**SMALL), verbose=False)
     assert fine.advice is None

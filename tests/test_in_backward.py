@@ -1,5 +1,6 @@
 """`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -201,11 +202,75 @@ def test_sharded_over_another_axis_it_reduces_parts():
     [
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "state"),
+        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "has memory, and a backward pass"),
+        ({"method": lambda path, leaf: dq.THC(error_feedback=True)}, "has memory"),
     ],
 )
 def test_what_cannot_be_is_refused(options, complaint):
     layers, x = inputs()
     each = partial(dq.reduce_in_backward, axis_name="data", **options)
     with pytest.raises(ValueError, match=complaint):
-        mapped(jax.grad(partial(model, each=each)), True)(layers, x)
+        mapped(partial(model, each=each), True)(layers, x)  # in the forward pass already
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    with pytest.raises(NameError, match="data.*call reduce_in_backward under"):
+        dq.reduce_in_backward(inputs()[0], "data")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_there_are_no_second_derivatives(check_vma):
+    layers, x = inputs()
+    each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT)
+
+    def curvature(layers, x):
+        first = jax.grad(partial(model, each=each, scanned=False))
+        return jax.grad(lambda w: jnp.sum(first(w, x)["kernel"]))(layers)
+
+    with pytest.raises(NotImplementedError, match="first order only"):
+        mapped(curvature, check_vma)(layers, x)
+
+
+def test_parameters_may_vary_over_some_of_the_axes_already():
+    mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layers, x = inputs()
+    each = partial(dq.reduce_in_backward, axis_name=("node", "gpu"), method=EXACT)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(("node", "gpu"))), out_specs=P("gpu"))
+    def grad(layers, x):
+        layers = lax.pcast(layers, "gpu", to="varying")
+        found = jax.grad(partial(model, each=each))(layers, x[0])
+        return jax.tree.map(lambda g: g[None], found)
+
+    found = jax.jit(grad)(layers, x)["kernel"]
+    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    for copy in found:
+        np.testing.assert_allclose(copy, exact, rtol=2e-5, atol=1e-7)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Strict:
+    """A pytree that takes arrays alone."""
+
+    kernel: jax.Array
+    number: jax.Array
+
+    def __post_init__(self):
+        """As modules that validate do."""
+        if self.number is None:
+            raise TypeError("number is missing")
+
+
+def test_a_pytree_that_refuses_none_may_hold_integers():
+    layers, x = inputs()
+
+    def inside(kernel, x):
+        def loss(kernel):
+            passed = dq.reduce_in_backward(Strict(kernel, jnp.int32(3)), "data", method=EXACT)
+            return jnp.mean(jnp.tanh(x @ passed.kernel[0]) ** 2)
+
+        return jax.grad(loss)(kernel)
+
+    found = mapped(inside, True)(layers["kernel"], x)
+    assert np.all(np.isfinite(found[0])) and np.any(np.asarray(found[0]) != 0)

@@ -122,12 +122,16 @@ class TestStepTime:
         [
             (["--model", "tny"], "--model 'tny': pass one of tiny"),
             (["--model", "tiny", "--methods", "dynamique:5"], "method 'dynamique' is not known"),
+            (["--model", "tiny", "--methods", "mxfp8:5"], "mxfp8 has no choice of bits"),
+            (["--model", "tiny", "--topology", "torus"], "topology 'torus' is not known"),
+            (["--model", "tiny", "--attention", "flash"], "pass xla or cudnn"),
+            (["--model", "tiny", "--json", __file__], "is no file of this command"),
         ],
     )
     def test_wrong_options_are_refused(self, arguments, complaint):
         ran = invoke(step_time.main, *arguments)
-        assert ran.exit_code != 0
-        assert complaint in plain(ran.output) + str(ran.exception)
+        assert ran.exit_code == 2
+        assert complaint in plain(ran.output)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -187,7 +191,13 @@ def curve_row(method, losses, validation, topology="direct", **settings):
 
 def step_row(method, step_ms, transport="shm", model="1b"):
     facts = {"method": method, "step_ms": step_ms, "exposed_ms": step_ms - 50}
-    return facts | {"transport": transport, "model": model}
+    facts |= {"topology": "direct" if "dynamiq" in method else "native"}
+    return facts | {"transport": transport, "model": model, "tokens": 3072, "n_workers": 4}
+
+
+def steps_file(folder, *runs):
+    runs = [{"rows": list(rows), "options": {"remat": False}} for rows in runs]
+    (folder / "steps.json").write_text(json.dumps({"runs": runs}))
 
 
 @pytest.fixture
@@ -202,19 +212,20 @@ def files(tmp_path):
         curve_row("dynamiq:5", [9.0, 9.0, 9.0], [9.0, 9.0], optimiser="sgd"),
     ]
     (tmp_path / "curves.json").write_text(json.dumps({"rows": curves}))
-    runs = [
-        {"rows": [step_row("bf16-psum", 200.0), step_row("dynamiq:5", 100.0)]},
-        {"rows": [step_row("bf16-psum", 200.0), step_row("dynamiq-dither:3.5", 80.0)]},
-        {"rows": [step_row("bf16-psum", 60.0, "p2p"), step_row("mxfp4", 55.0, "p2p")]},
-        {"rows": [step_row("bf16-psum", 1.0, model="350m")]},
-    ]
-    (tmp_path / "steps.json").write_text(json.dumps({"runs": runs}))
+    steps_file(
+        tmp_path,
+        [step_row("bf16-psum", 200.0), step_row("dynamiq:5", 100.0)],
+        [step_row("bf16-psum", 200.0), step_row("dynamiq-dither:3.5", 80.0)],
+        [step_row("bf16-psum", 60.0, "p2p"), step_row("mxfp4", 55.0, "p2p")],
+        [step_row("bf16-psum", 1.0, model="350m")],
+    )
     return tmp_path
 
 
 def results_of(folder, tolerance=0.0):
     curves = tta.read_curves([folder / "curves.json"], "mid", "unit", "direct")
-    return tta.combine(curves, tta.read_times(folder / "steps.json", "1b"), tolerance)
+    times = tta.read_times(folder / "steps.json", "1b", "direct")
+    return tta.combine(curves, times, tolerance)
 
 
 class TestCombination:
@@ -267,6 +278,43 @@ class TestCombination:
         ran = invoke(tta.main, *(f"--{name}={value}" for name, value in given.items()))
         assert ran.exit_code == 2
         assert complaint in plain(ran.output)
+
+    def test_a_run_that_diverged_never_arrives(self, files):
+        """`training.py` writes null for what is not finite; one seed has no error."""
+        rows = json.loads((files / "curves.json").read_text())["rows"]
+        for row in rows:
+            for name in ("training_loss", "validation_loss"):
+                row[name] = row[name][:1]
+        rows[1]["training_loss"][0][2] = rows[1]["validation_loss"][0] = None
+        (files / "curves.json").write_text(json.dumps({"rows": rows}))
+        given = ["--losses", files / "curves.json", "--step-times", files / "steps.json"]
+        ran = invoke(tta.main, *given, "--tolerance", 0)
+        assert ran.exit_code == 0, ran.output
+        line = next(x for x in ran.output.splitlines() if "dynamiq:5" in x)
+        assert "diverged" in line and " - " in line
+        rows[0]["training_loss"][0][2] = None
+        (files / "curves.json").write_text(json.dumps({"rows": rows}))
+        ran = invoke(tta.main, *given)
+        assert ran.exit_code == 2 and "bf16-psum diverged" in plain(ran.output)
+
+    def test_steps_that_differ_otherwise_are_refused(self, files):
+        row = step_row("bf16-psum", 300.0) | {"tokens": 8192}
+        steps_file(files, [step_row("bf16-psum", 200.0)], [row])
+        with pytest.raises(ValueError, match="differ in more than methods.*3072.*8192"):
+            results_of(files)
+        steps_file(files, [step_row("dynamiq:5", 200.0)])
+        with pytest.raises(ValueError, match="has no bf16-psum"):
+            results_of(files)
+
+    @pytest.mark.parametrize("text", ["{}", "[]", "no JSON", None])
+    def test_files_of_something_else_are_refused_by_name(self, files, text):
+        (files / "curves.json").unlink()
+        if text is not None:
+            (files / "curves.json").write_text(text)
+        given = ["--losses", files / "curves.json", "--step-times", files / "steps.json"]
+        ran = invoke(tta.main, *given)
+        assert ran.exit_code == 2
+        assert "is no file with 'rows'" in plain(ran.output)
 
     def test_different_trainings_are_refused(self, files):
         rows = json.loads((files / "curves.json").read_text())["rows"]

@@ -443,6 +443,8 @@ def decide(
     chosen = ladder[0]
     for row in ladder[1:]:
         chosen = row if saved(row, chosen) >= MIN_GAIN else chosen
+    if chosen.warning is not None:  # and so is all that pays: then the least error
+        chosen = min(pool, key=lambda row: (row.relative_error or 0.0, row.time_us))
     sentences = [
         f"Use {chosen.label}: an all-reduce takes {_ms(chosen.time_us)} instead of "
         f"{_ms(native.time_us)} with bf16 psum ({_speedup(chosen, native)}), and a worker sends "
@@ -495,7 +497,7 @@ def _error_sentences(
             "Fewer bits cost training loss: docs/training-quality.md has how much."
         )
     if chosen.warning is not None:
-        found.append(f"No setting of less error pays. {chosen.warning}.")
+        found.append(f"No setting pays without this warning: {chosen.warning}.")
     for row in ladder:
         if row is not chosen:
             error = "" if row.relative_error is None else f", error {row.relative_error:.2g}"

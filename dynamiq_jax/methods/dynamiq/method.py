@@ -300,8 +300,8 @@ class DynamiQ(HopMethod):
             return (
                 f"{where}without a floor, the noise of dither grows from hop to hop in the "
                 f"narrowest super-groups, to {error:.2g} of their energy, where more than "
-                f"{LARGEST_DITHERED_ERROR:g} errs more than no dither; pass dither=False, "
-                "floor='auto', or dq.Direct()"
+                f"{LARGEST_DITHERED_ERROR:g} errs more than no dither; pass dither=False, or "
+                "dq.Direct()"
             )
         if error <= most:
             return None
@@ -314,11 +314,15 @@ class DynamiQ(HopMethod):
                 )
                 <= most
             ),
-            "wider widths",
+            "wider widths" if self.widths else "floor='auto'",
         )
+        free = dataclasses.replace(self, floor=None)
+        if free.advice(n_workers, topology, collective) is not None:
+            free = dataclasses.replace(free, dither=False)
+        instead = "floor=None" if free.dither == self.dither else "floor=None with dither=False"
         return (
             f"{where}the error of a super-group may reach {error:.2g} of its energy, where more "
-            f"than {most} slows training with Adam; pass {enough}, or floor=None to let squared "
+            f"than {most} slows training with Adam; pass {enough}, or {instead} to let squared "
             "error alone decide"
         )
 
