@@ -11,8 +11,8 @@ import pytest
 TEXT = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 START, *RECIPES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 NAMES = [
-    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "by path", "by step",
-    "metrics",
+    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "weight",
+    "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "scan": 2, "by path": 0, "by step": 3, "metrics": 0,
+        "scan": 2, "weight": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -78,6 +78,11 @@ def test_layers_in_a_scan(run, capsys):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert all(np.array_equal(copy, copies[0]) for copy in copies)
         assert np.all(np.isfinite(copies[0]))
+
+
+def test_a_worker_that_is_left_out(run, capsys):
+    run("weight")
+    assert capsys.readouterr().out == "all finite: True\n"
 
 
 def test_by_path(run, capsys):
