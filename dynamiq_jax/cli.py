@@ -215,7 +215,10 @@ def bench_kernels(
 def bench_error(
     methods: Annotated[
         str, typer.Option(help="Methods, with their wire bits where they have a choice.")
-    ] = "dynamiq:3,dynamiq:4,dynamiq:5,dynamiq:6,mxfp8,mxfp6,mxfp4,thc:4,omnireduce:8",
+    ] = (
+        "dynamiq:3,dynamiq:4,dynamiq:5,dynamiq:6,dynamiq-dither:4,mxfp8,mxfp6,mxfp4,minmax:4,flash:4,"
+        "qsgd,thc:4,omnireduce:8"
+    ),
     topology: Annotated[str, typer.Option(help="ring, butterfly, direct, or several.")] = "ring",
     workers: Annotated[
         int | None, typer.Option(min=2, help="How many (default: 8, or all of the file's).")

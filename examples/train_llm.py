@@ -4,13 +4,13 @@
 
 trains the same model three times, from the same start and on the same tokens: gradients averaged
 by DynamiQ at 5 bits per coordinate, by ``lax.psum`` in bf16, and by ``lax.psum`` in f32. Without a
-GPU it runs on 8 virtual CPU devices. Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
+GPU it runs on 8 virtual CPU devices. Expect (2 x86-64 cores, jax 0.10.2, Python 3.11.7):
 
               validation     loss      wire   bits/      mean     worst
     method          loss   vs f32   MB/step   coord     vNMSE      leaf   s/step
-    dynamiq       2.0087   -0.22%      1.16    5.02   1.3e-02   3.0e-02    0.243
-    bf16          2.0132   +0.00%      3.70   16.00   1.8e-06   2.4e-06    0.079
-    f32           2.0131        0      7.40   32.00   0.0e+00   0.0e+00    0.082
+    dynamiq       1.9914   -1.08%      1.16    5.02   1.3e-02   3.1e-02    0.132
+    bf16          2.0132   +0.00%      3.70   16.00   1.8e-06   2.4e-06    0.049
+    f32           2.0131        0      7.40   32.00   0.0e+00   0.0e+00    0.048
 
 The losses are within about 1%, the bytes are not. (Virtual devices exchange gradients through
 memory, so the time per step says nothing about a network: here DynamiQ's arithmetic is all cost and

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Step times of training (step_time.py) over three transports of one multi-GPU machine: NVLink, host
+# shared memory (a ~100 Gb/s NIC per GPU), and two "nodes" with NVLink inside and loopback sockets
+# between them (NCCL_HOSTID), one process for each GPU.
+#
+#     benchmarks/step_times.sh [GPUS] [MODE,...] [OPTION...]   # default: all, nvlink,shm,sockets
+#
+# Further options go to step_time.py. Rows are added to $OUT/step_time_MODE.json [OUT=runs].
+set -euo pipefail
+cd "$(dirname "$0")/.."
+gpus=${1:-$(nvidia-smi -L | wc -l)}
+modes=${2:-nvlink,shm,sockets}
+shift $(($# < 2 ? $# : 2))
+out=${OUT:-runs}
+mkdir -p "$out"
+
+run() {  # MODE OPTION...
+  local mode=$1
+  shift
+  echo "== $mode"
+  "${PYTHON:-python3}" benchmarks/step_time.py --json "$out/step_time_$mode.json" "$@"
+}
+
+nvlink() { run nvlink --methods bf16-psum,dynamiq:5,dynamiq:4 "$@"; }
+
+shm() {
+  NCCL_P2P_DISABLE=1 run shm --methods bf16-psum,mxfp8,dynamiq:5,dynamiq-dither:3.5 "$@"
+}
+
+sockets() {
+  local port=$((29400 + RANDOM % 1000)) i
+  export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo
+  for ((i = gpus - 1; i >= 0; i--)); do
+    NCCL_HOSTID=node$((i * 2 / gpus)) CUDA_VISIBLE_DEVICES=$i \
+      run sockets --topology hierarchical --nodes 2 --samples 2 --steps 2 \
+      --methods bf16-psum,bf16,dynamiq:5,dynamiq:3.5 --processes "$gpus" --process-id "$i" \
+      --coordinator "localhost:$port" "$@" >"$out/step_time_sockets.$i.log" 2>&1 &
+  done
+  wait $! || { tail -20 "$out/step_time_sockets.0.log"; return 1; }  # process 0, started last
+  wait
+  cat "$out/step_time_sockets.0.log"
+}
+
+for mode in ${modes//,/ }; do "$mode" "$@"; done
