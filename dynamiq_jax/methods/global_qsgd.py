@@ -37,7 +37,7 @@ UNIT = 32
 LEAST_SCALE = 2.0**-100
 """Where a scale counts as zero, so that its inverse is finite."""
 LEAST_EXPONENTS = 4
-"""Powers of two at and below M that are asked for."""
+"""Powers of two at and below M that have to be left."""
 
 
 class QSGDShared(NamedTuple):
