@@ -23,7 +23,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from rich.console import Console
 import dynamiq_jax as dq
 from dynamiq_jax.bench import contenders, tables
 from dynamiq_jax.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.bench.timing import compile_together
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -54,10 +54,9 @@ from llm_model import (  # pyright: ignore[reportMissingImports]
     peak_flops,
     training_flops,
 )
-from train_llm import RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
+from train_llm import MIN_LEAF_SIZE, RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
 
 NONE, BF16 = "none", "bf16-psum"
-MIN_LEAF_SIZE = 4096
 
 Average = Callable[[Any, Any], Any]
 """(one worker's gradients, axis name or names) -> their mean."""
@@ -113,12 +112,10 @@ def parse_average(
     if text == BF16:
         sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes)
         return _each_pmean, lambda grads: sent * sum(g.size * 2 for g in jax.tree.leaves(grads))
-    contenders.parse_method(text, topology)  # refuses what is not known
-    name, _, bits = text.partition(":")
     options: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
     if bucket_bytes:
         options["bucket_bytes"] = bucket_bytes
-    method = contenders.METHODS[name](**options, **({"bits": float(bits)} if bits else {}))
+    method = contenders.make_method(text, **options)
     route = None if contenders.native_only(text) else topology
 
     def average(grads: Any, axes: Any) -> Any:
@@ -220,15 +217,13 @@ def measure(
     flops = training_flops(config, params, batch * config.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
 
-    names = [*dict.fromkeys(m for m in methods if m != NONE), NONE]  # last: there replicas part
+    names = [*(m for m in methods if m != NONE), NONE]  # last: there replicas part
     averages = [parse_average(text, topology, sizes, bucket_bytes) for text in names]
     lowered = []
     for text, (average, _) in zip(names, averages, strict=True):
         lowered.append(make_step(config, optimizer, mesh, average).lower(state, tokens))
         say(f"traced {text}")
-    with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(names)) as pool:
-        programs = list(pool.map(lambda program: program.compile(), lowered))
-    say("compiled")
+    programs = compile_together(lowered, say)
     times = {}
     for text, step in zip(names, programs, strict=True):
         state, times[text] = time_steps(step, state, tokens, samples, steps)
@@ -287,7 +282,7 @@ def main(
     kept = _kept_runs(json_file)
     if processes:  # ahead of all that looks for devices
         jax.distributed.initialize(coordinator, processes, process_id)
-    chosen = methods.split(",")
+    chosen = contenders.parts(methods)
     try:
         route = contenders.parse_topology(topology, nodes)
         for text in chosen:

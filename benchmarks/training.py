@@ -63,6 +63,8 @@ from training_run import (
     run_seeds,
 )
 
+from dynamiq_jax.bench import contenders
+
 RATES = {
     ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,
     ("adamw", "gpt2", "125m"): 6e-4, ("adamw", "unit", "125m"): 6e-4,
@@ -326,15 +328,10 @@ def run_all(
 
 def names(text: str, known: Sequence[str], option: str) -> list[str]:
     """The comma-separated names; refuses unknown ones."""
-    found = _split(text)
+    found = contenders.parts(text)
     if unknown := [name for name in found if name not in known]:
         raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(known)}")
     return found
-
-
-def _split(text: str) -> list[str]:
-    """The comma-separated parts, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -349,7 +346,7 @@ def checked_means(
 ) -> list[Mean]:
     """The means that are asked for; refuses those that are unknown or cannot serve."""
     try:
-        means = parse_means(_split(methods), _split(topologies), backend)
+        means = parse_means(contenders.parts(methods), contenders.parts(topologies), backend)
         for mean in means:
             for task in tasks.values():
                 mean.bits_per_coord(task.gradients, workers)

@@ -92,20 +92,11 @@ def parse_method(text: str, backend: str) -> tuple[str, Any]:
     if name not in METHODS:
         known = ", ".join((EXACT, BF16, *METHODS))
         raise ValueError(f"method {text!r} is not known: pass some of {known}")
-    options: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
-    if bits:
-        if "bits" not in inspect.signature(METHODS[name]).parameters:
-            raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
-        try:
-            options["bits"] = float(bits)
-        except ValueError:
-            raise ValueError(
-                f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
-            ) from None
-    method = METHODS[name](**options)
+    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
+    method = contenders.make_method(text, METHODS, **limits)
     if "backend" in (field.name for field in fields(method)):
         method = replace(method, backend=backend)
-    return f"{name}:{options['bits']:g}" if bits else name, method
+    return f"{name}:{float(bits):g}" if bits else name, method
 
 
 def library_mean(text: str, topology: str, backend: str) -> Mean:

@@ -435,8 +435,8 @@ def advise(
         jax.distributed.initialize(coordinator, processes, process_id)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
-    tried = [_checked("--bits", advice.parse_bits, text) for text in _split(bits)]
-    dithers = [_checked("--dither", advice.parse_dither, text) for text in _split(dither)]
+    tried = [_checked("--bits", advice.parse_bits, text) for text in contenders.parts(bits)]
+    dithers = [_checked("--dither", advice.parse_dither, text) for text in contenders.parts(dither)]
     found = jax.devices()
     if len(found) < (devices or 2):
         raise typer.BadParameter(
@@ -532,11 +532,6 @@ def plot(
     found = _checked("RUNS", curves.read_runs, runs)
     drawn = _checked("--columns", curves.plot_runs, found, out, chosen)
     print(f"{', '.join(drawn)} of {len(found)} run(s): {out}")
-
-
-def _split(text: str) -> list[str]:
-    """The comma-separated parts, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _announce(text: str) -> None:

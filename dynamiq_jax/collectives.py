@@ -206,7 +206,7 @@ def reduce(
     first = functools.partial(_first_state, grouping, resolved, counts)
     states = check_state(state, first, resolved.method, resolved.n_workers)
     if weight is not None:
-        values = weighted(values, leaves, fixed, op, weight, axis_name, resolved.n_workers)
+        values = _weighted(values, leaves, fixed, op, weight, axis_name, resolved.n_workers)
     compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
     for i in fixed.keys() - compressed:
         if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
@@ -228,7 +228,7 @@ def reduce(
     return Reduced(total, None if state is None else tuple(states), found)
 
 
-def weighted(
+def _weighted(
     values: list[Array],
     leaves: list[Leaf],
     fixed: Fixed,

@@ -46,18 +46,7 @@ from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
 METHODS = {
     c.__name__: c
-    for c in (
-        DynamiQ,
-        BF16,
-        F32,
-        MXFP8,
-        MXFP6,
-        MXFP4,
-        MinMax,
-        GlobalQSGD,
-        THC,
-        OmniReduce,
-    )  # fmt: skip
+    for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce)
 }
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")

@@ -340,7 +340,7 @@ class _Launch(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     interpret: bool
-    aliased: int | None
+    replaces: int | None
     """The operand that the result takes the place of."""
     static: tuple[tuple[str, Any], ...]
     """Of the kernel."""
@@ -350,7 +350,7 @@ class _Launch(NamedTuple):
 def _launched(operands: tuple, *, launch: _Launch):
     """The result of a launch. Equal launches of a program are traced and lowered once."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    aliases = {} if launch.aliased is None else {launch.aliased: 0}
+    aliases = {} if launch.replaces is None else {launch.replaces: 0}
     return pl.pallas_call(
         functools.partial(launch.kernel, interpret=launch.interpret, **dict(launch.static)),
         out_shape=shape_struct(launch.shape, launch.dtype, *operands),
@@ -362,6 +362,14 @@ def _launched(operands: tuple, *, launch: _Launch):
     )(*operands)
 
 
+def _call(kernel, name: str, grid, shape, dtype, operands, *, interpret, replaces=None, **static):
+    """The result of a launch, of this shape and dtype; ``static`` are the kernel's."""
+    static = tuple(static.items())
+    launch = _Launch(kernel, name, grid, shape, jnp.dtype(dtype), interpret, replaces, static)
+    return _launched(operands, launch=launch)
+
+
+@functools.partial(jax.jit, static_argnames=("super_group_size", "interpret"))
 def statistics(x, *, super_group_size: int, interpret: bool = False):
     """See `pallas_kernels.statistics`."""
     rows = _rows(x, super_group_size)
@@ -451,24 +459,20 @@ def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt
         rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
         *skipped, *flat,
     )  # fmt: skip
-    static = {
-        "fmt": fmt,
-        "n_rows": rows.shape[0],
-        "with_mean": source.mean is not None,
-        "arrived": arrived,
-        "skips_chunk": len(skipped),
-    }
-    launch = _Launch(
-        kernel=_encode_kernel,
-        name=name,
-        grid=(target.tiles.shape[1], chunks.shape[0]),
-        shape=(chunks.shape[0], target.payload_words),
-        dtype=jnp.dtype(jnp.uint32),
+    return _call(
+        _encode_kernel,
+        name,
+        (target.tiles.shape[1], chunks.shape[0]),
+        (chunks.shape[0], target.payload_words),
+        jnp.uint32,
+        operands,
+        fmt=fmt,
         interpret=interpret,
-        aliased=None,
-        static=tuple(static.items()),
+        n_rows=rows.shape[0],
+        with_mean=source.mean is not None,
+        arrived=arrived,
+        skips_chunk=len(skipped),
     )
-    return _launched(operands, launch=launch)
 
 
 def decompress_accumulate(
@@ -506,17 +510,18 @@ def decompress(payloads, tiles, chunks, result: Result, noise=None, *, fmt, inte
     )
 
 
-def _finish_call(kernel, name, grid, operands, result: Result, *, fmt, interpret, **static):
+def _finish_call(kernel, name, grid, operands, result: Result, *, fmt, **static):
     """A call that writes ``result``; what it is written into is the last operand, aliased."""
     operands = operands if result.into is None else (*operands, result.into)
-    launch = _Launch(
-        kernel=kernel,
-        name=name,
-        grid=grid,
-        shape=(result.rows, fmt.super_group_size),
-        dtype=jnp.dtype(result.dtype),
-        interpret=interpret,
-        aliased=None if result.into is None else len(operands) - 1,
-        static=(("fmt", fmt), ("divisor", result.divisor), *static.items()),
+    return _call(
+        kernel,
+        name,
+        grid,
+        (result.rows, fmt.super_group_size),
+        result.dtype,
+        operands,
+        replaces=None if result.into is None else len(operands) - 1,
+        fmt=fmt,
+        divisor=result.divisor,
+        **static,
     )
-    return _launched(operands, launch=launch)

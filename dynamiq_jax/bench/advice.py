@@ -444,7 +444,7 @@ def decide(
     for row in ladder[1:]:
         chosen = row if saved(row, chosen) >= MIN_GAIN else chosen
     if chosen.warning is not None:  # and so is all that pays: then the least error
-        chosen = min(pool, key=lambda row: (row.relative_error or 0.0, row.time_us))
+        chosen = min(pool, key=_error_then_time)
     sentences = [
         f"Use {chosen.label}: an all-reduce takes {_ms(chosen.time_us)} instead of "
         f"{_ms(native.time_us)} with bf16 psum ({_speedup(chosen, native)}), and a worker sends "
@@ -460,7 +460,11 @@ def _best(rows: Sequence[SettingRow]) -> SettingRow:
     """The fastest; of those that are as fast, the one of the least error."""
     least = min(row.time_us for row in rows)
     as_fast = [row for row in rows if row.time_us <= (1 + TIE) * least]
-    return min(as_fast, key=lambda row: (row.relative_error or 0.0, row.time_us))
+    return min(as_fast, key=_error_then_time)
+
+
+def _error_then_time(row: SettingRow) -> tuple[float, float]:
+    return row.relative_error or 0.0, row.time_us
 
 
 def _step_sentences(step_ms: float | None, native: SettingRow, row: SettingRow) -> list[str]:

@@ -18,18 +18,14 @@ from pallas_kernels import resolve_backend
 _ANY_SIZE = {"min_leaf_size": 0, "min_bucket_size": 0}
 
 
-def _thc(bits: float = 4, **options) -> dq.THC:
-    """``bits`` are those of an index; what travels is wider by the sum, see `methods.thc`."""
-    if bits != int(bits):
-        raise ValueError(f"bits={bits} of thc must be an integer from 1 to 8")
-    return dq.THC(bits=int(bits), **options)
+def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
+    """A method whose ``bits`` are those of a code or index; scales or sums take more.
 
-
-def _minmax(bits: float = 4, **options) -> dq.MinMax:
-    """``bits`` are those of a code; offsets and steps take another 32 / ``bucket_size``."""
-    if bits != int(bits):
-        raise ValueError(f"bits={bits} of minmax must be an integer from 1 to 8")
-    return dq.MinMax(bits=int(bits), **options)
+    The method itself refuses bits that are no integer.
+    """
+    if bits is not None:
+        options["bits"] = int(bits) if bits == int(bits) else bits
+    return method(**options)
 
 
 def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
@@ -58,11 +54,11 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "mxfp8": partial(dq.MXFP8, **_ANY_SIZE),
     "mxfp6": partial(dq.MXFP6, **_ANY_SIZE),
     "mxfp4": partial(dq.MXFP4, **_ANY_SIZE),
-    "minmax": partial(_minmax, **_ANY_SIZE),
-    "flash": partial(_minmax, **_ANY_SIZE, rounding="nearest"),
-    "qsgd": partial(dq.GlobalQSGD, **_ANY_SIZE),
-    "qsgd-exponential": partial(dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
-    "thc": partial(_thc, **_ANY_SIZE),
+    "minmax": partial(_whole_bits, dq.MinMax, **_ANY_SIZE),
+    "flash": partial(_whole_bits, dq.MinMax, **_ANY_SIZE, rounding="nearest"),
+    "qsgd": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE),
+    "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
+    "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
@@ -178,25 +174,47 @@ def native_only(text: str) -> bool:
     return text.strip().partition(":")[0] in NATIVE
 
 
+def parts(text: str) -> list[str]:
+    """The comma-separated parts, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def make_method(
+    text: str, known: Mapping[str, Callable[..., Any]] = METHODS, **options: Any
+) -> Any:
+    """The method meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
+
+    Args:
+      text: as on the command line.
+      known: how methods are made, by name.
+      options: what they are made with besides.
+
+    Raises:
+      ValueError: the method or its bits are not known.
+    """
+    name, _, bits = text.strip().partition(":")
+    if name not in known:
+        raise ValueError(f"method {name!r} is not known: pass one of {', '.join(known)}")
+    if bits:
+        if "bits" not in inspect.signature(known[name]).parameters:
+            raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
+        try:
+            options["bits"] = float(bits)
+        except ValueError:
+            raise ValueError(
+                f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
+            ) from None
+    return known[name](**options)
+
+
 def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
     """The contender meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
 
     Raises:
       ValueError: the method or its bits are not known, or it lacks the collective.
     """
-    name, _, bits = text.strip().partition(":")
-    if name not in METHODS:
-        raise ValueError(f"method {name!r} is not known: pass one of {', '.join(METHODS)}")
-    try:
-        options = {"bits": float(bits)} if bits else {}
-    except ValueError:
-        raise ValueError(
-            f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
-        ) from None
-    if bits and "bits" not in inspect.signature(METHODS[name]).parameters:
-        raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
-    method = METHODS[name](**options)
-    topology = None if name in NATIVE else topology
+    method = make_method(text)
+    topology = None if native_only(text) else topology
     if collective == "psum_scatter" and not hasattr(method, "reduce_scatter"):
         raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 

@@ -42,21 +42,26 @@ def silent(_: str) -> None:
     """The `Announce` that shows nothing."""
 
 
-def compile_calls(
-    programs: Sequence[Callable[[Any], Any]], x: Any, announce: Announce = silent
-) -> list[Callable[[], Any]]:
-    """Compiles jitted programs of ``x`` side by side, and returns functions that call them.
+def compile_together(lowered: Sequence[Any], announce: Announce = silent) -> list[Any]:
+    """Compiles lowered programs side by side.
 
     Where there are several processes they compile one after the other, all in the same order.
     """
-    threads = 1 if jax.process_count() > 1 else min(len(programs), os.cpu_count() or 1)
-    lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
+    threads = 1 if jax.process_count() > 1 else min(len(lowered), os.cpu_count() or 1)
     ready = []
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         for program in pool.map(lambda program: program.compile(), lowered):
-            ready.append(partial(program, x))
+            ready.append(program)
             announce(f"compiled {len(ready)} of {len(lowered)} programs")
     return ready
+
+
+def compile_calls(
+    programs: Sequence[Callable[[Any], Any]], x: Any, announce: Announce = silent
+) -> list[Callable[[], Any]]:
+    """Compiles jitted programs of ``x``, and returns functions that call them."""
+    lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
+    return [partial(program, x) for program in compile_together(lowered, announce)]
 
 
 def time_calls(

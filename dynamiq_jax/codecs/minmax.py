@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt32
 
 from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.codecs.plain import uniform
 
 Rounding = Literal["nearest", "stochastic", "shift"]
 """To the nearest level (biased); up or down at random; or to the nearest level of a grid that is
@@ -65,7 +66,7 @@ def encode(
     else:
         assert noise is not None
         drawn = noise.reshape(values.shape)
-        share = _uniform(drawn) if rounding == "stochastic" else _shift(drawn, bits)
+        share = uniform(drawn) if rounding == "stochastic" else _shift(drawn, bits)
         codes = jnp.floor(scaled + share)
     codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
     offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
@@ -92,11 +93,6 @@ def decode(
         assert noise is not None
         levels = levels + (0.5 - _shift(noise.reshape(levels.shape), bits))
     return (offset + levels * step).reshape(-1)
-
-
-def _uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """In [0, 1), of the 23 high bits: multiples of 2^-23."""
-    return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def _shift(words: UInt32[Array, "B G"], bits: int) -> Float[Array, "B 1"]:

@@ -5,7 +5,7 @@ chunk's number and slot; there is no plan. The gradient's d coordinates are cut 
 the last ones filled up with zeros; a worker adds what arrived to its own share in f32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt, UInt32
 
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies import Stage, Topology
 from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
@@ -153,11 +153,21 @@ def chunk_noise(
     return words
 
 
+def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Of uniform words numbers in [0, 1), multiples of 2^-23."""
+    return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
+
+
+def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:
+    """Bits that one worker sends in these stages, of payloads of equal size."""
+    sent = sum(stage.sent for stage in stages)
+    return payload_bits * sent * layout.chunks_per_worker
+
+
 def wire_bits(codec: PlainCodec, layout: ChunkLayout, topology: Topology) -> int:
     """Bits of all payloads that one worker sends, from the shapes that the codec gives them."""
     values = jax.ShapeDtypeStruct((layout.chunk_size,), jnp.float32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     payload = jax.eval_shape(codec.encode, values, number, number)
     payload_bits = sum(8 * a.dtype.itemsize * a.size for a in jax.tree.leaves(payload))
-    sent = sum(stage.sent for stage in topology.stages(layout.n_workers))
-    return payload_bits * sent * layout.chunks_per_worker
+    return sent_bits(payload_bits, layout, topology.stages(layout.n_workers))

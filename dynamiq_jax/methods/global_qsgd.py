@@ -22,6 +22,8 @@ from dynamiq_jax.codecs.plain import (
     chunk_codec,
     chunk_layout,
     chunk_noise,
+    sent_bits,
+    uniform,
 )
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, check_choice, clipped
@@ -146,11 +148,10 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         assert topology is not None
         if n_workers == 1:
             return 0
-        layout = chunk_layout(size, n_workers, topology, unit=UNIT)
+        layout = self.bind(size, n_workers, topology).layout
         payload = 32 * bit_words(layout.chunk_size, self.bits)
-        sent = sum(stage.sent for stage in topology.stages(n_workers))
         scales = 2 * (n_workers - 1) * 32 * -(-size // self.piece_size) // n_workers
-        return payload * sent * layout.chunks_per_worker + scales
+        return sent_bits(payload, layout, topology.stages(n_workers)) + scales
 
     @property
     def _most(self) -> int:
@@ -170,14 +171,14 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         lowest = self._headroom(n_workers, slots) - most  # of the powers of two: code 1
 
         def encode(values, chunk, slot):
-            share = (words(chunk, slot) >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
+            share = uniform(words(chunk, slot))
             if self.levels == "linear":
                 codes = jnp.clip(jnp.floor(values + share), -most, most).astype(jnp.int32)
                 return pack_bits((codes + most).astype(jnp.uint32), self.bits)
             size_of = jnp.abs(values)
             exponent = jnp.maximum(jnp.frexp(size_of)[1] - 1, lowest)  # 2^e <= size, or the least
-            floor = jnp.where(size_of < 2.0**lowest, 0.0, jnp.ldexp(jnp.float32(1), exponent))
             gap = jnp.ldexp(jnp.float32(1), exponent)
+            floor = jnp.where(size_of < 2.0**lowest, 0.0, gap)
             up = share * gap < size_of - floor
             code = jnp.where(floor > 0, exponent - lowest + 1, 0) + up
             sign = (values < 0).astype(jnp.uint32) << (self.bits - 1)

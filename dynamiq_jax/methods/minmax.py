@@ -8,7 +8,6 @@ shifted at random, with which its convergence is proved.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +23,12 @@ from dynamiq_jax.codecs.plain import (
     chunk_codec,
     chunk_layout,
     chunk_noise,
+    sent_bits,
 )
 from dynamiq_jax.executors import ChunkCodec, reduce_scatter
 from dynamiq_jax.methods.base import BucketedMethod, check_choice
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import n_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,18 +105,17 @@ class MinMax(BucketedMethod, HopMethod):
         assert topology is not None
         if n_workers == 1:
             return 0
-        layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
-        sent = sum(stage.sent for stage in topology.stages(n_workers))
-        return self._payload_bits(layout) * sent * layout.chunks_per_worker
+        layout = self.bind(size, n_workers, topology).layout
+        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers))
 
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
         if n_workers == 1:
             return 0
         layout = self._slices(size, n_workers, topology)
-        stages = topology.stages(n_workers)[:-1] if topology else ()
-        sent = sum(stage.sent for stage in stages) if topology else n_workers - 1
-        return self._payload_bits(layout) * sent * layout.chunks_per_worker
+        if topology is None:
+            return self._payload_bits(layout) * (n_workers - 1)
+        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers)[:-1])
 
     def reduce_scatter(
         self,
@@ -134,9 +132,8 @@ class MinMax(BucketedMethod, HopMethod):
         with jax.named_scope("minmax_reduce_scatter"):
             spare = layout.chunks_per_worker * layout.chunk_size - size
             rows = jnp.pad(x, ((0, 0), (0, spare))) if spare else x
-            slots = n_slots(topology.stages(n_workers))
-            plain = self._plain(layout, _seed(seed), slots)
-            codec = chunk_codec(rows.reshape(-1), plain, layout, dtype=x.dtype)
+            bound = Bound(layout, topology, n_workers)
+            codec = self.codec(rows.reshape(-1), _seed(seed), bound, dtype=x.dtype)
             streams = layout.chunks_per_worker
             result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
             return result.reshape(-1)[:size]
@@ -181,20 +178,22 @@ class MinMax(BucketedMethod, HopMethod):
 
     def _plain(self, layout: ChunkLayout, seed: UInt[Array, " 2"], slots: int) -> PlainCodec:
         options = {"bits": self.bits, "bucket_size": self.bucket_size, "rounding": self.rounding}
-        own = partial(minmax.encode, **options)
-        back = partial(minmax.decode, size=layout.chunk_size, **options)
-        if self.rounding == "nearest":
-            return PlainCodec(lambda v, chunk, slot: own(v), lambda p, chunk: back(p))
-        if self.rounding == "stochastic":
-            words = chunk_noise(seed, slots, layout)
-            return PlainCodec(
-                lambda v, chunk, slot: own(v, noise=words(chunk, slot)), lambda p, chunk: back(p)
-            )
-        shift = chunk_noise(seed, 1, layout)  # all encodings of a bucket have the same
-        return PlainCodec(
-            lambda v, chunk, slot: own(v, noise=shift(chunk, 0)),
-            lambda p, chunk: back(p, noise=shift(chunk, 0)),
-        )
+        stochastic = self.rounding == "stochastic"
+        words = chunk_noise(seed, slots if stochastic else 1, layout)
+
+        def drawn(chunk, slot) -> Array | None:
+            if self.rounding == "nearest":
+                return None
+            return words(chunk, slot if stochastic else 0)  # a shift is that of all encodings
+
+        def encode(values, chunk, slot):
+            return minmax.encode(values, noise=drawn(chunk, slot), **options)
+
+        def decode(payload, chunk):
+            known = None if stochastic else drawn(chunk, 0)
+            return minmax.decode(payload, layout.chunk_size, noise=known, **options)
+
+        return PlainCodec(encode, decode)
 
 
 def _seed(seed: UInt[Array, " 2"] | None) -> UInt[Array, " 2"]:

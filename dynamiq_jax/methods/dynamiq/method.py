@@ -316,10 +316,8 @@ class DynamiQ(HopMethod):
             ),
             "wider widths" if self.widths else "floor='auto'",
         )
-        free = dataclasses.replace(self, floor=None)
-        if free.advice(n_workers, topology, collective) is not None:
-            free = dataclasses.replace(free, dither=False)
-        instead = "floor=None" if free.dither == self.dither else "floor=None with dither=False"
+        free = dataclasses.replace(self, floor=None).advice(n_workers, topology, collective)
+        instead = "floor=None" if free is None else "floor=None with dither=False"
         return (
             f"{where}the error of a super-group may reach {error:.2g} of its energy, where more "
             f"than {most} slows training with Adam; pass {enough}, or {instead} to let squared "
