@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import timeline
 import typer
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
@@ -82,6 +83,10 @@ class Row:
     """`None` where the peak of the device is not known."""
     wire_bytes: float
     """That a worker sends in a step."""
+    transfer_ms: float | None = None
+    """While a transfer is under way, in one step on the first GPU; by ``--profile``."""
+    hidden_ms: float | None = None
+    """Of these, while other kernels run as well."""
 
 
 COLUMNS = (
@@ -92,6 +97,7 @@ COLUMNS = (
     tables.Column("exposed ms", lambda r: f"{r.exposed_ms:.2f}"),
     tables.Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-"),
     tables.Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
+    tables.Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}"),
     tables.Column("transport", lambda r: r.transport),
 )
 
@@ -197,12 +203,29 @@ def time_steps(
     return state, found[1:]
 
 
+def profile_step(
+    step: Callable, state: Any, tokens: Array, folder: Path, title: str
+) -> tuple[Any, timeline.Overlap]:
+    """The state after some steps, and what the last of them hid; its picture is in the folder."""
+
+    def call() -> Any:
+        nonlocal state
+        state, loss = step(state, tokens)
+        return loss, jax.tree.leaves(state)
+
+    spans = timeline.profile(call)
+    if jax.process_index() == 0:
+        timeline.draw(spans, title, folder / f"{title.replace(' ', '-').replace(':', '-')}.png")
+    return state, timeline.overlap(spans)
+
+
 # --- Command line ---------------------------------------------------------------------------------
 
 
 def measure(
     config: Config, name: str, methods: Sequence[str], topology: Any, mesh: Mesh, *,
-    batch: int, samples: int, steps: int, bucket_bytes: int | None, say: Callable[[str], None],
+    batch: int, samples: int, steps: int, bucket_bytes: int | None, profiles: Path | None,
+    say: Callable[[str], None],
 ) -> list[Row]:  # fmt: skip
     """A row for every method; the last one averages nothing."""
     sizes = mesh.devices.shape
@@ -217,20 +240,39 @@ def measure(
     flops = training_flops(config, params, batch * config.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
 
-    names = [*(m for m in methods if m != NONE), NONE]  # last: there replicas part
-    averages = [parse_average(text, topology, sizes, bucket_bytes) for text in names]
-    lowered = []
-    for text, (average, _) in zip(names, averages, strict=True):
-        lowered.append(make_step(config, optimizer, mesh, average).lower(state, tokens))
-        say(f"traced {text}")
-    programs = compile_together(lowered, say)
-    times = {}
-    for text, step in zip(names, programs, strict=True):
+    averages = {text: parse_average(text, topology, sizes, bucket_bytes) for text in methods}
+    averages[NONE] = parse_average(NONE, topology, sizes, bucket_bytes)
+    programs: dict[str, Any] = {}
+
+    def make(texts: Sequence[str]) -> None:
+        """Traces and compiles; leaves out, aloud, what does not compile."""
+        lowered = {}
+        for text in texts:
+            step = make_step(config, optimizer, mesh, averages[text][0])
+            try:
+                lowered[text] = step.lower(state, tokens)
+            except (NotImplementedError, ValueError) as error:
+                say(f"{text} is left out: {error}")
+            else:
+                say(f"traced {text}")
+        programs.update(zip(lowered, compile_together(list(lowered.values()), say), strict=True))
+
+    make([NONE])  # XLA tunes its matrix products here, and finds them tuned in all others
+    make([text for text in averages if text != NONE])
+    programs[NONE] = programs.pop(NONE)  # last: there replicas part
+    times: dict[str, list[float]] = {}
+    overlaps: dict[str, timeline.Overlap] = {}
+    for text, step in programs.items():
         state, times[text] = time_steps(step, state, tokens, samples, steps)
         say(f"{text}: {np.median(times[text]):.2f} ms")
+        if profiles:
+            state, overlaps[text] = profile_step(step, state, tokens, profiles, f"{name} {text}")
+            say(f"{text}: {overlaps[text]}")
     alone_ms = float(np.median(times[NONE]))
     rows = []
-    for text, (_, wire_bytes) in zip(names, averages, strict=True):
+    for text in programs:
+        _, wire_bytes = averages[text]
+        found = overlaps.get(text)
         p10, median, p90 = map(float, np.percentile(times[text], [10, 50, 90]))
         route = None if text in (NONE, BF16) or contenders.native_only(text) else topology
         rows.append(
@@ -247,6 +289,8 @@ def measure(
                 exposed_ms=median - alone_ms,
                 mfu=flops / (median / 1e3) / peak if peak else None,
                 wire_bytes=wire_bytes(grads),
+                transfer_ms=found and found.transfer_ms,
+                hidden_ms=found and found.hidden_ms,
             )
         )
     return rows
@@ -272,6 +316,9 @@ def main(
     processes: Annotated[int | None, typer.Option(min=1, help="This runs in so many.")] = None,
     process_id: Annotated[int, typer.Option(min=0, help="Which of them this is.")] = 0,
     coordinator: Annotated[str, typer.Option(help="Of all processes.")] = "localhost:29400",
+    profiles: Annotated[
+        Path | None, typer.Option("--profile", help="Folder for timelines of a step; GPUs only.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Rows are added here.")] = None,
 ) -> None:
     """Measures and prints."""
@@ -279,6 +326,8 @@ def main(
         raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(CONFIGS)}")
     if attention not in get_args(AttentionKernel):
         raise typer.BadParameter(f"--attention {attention!r}: pass xla or cudnn")
+    if profiles and not profiles.is_dir():
+        raise typer.BadParameter(f"--profile {profiles}: there is no such folder; create it first")
     kept = _kept_runs(json_file)
     if processes:  # ahead of all that looks for devices
         jax.distributed.initialize(coordinator, processes, process_id)
@@ -289,6 +338,8 @@ def main(
             parse_average(text, route, (2,), None)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
+    if profiles and jax.default_backend() != "gpu":
+        raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
     config = dataclasses.replace(CONFIGS[model], remat=remat, attention=attention)
     mesh = make_mesh(jax.devices(), nodes)
     dq.xla_options()  # steps are compiled with them: `explain` and labels have to know
@@ -296,7 +347,7 @@ def main(
     rows = measure(
         config, model, chosen, route, mesh,
         batch=batch, samples=samples, steps=steps,
-        bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
+        bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None, profiles=profiles,
         say=console.log if first else lambda text: None,
     )  # fmt: skip
     if not first:
@@ -305,7 +356,8 @@ def main(
         f"{model}, {rows[0].tokens:,} tokens per worker and step, {mesh.size} x "
         f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es)"
     )
-    tables.print_table(rows, COLUMNS, title)
+    shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
+    tables.print_table(rows, shown, title)
     if json_file:
         about = tables.surroundings(jax.devices())
         options = {"model": model, "attention": attention, "remat": remat, "bucket_mib": bucket_mib}

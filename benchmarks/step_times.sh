@@ -13,6 +13,8 @@ modes=${2:-nvlink,shm,sockets}
 shift $(($# < 2 ? $# : 2))
 out=${OUT:-runs}
 mkdir -p "$out"
+# XLA finds here what it has tuned and compiled over another transport.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-/tmp/dynamiq-jax-xla}
 
 run() {  # MODE OPTION...
   local mode=$1
@@ -29,7 +31,7 @@ shm() {
 
 sockets() {
   local port=$((29400 + RANDOM % 1000)) i
-  export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo
+  export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo XLA_FLAGS=--xla_gpu_shard_autotuning=false
   for ((i = gpus - 1; i >= 0; i--)); do
     NCCL_HOSTID=node$((i * 2 / gpus)) CUDA_VISIBLE_DEVICES=$i \
       run sockets --topology hierarchical --nodes 2 --samples 2 --steps 2 \

@@ -10,9 +10,11 @@ import collections
 import pathlib
 import re
 import tempfile
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 import jax
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -58,12 +60,10 @@ def profile(call, times: int = 3) -> list[Span]:
         ]
     events.sort(key=lambda e: e[2])
     # Calls are waited for, so that the longest pauses lie between them.
-    gaps = [
-        b[2] - max(e[3] for e in events[: i + 1])
-        for i, (_, b) in enumerate(zip(events, events[1:], strict=False))
-    ]
-    cuts = sorted(sorted(range(len(gaps)), key=gaps.__getitem__)[-(times - 1) :])
-    last = events[cuts[-1] + 1 :]
+    ends = np.maximum.accumulate([end for *_, end in events])
+    gaps = np.array([start for _, _, start, _ in events[1:]]) - ends[:-1]
+    cuts = np.sort(np.argsort(gaps)[-(times - 1) :])
+    last = events[int(cuts[-1]) + 1 :]
     zero = last[0][2]
     return [Span(stream, short(name), a - zero, b - zero) for stream, name, a, b in last]
 
@@ -75,32 +75,87 @@ def short(name: str) -> str:
 
 def beside(span: Span, spans: list[Span]) -> float:
     """The part of a span during which another stream was busy, too."""
-    others = sorted((s.start_us, s.end_us) for s in spans if s.stream != span.stream)
-    covered, at = 0.0, span.start_us
-    for start, end in others:
-        start, end = max(start, at), min(end, span.end_us)
-        if end > start:
-            covered, at = covered + end - start, end
+    others = union(s for s in spans if s.stream != span.stream)
+    covered = both(union([span]), others)
     return covered / max(span.end_us - span.start_us, 1e-9)
+
+
+Intervals = list[tuple[float, float]]
+"""Apart from each other, in order of time."""
+
+
+def union(spans: Iterable[Span]) -> Intervals:
+    """When at least one of the spans is under way."""
+    found: Intervals = []
+    for start, end in sorted((s.start_us, s.end_us) for s in spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    """Microseconds of all of them."""
+    return sum(end - start for start, end in intervals)
+
+
+def both(one: Intervals, other: Intervals) -> float:
+    """Microseconds that lie in both."""
+    return length(one) + length(other) - length(_merged(one, other))
+
+
+def _merged(one: Intervals, other: Intervals) -> Intervals:
+    return union(Span("", "", *interval) for interval in (*one, *other))
+
+
+def is_transfer(span: Span) -> bool:
+    """Whether a span moves data to another GPU: a kernel of NCCL, or a copy between peers."""
+    return "nccl" in span.name.lower() or "p2p" in span.name.lower()
+
+
+class Overlap(NamedTuple):
+    """How much of the transfers runs beside other work; milliseconds on one GPU."""
+
+    transfer_ms: float
+    """While at least one transfer is under way."""
+    hidden_ms: float
+    """Of these, while a kernel that is no transfer runs as well."""
+
+    def __str__(self) -> str:
+        share = self.hidden_ms / self.transfer_ms if self.transfer_ms else 0.0
+        return f"{self.transfer_ms:.2f} ms of transfers, {share:.0%} of it beside kernels"
+
+
+def overlap(spans: list[Span]) -> Overlap:
+    """Sums a profile up."""
+    transfers = union(s for s in spans if is_transfer(s))
+    kernels = union(s for s in spans if not is_transfer(s))
+    return Overlap(length(transfers) / 1e3, both(transfers, kernels) / 1e3)
 
 
 def draw(spans: list[Span], title: str, file: pathlib.Path) -> None:
     """One row for each stream."""
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     streams = list(dict.fromkeys(s.stream for s in spans))
-    names = [n for n, _ in collections.Counter(s.name for s in spans).most_common()]
-    names.sort(key=lambda n: -sum(s.end_us - s.start_us for s in spans if s.name == n))
-    colours = dict(zip(names, plt.get_cmap("tab20").colors, strict=False))
-    figure, axes = plt.subplots(figsize=(12, 1 + 0.6 * len(streams)), layout="constrained")
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = collections.defaultdict(list)
+    taken: collections.Counter[str] = collections.Counter()
     for s in spans:
-        bar = (s.start_us, s.end_us - s.start_us)
-        at = (len(streams) - 1 - streams.index(s.stream) - 0.4, 0.8)
-        axes.broken_barh([bar], at, color=colours.get(s.name, "black"), linewidth=0)
+        bars[s.stream, s.name].append((s.start_us / 1e3, (s.end_us - s.start_us) / 1e3))
+        taken[s.name] += s.end_us - s.start_us  # pyright: ignore[reportArgumentType]
+    names = [name for name, _ in taken.most_common()]
+    colours = dict(zip(names, colormaps["tab20"].colors, strict=False))  # pyright: ignore
+    figure = Figure(figsize=(12, 1.5 + 0.5 * len(streams)), layout="constrained")
+    axes = figure.subplots()
+    for (stream, name), own in bars.items():
+        at = (len(streams) - 1 - streams.index(stream) - 0.4, 0.8)
+        axes.broken_barh(own, at, color=colours.get(name, "black"), linewidth=0)
     for name, colour in list(colours.items())[:10]:
         axes.barh(0, 0, color=colour, label=name)
     axes.set_yticks(range(len(streams)), streams[::-1])
-    axes.set_xlabel("µs")
+    axes.set_xlabel("ms")
     axes.set_title(title)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(file, dpi=130)

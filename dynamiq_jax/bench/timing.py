@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax import lax
 
+_TUNE_ALONE = "--xla_gpu_shard_autotuning=false"
 UNROLLED = 8
 """Iterations that follow each other in a program without a loop."""
 
@@ -45,9 +46,11 @@ def silent(_: str) -> None:
 def compile_together(lowered: Sequence[Any], announce: Announce = silent) -> list[Any]:
     """Compiles lowered programs side by side.
 
-    Where there are several processes they compile one after the other, all in the same order.
+    Where there are several processes they compile one after the other, all in the same order: XLA
+    shares out the tuning of kernels, unless ``XLA_FLAGS`` has ``--xla_gpu_shard_autotuning=false``.
     """
-    threads = 1 if jax.process_count() > 1 else min(len(lowered), os.cpu_count() or 1)
+    shared = jax.process_count() > 1 and _TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
+    threads = 1 if shared else min(len(lowered), os.cpu_count() or 1)
     ready = []
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         for program in pool.map(lambda program: program.compile(), lowered):
