@@ -11,8 +11,8 @@ import pytest
 TEXT = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 START, *RECIPES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 NAMES = [
-    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "weight",
-    "by path", "by step", "metrics",
+    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "sequential",
+    "weight", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "scan": 2, "weight": 1, "by path": 0, "by step": 3, "metrics": 0,
+        "scan": 2, "sequential": 2, "weight": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -71,8 +71,9 @@ def test_flax(run, name):
     assert float(found["loss"]) < 0.5
 
 
-def test_layers_in_a_scan(run, capsys):
-    found = run("scan")
+@pytest.mark.parametrize("name", ["scan", "sequential"])
+def test_layers_reduce_in_the_backward_pass(run, capsys, name):
+    found = run(name)
     assert capsys.readouterr().out.startswith("loss 0.")
     for leaf in jax.tree.leaves(found["params"]):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
