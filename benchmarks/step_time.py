@@ -6,15 +6,16 @@ r"""Times training steps by how their gradients are averaged: what a step comput
 One process with all GPUs, or one for each (``--processes``, ``--process-id``, ``--coordinator``);
 the first one prints. Data-parallel training of the models in `examples/llm_model.py` with the
 optimizer of `examples/train_llm.py`: bf16 matrix products, f32 parameters and moments, gradients in
-bf16 when they are averaged, parameters and state donated, random tokens. The host waits for nobody
+bf16, parameters and state donated, random tokens. The host waits for nobody
 within a sample of several steps.
 
 A step that averages nothing is what computation takes; what a step takes beyond that is *exposed*
 communication, kernels of the compression included. *MFU* is the share of the GPUs' peak that the
 model's own operations take, see `llm_model.training_flops`.
 
-Methods are those of ``dynamiq-jax error``, with bits where they have a choice, and ``bf16-psum``:
-`lax.pmean` of every leaf.
+Methods are those of ``dynamiq-jax error``, with bits where they have a choice; ``bf16-psum``:
+`lax.pmean` of every leaf after the backward pass, with XLA's own options, by which it overlaps what
+it can; and ``bf16-native``: XLA's all-reduce where the other methods reduce.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +53,26 @@ from llm_model import (  # pyright: ignore[reportMissingImports]
     Config,
     init_params,
     make_loss,
+    make_stages,
     peak_flops,
     training_flops,
 )
 from train_llm import MIN_LEAF_SIZE, RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
 
-NONE, BF16 = "none", "bf16-psum"
+NONE, BF16, NATIVE = "none", "bf16-psum", "bf16-native"
 
-Average = Callable[[Any, Any], Any]
-"""(one worker's gradients, axis name or names) -> their mean."""
+ValueAndGrad = Callable[[Any, Array], tuple[Array, Any]]
+"""(one worker's parameters in bf16, its tokens) -> (its own loss, the mean gradients)."""
+
+
+class Way(NamedTuple):
+    """One way to train a step."""
+
+    value_and_grad: ValueAndGrad
+    wire_bytes: Callable[[Any], float]
+    """(gradients) -> bytes that a worker sends."""
+    options: dict[str, Any]
+    """Of the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +101,36 @@ class Row:
     """Of these, while other kernels run as well."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What all rows have in common."""
+
+    model: str
+    config: Config
+    mesh: Mesh
+    topology: Any
+    batch: int
+    """Sequences of every worker."""
+    samples: int
+    steps: int
+    """In a sample."""
+    staged: bool
+    """Whether gradients are reduced in the backward pass, or after it."""
+    lag: int
+    """See `dq.sequential`."""
+    bucket_bytes: int | None
+    profiles: Path | None
+    """A folder for timelines."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is kept beside the rows."""
+        return {
+            "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
+            "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
+        }  # fmt: skip
+
+
 COLUMNS = (
     tables.Column("method", lambda r: r.method),
     tables.Column("topology", lambda r: r.topology),
@@ -105,56 +147,69 @@ COLUMNS = (
 # --- What is timed --------------------------------------------------------------------------------
 
 
-def parse_average(
-    text: str, topology: Any, sizes: tuple[int, ...], bucket_bytes: int | None
-) -> tuple[Average, Callable[[Any], float]]:
-    """How to average, and (gradients) -> bytes that a worker sends.
+def parse_way(text: str, run: Run) -> Way:
+    """How a step with gradients averaged as ``text`` says comes to its loss and gradients.
+
+    ``bf16-psum`` and ``none`` are compiled with XLA's own options, whatever is staged.
 
     Raises:
       ValueError: the method or its bits are not known.
     """
-    if text == NONE:
-        return (lambda grads, axes: grads), (lambda grads: 0.0)
-    if text == BF16:
-        sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes)
-        return _each_pmean, lambda grads: sent * sum(g.size * 2 for g in jax.tree.leaves(grads))
-    options: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
-    if bucket_bytes:
-        options["bucket_bytes"] = bucket_bytes
-    method = contenders.make_method(text, **options)
-    route = None if contenders.native_only(text) else topology
+    sizes, loss_fn = run.mesh.devices.shape, make_loss(run.config)
+    names = run.mesh.axis_names
+    axes = names if len(names) > 1 else names[0]
+    if text in (NONE, BF16):
+        sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes) if text == BF16 else 0.0
 
-    def average(grads: Any, axes: Any) -> Any:
-        return dq.pmean(grads, axes, method=method, topology=route)
+        def plainly(params: Any, tokens: Array) -> tuple[Array, Any]:
+            loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+            return loss, lax.pmean(grads, axes) if text == BF16 else grads
+
+        return Way(
+            plainly, lambda grads: sent * sum(2 * g.size for g in jax.tree.leaves(grads)), {}
+        )
+    limits: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
+    if run.bucket_bytes:
+        limits["bucket_bytes"] = run.bucket_bytes
+    native = contenders.native_only(text) or text == NATIVE
+    method = contenders.make_method("bf16" if text == NATIVE else text, **limits)
+    options: dict[str, Any] = {"method": method, "topology": None if native else run.topology}
+    stages = make_stages(run.config)
+
+    def in_stages(params: Any, tokens: Array) -> Array:
+        parts = stages.split(params)
+        return dq.sequential(stages.functions, parts, tokens, axes, lag=run.lag, **options)
+
+    def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
+        if run.staged:
+            return jax.value_and_grad(in_stages)(params, tokens)
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        return loss, dq.pmean(grads, axes, **options)
 
     def wire_bytes(grads: Any) -> float:
-        return dq.explain(grads, sizes, method=method, topology=route, verbose=False).wire_bytes
+        trees = stages.split(grads) if run.staged else (grads,)
+        return sum(dq.explain(t, sizes, **options, verbose=False).wire_bytes for t in trees)
 
-    return average, wire_bytes
-
-
-def _each_pmean(grads: Any, axes: Any) -> Any:
-    return jax.tree.map(lambda g: lax.pmean(g, axes), grads)
+    return Way(value_and_grad, wire_bytes, dq.xla_options())
 
 
 def make_step(
-    config: Config, optimizer: optax.GradientTransformation, mesh: Mesh, average: Average
+    optimizer: optax.GradientTransformation, mesh: Mesh, way: Way
 ) -> Callable[[Any, Array], tuple[Any, Array]]:
     """Returns ``step((params, opt_state), tokens) -> ((params, opt_state), loss)``, jitted.
 
     The first argument is donated.
     """
-    axes = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
-    loss_fn = make_loss(config)
+    axes = mesh.axis_names
 
     # A step that averages nothing returns gradients that differ: JAX must not check.
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
     def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        narrow = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
-        return lax.pmean(loss, axes), average(narrow, axes)
+        narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        loss, grads = way.value_and_grad(narrow, tokens)
+        return lax.pmean(loss, axes), grads
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=dq.xla_options())
+    @partial(jax.jit, donate_argnums=0, compiler_options=way.options)
     def step(state: Any, tokens: Array) -> tuple[Any, Array]:
         params, opt_state = state
         loss, grads = value_and_grad(params, tokens)
@@ -222,78 +277,73 @@ def profile_step(
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def measure(
-    config: Config, name: str, methods: Sequence[str], topology: Any, mesh: Mesh, *,
-    batch: int, samples: int, steps: int, bucket_bytes: int | None, profiles: Path | None,
-    say: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
-    """A row for every method; the last one averages nothing."""
-    sizes = mesh.devices.shape
+def measure(run: Run, methods: Sequence[str], say: Callable[[str], None]) -> Iterator[Row]:
+    """A row for every method; the first one averages nothing."""
+    config, mesh = run.config, run.mesh
     whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-    optimizer = make_optimizer(RECIPES[name])
-    params = random_params(config, whole)
-    state = params, jax.jit(optimizer.init, out_shardings=whole)(params)
-    shape = mesh.size * batch, config.seq_len + 1
+    optimizer = make_optimizer(RECIPES[run.model])
+    init = jax.jit(optimizer.init, out_shardings=whole)
+
+    def fresh() -> tuple[Any, Any]:
+        params = random_params(config, whole)
+        return params, init(params)
+
+    state = fresh()
+    shape = mesh.size * run.batch, config.seq_len + 1
     draw = partial(jax.random.randint, jax.random.key(1), shape, 0, config.vocab_size)
     tokens = jax.jit(draw, out_shardings=own)()
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
-    flops = training_flops(config, params, batch * config.seq_len)
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), state[0])
+    flops = training_flops(config, grads, run.batch * config.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
+    ways = {text: parse_way(text, run) for text in (NONE, *methods)}
 
-    averages = {text: parse_average(text, topology, sizes, bucket_bytes) for text in methods}
-    averages[NONE] = parse_average(NONE, topology, sizes, bucket_bytes)
-    programs: dict[str, Any] = {}
-
-    def make(texts: Sequence[str]) -> None:
-        """Traces and compiles; leaves out, aloud, what does not compile."""
+    def compiled(texts: Sequence[str]) -> dict[str, Any]:
+        """Leaves out, aloud, what cannot be traced."""
         lowered = {}
         for text in texts:
-            step = make_step(config, optimizer, mesh, averages[text][0])
             try:
-                lowered[text] = step.lower(state, tokens)
+                lowered[text] = make_step(optimizer, mesh, ways[text]).lower(state, tokens)
             except (NotImplementedError, ValueError) as error:
                 say(f"{text} is left out: {error}")
             else:
                 say(f"traced {text}")
-        programs.update(zip(lowered, compile_together(list(lowered.values()), say), strict=True))
+        programs = compile_together(list(lowered.values()), say)
+        return dict(zip(lowered, programs, strict=True))
 
-    make([NONE])  # XLA tunes its matrix products here, and finds them tuned in all others
-    make([text for text in averages if text != NONE])
-    programs[NONE] = programs.pop(NONE)  # last: there replicas part
-    times: dict[str, list[float]] = {}
-    overlaps: dict[str, timeline.Overlap] = {}
+    programs = compiled([NONE])  # XLA tunes its matrix products here, and finds them tuned
+    programs |= compiled([text for text in ways if text != NONE])
+    alone_ms = 0.0
     for text, step in programs.items():
-        state, times[text] = time_steps(step, state, tokens, samples, steps)
-        say(f"{text}: {np.median(times[text]):.2f} ms")
-        if profiles:
-            state, overlaps[text] = profile_step(step, state, tokens, profiles, f"{name} {text}")
-            say(f"{text}: {overlaps[text]}")
-    alone_ms = float(np.median(times[NONE]))
-    rows = []
-    for text in programs:
-        _, wire_bytes = averages[text]
-        found = overlaps.get(text)
-        p10, median, p90 = map(float, np.percentile(times[text], [10, 50, 90]))
-        route = None if text in (NONE, BF16) or contenders.native_only(text) else topology
-        rows.append(
-            Row(
-                model=name,
-                tokens=batch * config.seq_len,
-                method=text,
-                topology=type(route).__name__.lower() if route else "native",
-                transport=transport(mesh.devices.flat[0].platform, route),
-                n_workers=mesh.size,
-                step_ms=median,
-                p10_ms=p10,
-                p90_ms=p90,
-                exposed_ms=median - alone_ms,
-                mfu=flops / (median / 1e3) / peak if peak else None,
-                wire_bytes=wire_bytes(grads),
-                transfer_ms=found and found.transfer_ms,
-                hidden_ms=found and found.hidden_ms,
-            )
+        state, times = time_steps(step, state, tokens, run.samples, run.steps)
+        p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
+        say(f"{text}: {median:.2f} ms")
+        found = None
+        if run.profiles:
+            title = f"{run.model} {text}"
+            state, found = profile_step(step, state, tokens, run.profiles, title)
+            say(f"{text}: {found}")
+        if text == NONE:
+            alone_ms = median
+            state = None
+            state = fresh()  # replicas had parted
+        native = text in (NONE, BF16, NATIVE) or contenders.native_only(text)
+        route = None if native else run.topology
+        yield Row(
+            model=run.model,
+            tokens=run.batch * config.seq_len,
+            method=text,
+            topology=type(route).__name__.lower() if route else "native",
+            transport=transport(mesh.devices.flat[0].platform, route),
+            n_workers=mesh.size,
+            step_ms=median,
+            p10_ms=p10,
+            p90_ms=p90,
+            exposed_ms=median - alone_ms,
+            mfu=flops / (median / 1e3) / peak if peak else None,
+            wire_bytes=ways[text].wire_bytes(grads),
+            transfer_ms=found and found.transfer_ms,
+            hidden_ms=found and found.hidden_ms,
         )
-    return rows
 
 
 def main(
@@ -310,6 +360,10 @@ def main(
     bucket_mib: Annotated[
         float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
     ] = None,
+    staged: Annotated[
+        bool, typer.Option(help="Reduce in the backward pass (dq.sequential), or after it.")
+    ] = True,
+    lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="Of every method.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
@@ -333,36 +387,45 @@ def main(
         jax.distributed.initialize(coordinator, processes, process_id)
     chosen = contenders.parts(methods)
     try:
-        route = contenders.parse_topology(topology, nodes)
+        run = Run(
+            model=model,
+            config=dataclasses.replace(CONFIGS[model], remat=remat, attention=attention),
+            mesh=make_mesh(jax.devices(), nodes),
+            topology=contenders.parse_topology(topology, nodes),
+            batch=batch,
+            samples=samples,
+            steps=steps,
+            staged=staged,
+            lag=lag,
+            bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
+            profiles=profiles,
+        )
         for text in chosen:
-            parse_average(text, route, (2,), None)
+            parse_way(text, run)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
     if profiles and jax.default_backend() != "gpu":
         raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
-    config = dataclasses.replace(CONFIGS[model], remat=remat, attention=attention)
-    mesh = make_mesh(jax.devices(), nodes)
     dq.xla_options()  # steps are compiled with them: `explain` and labels have to know
-    first, console = jax.process_index() == 0, Console(stderr=True)
-    rows = measure(
-        config, model, chosen, route, mesh,
-        batch=batch, samples=samples, steps=steps,
-        bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None, profiles=profiles,
-        say=console.log if first else lambda text: None,
-    )  # fmt: skip
+    first, console, rows = jax.process_index() == 0, Console(stderr=True), []
+    for row in measure(run, chosen, console.log if first else lambda text: None):
+        rows.append(row)
+        if json_file and first:  # row by row: a command that is cut off leaves what it has
+            about = tables.surroundings(jax.devices())
+            found = {
+                "about": about,
+                "options": run.options,
+                "rows": list(map(dataclasses.asdict, rows)),
+            }
+            json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
     if not first:
         return
     title = (
-        f"{model}, {rows[0].tokens:,} tokens per worker and step, {mesh.size} x "
+        f"{model}, {rows[0].tokens:,} tokens per worker and step, {run.mesh.size} x "
         f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es)"
     )
     shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
     tables.print_table(rows, shown, title)
-    if json_file:
-        about = tables.surroundings(jax.devices())
-        options = {"model": model, "attention": attention, "remat": remat, "bucket_mib": bucket_mib}
-        run = {"about": about, "options": options, "rows": list(map(dataclasses.asdict, rows))}
-        json_file.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
 
 
 def _kept_runs(json_file: Path | None) -> list[Any]:

@@ -20,7 +20,7 @@ from dynamiq_jax.configuration import (
 )
 from dynamiq_jax.explanation import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
-from dynamiq_jax.in_backward import reduce_in_backward
+from dynamiq_jax.in_backward import reduce_in_backward, sequential
 from dynamiq_jax.methods import (
     BF16,
     F32,
@@ -76,6 +76,7 @@ __all__ = [
     "psum_scatter",
     "reduce",
     "reduce_in_backward",
+    "sequential",
     "save_config",
     "save_model_tree",
     "value_and_grad",

@@ -1,12 +1,19 @@
 """Reductions inside the backward pass: of each layer's gradients as soon as they are there."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying, varying_axes
+from dynamiq_jax._compat import (
+    AxisNames,
+    assume_invarying,
+    axis_tuple,
+    to_varying,
+    varying_axes,
+)
 from dynamiq_jax.arguments import (
     AnyMethod,
     AnyTopology,
@@ -19,7 +26,7 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.collectives import Op, reduce
 from dynamiq_jax.methods.base import check_choice
-from dynamiq_jax.seeds import key_words
+from dynamiq_jax.seeds import fold_seed, key_words
 
 
 def reduce_in_backward(
@@ -74,8 +81,148 @@ def reduce_in_backward(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis_name = check_axis(axis_name)
+    options = {"op": op, "method": method, "topology": topology, "specs": specs}
+    backward = _reducer(params, axis_name, "reduce_in_backward", **options)
+
+    @jax.custom_vjp
+    def passed(params: Any, words: Array | None) -> Any:
+        return to_varying(params, axis_name)
+
+    def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
+        return passed(params, words), words
+
+    passed.defvjp(forward, lambda words, gradients: (backward(gradients, words), None))
+    return passed(params, key_words(key))
+
+
+def sequential(
+    functions: Sequence[Callable[[Any, Any], Any]],
+    params: Sequence[Any],
+    x: Any,
+    axis_name: AxisNames,
+    *,
+    lag: int = 2,
+    op: Op = "mean",
+    method: AnyMethod | None = None,
+    topology: AnyTopology | None = None,
+    key: Array | None = None,
+    specs: Sequence[Any] | None = None,
+) -> Any:
+    """Functions one after another; each one's gradients are reduced beside the backward pass.
+
+    ``x = f(p, x)`` for every function and its parameters, and the last ``x`` is returned. In the
+    backward pass the gradients of a function are reduced, compressed, while the backward pass of
+    those before it goes on::
+
+        functions = [embed, *[block] * n_layers, head_and_loss]
+        loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
+
+    XLA's scheduler does not do this of its own accord when gradients are reduced after `jax.grad`:
+    it puts the matrix products of the weights' gradients as late as they may be, and reductions of
+    several steps after all of them. Here the order is part of the program (optimization barriers):
+    a function's gradients are complete before the backward pass goes on, and reduced when it has
+    passed ``lag`` more functions.
+
+    All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
+    the map, parameters that two functions use pass once, above. Each function's gradients are
+    buckets of their own: of a layer or more, not of a norm. Wrap functions in `jax.checkpoint` to
+    compute them again rather than keep what their backward pass needs.
+
+    Args:
+      functions: of (own parameters, x), each to the next one's x; any pytrees.
+      params: a pytree for every function.
+      x: what the first function takes; integers and the like pass.
+      axis_name: as for `psum`.
+      lag: functions whose backward pass may begin before the reduction is complete, at least 0. On
+        slow links more hides more; gradients wait in memory for as long.
+      op: "mean" or "sum".
+      method: as for `psum`; none with memory, which has nowhere to go.
+      topology: as for `psum`.
+      key: as for `psum`; the function's number is folded in.
+      specs: a tree as for `psum` for every function.
+
+    Returns:
+      What the last function returns.
+
+    Raises:
+      ValueError: there are not as many params, or specs, as functions; or as `reduce_in_backward`.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: a derivative of the derivative is taken.
+    """
+    axis_name = check_axis(axis_name)
+    functions, params = tuple(functions), tuple(params)
+    specs = (None,) * len(functions) if specs is None else tuple(specs)
+    for name, given in (("params", params), ("specs", specs)):
+        if len(given) != len(functions):
+            raise ValueError(
+                f"{len(functions)} functions and {len(given)} {name}: pass one for each function"
+            )
+    if not functions:
+        raise ValueError("functions is empty: pass at least one")
+    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+        raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 2")
+    options = {"op": op, "method": method, "topology": topology}
+    reducers = [
+        _reducer(own, axis_name, "sequential", specs=spec, **options)
+        for own, spec in zip(params, specs, strict=True)
+    ]
+
+    @jax.custom_vjp
+    def run(params: Any, x: Any, words: Array | None) -> Any:
+        for function, own in zip(functions, to_varying(params, axis_name), strict=True):
+            x = function(own, x)
+        return x
+
+    def forward(params: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
+        pulls = []
+        for function, own in zip(functions, to_varying(params, axis_name), strict=True):
+            x, pull = jax.vjp(function, own, x)
+            pulls.append(pull)
+        return x, (pulls, words)
+
+    def backward(kept: Any, gradient: Any) -> tuple[Any, Any, None]:
+        pulls, words = kept
+        reduced: list[Any] = []
+        for number, pull in reversed(list(enumerate(pulls))):
+            own, gradient = _together(*pull(gradient))
+            own_words = None if words is None else fold_seed(words, number)
+            reduced.append(reducers[number](own, own_words))
+            if len(reduced) > lag:
+                gradient, reduced[-1 - lag] = _together(gradient, reduced[-1 - lag])
+        return tuple(reduced[::-1]), gradient, None
+
+    run.defvjp(forward, backward)
+    return run(params, x, key_words(key))
+
+
+def _together(*trees: Any) -> tuple[Any, ...]:
+    """The same trees; whatever needs one of their arrays waits for all of them.
+
+    JAX lets what passes a barrier vary over all axes over which one of the arrays does.
+    """
+
+    def as_before(held: Array, x: Array) -> Array:
+        return assume_invarying(held, tuple(sorted(varying_axes(held) - varying_axes(x))))
+
+    leaves, treedef = jax.tree.flatten(trees)
+    moving = [x for x in leaves if x.dtype != jax.dtypes.float0]
+    held = iter(map(as_before, lax.optimization_barrier(moving), moving))
+    return treedef.unflatten(x if x.dtype == jax.dtypes.float0 else next(held) for x in leaves)
+
+
+def _reducer(
+    params: Any,
+    axis_name: AxisNames,
+    caller: str,
+    *,
+    op: Op,
+    method: AnyMethod | None,
+    topology: AnyTopology | None,
+    specs: Any,
+) -> Callable[[Any, Array | None], Any]:
+    """Reduces gradients of ``params``, given with the words of a key; checks the rest first."""
     check_choice("op", op, get_args(Op))
-    _check_memory(params, method, topology, axis_sizes(axis_name, "reduce_in_backward"))
+    _check_memory(params, method, topology, axis_sizes(axis_name, caller), caller)
     own_axes = set(axis_tuple(axis_name))
     varied = [tuple(varying_axes(x) & own_axes) for x in jax.tree.leaves(params)]
     by_name = specs is not None or chooses_by_path(method)
@@ -88,18 +235,11 @@ def reduce_in_backward(
     @reduced.defjvp
     def _(primals, tangents):
         raise NotImplementedError(
-            "reduce_in_backward has derivatives of the first order only; for others reduce after "
+            f"{caller} has derivatives of the first order only; for others reduce after "
             "jax.grad, with dq.pmean"
         )
 
-    @jax.custom_vjp
-    def passed(params: Any, words: Array | None) -> Any:
-        return to_varying(params, axis_name)
-
-    def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
-        return passed(params, words), words
-
-    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
+    def backward(gradients: Any, words: Array | None) -> Any:
         leaves, treedef = jax.tree.flatten(gradients)
         moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]  # the others are float0
         own: Any = [x for x, m in zip(leaves, moving, strict=True) if m]
@@ -111,14 +251,17 @@ def reduce_in_backward(
         total = [next(found) if m else x for x, m in zip(leaves, moving, strict=True)]
         # The gradient of what came in varying varies, too: in type, with the same bits everywhere.
         pairs = zip(total, varied, strict=True)
-        return treedef.unflatten(to_varying(x, axes) if axes else x for x, axes in pairs), None
+        return treedef.unflatten(to_varying(x, axes) if axes else x for x, axes in pairs)
 
-    passed.defvjp(forward, backward)
-    return passed(params, key_words(key))
+    return backward
 
 
 def _check_memory(
-    params: Any, method: AnyMethod | None, topology: AnyTopology | None, sizes: tuple[int, ...]
+    params: Any,
+    method: AnyMethod | None,
+    topology: AnyTopology | None,
+    sizes: tuple[int, ...],
+    caller: str,
 ) -> None:
     """Refuses methods with memory ahead of the backward pass."""
     if chooses_by_path(method):

@@ -1,4 +1,4 @@
-"""XLA's options under which the GPUs of a process send payloads to each other by copy engines.
+"""XLA's options under which reductions overlap, and payloads travel by copy engines.
 
 By default a collective is a kernel of NCCL, which takes multiprocessors and memory bandwidth from
 the kernels beside it. With these options a `ppermute` between GPUs of one process is a copy by an
@@ -16,33 +16,40 @@ _OPTIONS: dict[str, Any] = {
     _FLAG: "COLLECTIVES_PEER_MEMORY",
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+_APART: dict[str, Any] = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
+"""XLA combines all-reduces of up to so many bytes. By default it would make one of the light ones
+of all buckets, which then wait for the last gradient."""
 _asked_for = False
 
 
 def xla_options() -> dict[str, Any]:
-    """Compiler options with which payloads travel by copy engines, if they can here.
+    """Compiler options with which reductions overlap, and payloads travel by copy engines.
 
     Pass them to the outermost `jax.jit` of a program that reduces::
 
         step = jax.jit(step, compiler_options=dq.xla_options())
 
-    XLA reads them per program and a library cannot see them. So this call counts as the word that
-    programs of this process are compiled with them: from then on topologies whose ``transport`` is
-    `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS` with
-    ``--xla_gpu_collective_permute_mode=peer`` counts as well.
+    On GPUs they keep the light all-reduces of different buckets apart, so that a bucket need not
+    wait for all gradients. Where the GPUs of one process may read each other's memory, payloads are
+    copied by engines. XLA reads options per program and a library cannot see them. So this call
+    counts as the word that programs of this process are compiled with them: from then on topologies
+    whose ``transport`` is `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS`
+    with ``--xla_gpu_collective_permute_mode=peer`` counts as well.
 
     Returns:
-      Names and values; empty where they do not apply: on one device, on other devices than GPUs, in
-      several processes, with ``NCCL_P2P_DISABLE=1``, or where this JAX does not know them.
+      Names and values, without those that this JAX does not know. No copy engines: in several
+      processes, with ``NCCL_P2P_DISABLE=1``. Empty: on one device, on other devices than GPUs.
     """
     global _asked_for
-    if not _peers():
+    if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
-    known = {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
-    if _FLAG not in known:
-        return {}
-    _asked_for = True
-    return known
+    options = {name: value for name, value in _APART.items() if _is_known(name, value)}
+    if _peers():
+        known = {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
+        if _FLAG in known:
+            _asked_for = True
+            options |= known
+    return options
 
 
 def copy_engines() -> str | None:

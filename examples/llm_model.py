@@ -15,7 +15,7 @@ has norms that multiply by 1 + scale, and GELU for SiLU. ``hf_checkpoint.py`` re
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -314,3 +314,49 @@ def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
         return per_token.mean()
 
     return loss
+
+
+class Stages(NamedTuple):
+    """A model as functions that follow each other, for `dq.sequential`."""
+
+    functions: tuple[Callable[[Any, Any], Any], ...]
+    """The embedding, every block, and the head with the loss."""
+    split: Callable[[nnx.State], tuple[Any, ...]]
+    """From the model's parameters to those of each function."""
+
+
+def make_stages(config: Config) -> Stages:
+    """The same loss as `make_loss`, which the functions compute from ``tokens``.
+
+    Raises:
+        ValueError: the head is the embedding: two functions would use it.
+    """
+    if config.tied:
+        raise ValueError("tied=True: the head is the embedding; pass a model with its own head")
+    whole = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    graphs = {name: nnx.graphdef(getattr(whole, name)) for name in ("embed", "norm", "head")}
+    block_graph = nnx.graphdef(whole.blocks[0])  # of all blocks
+
+    def embed(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = nnx.merge(graphs["embed"], params)(tokens[:, :-1])
+        if whole.embed_scale is not None:
+            x = x * jnp.asarray(whole.embed_scale, x.dtype)
+        return x, tokens[:, 1:]
+
+    def block(params: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(block_graph, params)(carry[0]), carry[1]
+
+    def head(params: Any, carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, targets = carry
+        for name in ("norm", "head"):
+            x = nnx.merge(graphs[name], params[name])(x)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            x.astype(jnp.float32), targets
+        ).mean()
+
+    def split(params: nnx.State) -> tuple[Any, ...]:
+        blocks = [params["blocks"][i] for i in range(config.n_layers)]
+        return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
+
+    middle = jax.checkpoint(block) if config.remat else block
+    return Stages((embed, *[middle] * config.n_layers, head), split)

@@ -58,7 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,7 @@ from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from llm_model import (
     CONFIGS,
     INITS,
+    AttentionKernel,
     Config,
     Loss,
     init_params,
@@ -261,6 +262,7 @@ class Result:
     mean_vnmse: float = float("nan")
     mean_worst_leaf: float = float("nan")
     losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of every step; the first one compiles
     vnmse: dict[int, float] = field(default_factory=dict)
     worst_leaf: dict[int, float] = field(default_factory=dict)
 
@@ -381,7 +383,7 @@ def fit(
     if ahead is None:
         ahead = 0 if jax.default_backend() == "cpu" else 1
     waiting: deque[jax.Array] = deque()
-    times, last = [], time.perf_counter()
+    last = time.perf_counter()
     flops = training_flops(run.model, jax.eval_shape(run.init), run.rows * run.model.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
     columns = TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()
@@ -398,9 +400,9 @@ def fit(
             for _ in range(len(waiting) - (ahead if i + 1 < run.recipe.steps else 0)):
                 result.losses.append(float(waiting.popleft()))  # waits for that step
                 now = time.perf_counter()
-                times.append(now - last)
+                result.seconds.append(now - last)
                 last = now
-                result.seconds_per_step = float(np.median(times[1:] or times))  # the first compiles
+                result.seconds_per_step = float(np.median(result.seconds[1:] or result.seconds))
                 if peak:
                     per_second = flops / result.seconds_per_step
                     result.mfu = per_second / (peak * run.mesh.size)
@@ -597,6 +599,9 @@ def main(
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
     mesh: Annotated[str | None, typer.Option(help="as data=4,model=2 or replica=2,fsdp=4")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
+    attention: Annotated[
+        str, typer.Option(help="xla, or cudnn: flash attention on NVIDIA GPUs, not tiny")
+    ] = "xla",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     compare: Annotated[bool, typer.Option(help="run dynamiq, bf16 and f32 in turn")] = False,
     measure_every: Annotated[int, typer.Option(min=1, help="steps between vNMSE values")] = 20,
@@ -608,6 +613,7 @@ def main(
     """Trains a LLaMA-style model with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
     check_choice(init, INITS, "--init")
+    check_choice(attention, get_args(AttentionKernel), "--attention")
     chosen = choose(method, bits, topology, config_file)
     recipe = RECIPES[model]
     recipe = recipe._replace(
@@ -636,7 +642,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
 
     config, console = CONFIGS[model], Console()
-    config = replace(config, vocab_size=vocab_size or config.vocab_size, init=init)
+    vocab_size = vocab_size or config.vocab_size
+    config = replace(config, vocab_size=vocab_size, init=init, attention=attention)
     devices = make_mesh(mesh or f"{AXIS}={n_devices}")
     if isinstance(chosen.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
         raise typer.BadParameter(
@@ -673,7 +680,8 @@ def main(
 
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "init": init, "mesh": dict(devices.shape), "seq_len": config.seq_len, "seed": seed,
+        "init": init, "attention": attention, "mesh": dict(devices.shape),
+        "seq_len": config.seq_len, "seed": seed,
         "bits": chosen.compression.bits,
         "topology": chosen.topology and type(chosen.topology).__name__.lower(),
         "results": [asdict(result) for result in results],

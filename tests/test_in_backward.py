@@ -274,3 +274,162 @@ def test_a_pytree_that_refuses_none_may_hold_integers():
 
     found = mapped(inside, True)(layers["kernel"], x)
     assert np.all(np.isfinite(found[0])) and np.any(np.asarray(found[0]) != 0)
+
+
+# --- One function after another -------------------------------------------------------------------
+
+
+def stages():
+    """An embedding, layers and a loss; their parameters; every worker's tokens."""
+    layers, _ = inputs()
+    tokens = jax.random.randint(jax.random.key(3), (N, 6), 0, 32)
+    table = jax.random.normal(jax.random.key(4), (32, DIM))
+
+    def embed(w, tokens):
+        return w["table"][tokens], tokens
+
+    def block(w, x):
+        return layer(x[0], w), x[1]
+
+    def head(w, x):
+        return jnp.mean((x[0] @ w["kernel"] - x[1][:, None]) ** 2)
+
+    own = [{name: w[i] for name, w in layers.items()} for i in range(LAYERS)]
+    params = [{"table": table}, *own, {"kernel": layers["kernel"][0]}]
+    return [embed, *[block] * LAYERS, head], params, tokens
+
+
+def plain(functions, params, x):
+    for function, own in zip(functions, params, strict=True):
+        x = function(own, x)
+    return x
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("lag", [0, 2, 9])
+def test_sequential_has_the_bits_of_reductions_after_grad(check_vma, lag):
+    functions, params, tokens = stages()
+
+    def inside(params, x):
+        options = {"lag": lag, "method": METHOD, "key": KEY}
+        return jax.value_and_grad(lambda p: dq.sequential(functions, p, x, "data", **options))(
+            params
+        )
+
+    def after(params, x):
+        loss, own = jax.value_and_grad(partial(plain, functions))(local(params, check_vma), x)
+        words = jax.random.key_data(KEY)
+        keys = [jax.random.fold_in(jax.random.wrap_key_data(words), i) for i in range(len(own))]
+        pairs = zip(own, keys, strict=True)
+        return loss, [dq.pmean(g, "data", method=METHOD, key=key) for g, key in pairs]
+
+    found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(own, other)
+    for g in jax.tree.leaves(found[1]):
+        assert_same_bits(g, np.broadcast_to(g[:1], g.shape))
+        assert np.any(np.asarray(g) != 0)
+
+
+def test_sequential_passes_the_gradient_of_its_input():
+    functions, params, tokens = stages()
+    x = (jax.random.normal(jax.random.key(8), (N, 6, DIM)), tokens)
+
+    def inside(x, params):
+        def loss(first):
+            rest = functions[1:], params[1:], (first, x[1])
+            return dq.sequential(*rest, "data", method=EXACT)
+
+        return jax.grad(loss)(x[0])
+
+    def of_input(y, own):
+        return plain(functions[1:], params[1:], (y, own))
+
+    for i in range(N):
+        expected = jax.grad(of_input)(x[0][i], x[1][i])
+        found = jax.vmap(inside, (0, None), axis_name="data")(x, params)[i]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_sequential_has_the_exact_mean_with_f32(remat):
+    functions, params, tokens = stages()
+    functions = [jax.checkpoint(f) for f in functions] if remat else functions
+
+    def grad(params, x):
+        return jax.grad(lambda p: dq.sequential(functions, p, x, "data", method=EXACT))(params)
+
+    found = mapped(grad, True)(params, tokens)
+    own = [jax.grad(partial(plain, functions))(params, tokens[i]) for i in range(N)]
+    exact = jax.tree.map(lambda *g: np.mean(g, axis=0), *own)
+    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        for worker in range(N):
+            np.testing.assert_allclose(g[worker], e, rtol=2e-5, atol=1e-6)
+
+
+def ancestors(jaxpr, variable):
+    """Equations that a variable of a jaxpr follows from."""
+    made = {out: i for i, e in enumerate(jaxpr.eqns) for out in e.outvars}
+    waiting, found = [variable], set()
+    while waiting:
+        number = made.get(waiting.pop())
+        if number is not None and number not in found:
+            found.add(number)
+            waiting += [v for v in jaxpr.eqns[number].invars if not hasattr(v, "val")]
+    return [jaxpr.eqns[i] for i in found]
+
+
+@pytest.mark.parametrize(("lag", "waits"), [(0, 4), (1, 3), (3, 1), (8, 0)])
+def test_sequential_reduces_while_the_backward_pass_goes_on(lag, waits):
+    """The cotangent of the input follows from the reductions of all functions but the last ones."""
+    functions, params, _ = stages()
+
+    def loss(y, params):
+        tokens = jnp.zeros(6, jnp.int32)
+        rest = functions[1:], params[1:], (y, tokens)
+        return dq.sequential(*rest, "data", lag=lag, method=EXACT)
+
+    grad = jax.grad(loss, argnums=0)
+    closed = jax.make_jaxpr(grad, axis_env=[("data", N)])(jnp.ones((6, DIM)), params)
+    (out,) = closed.jaxpr.outvars
+    sums = [e for e in ancestors(closed.jaxpr, out) if "psum" in str(e)]  # also within calls
+    assert len(sums) == waits
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"params": 4}, "5 functions and 4 params"),
+        ({"functions": 0, "params": 0}, "functions is empty"),
+        ({"specs": [None]}, "5 functions and 1 specs"),
+        ({"lag": -1}, "lag=-1 must be an integer"),
+        ({"lag": True}, "lag=True must be"),
+        ({"op": "max"}, "op='max'"),
+        ({"key": 3}, "key=3 is not a PRNG key"),
+        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "has memory, and a backward pass"),
+    ],
+)
+def test_sequential_refuses_what_cannot_be(change, complaint):
+    functions, params, tokens = stages()
+    functions = functions[: change.pop("functions", None)]
+    params = params[: change.pop("params", None)]
+    run = partial(dq.sequential, functions, axis_name="data", **change)
+    with pytest.raises(ValueError, match=complaint):
+        mapped(lambda p, x: run(p, x), True)(params, tokens)
+
+
+def test_sequential_has_no_second_derivatives():
+    functions, params, tokens = stages()
+
+    def curvature(params, x):
+        first = jax.grad(lambda p: dq.sequential(functions, p, x, "data", method=EXACT))
+        return jax.grad(lambda p: jnp.sum(first(p)[1]["kernel"]))(params)
+
+    with pytest.raises(NotImplementedError, match="sequential has derivatives of the first order"):
+        mapped(curvature, True)(params, tokens)
+
+
+def test_sequential_names_an_axis_that_is_not_mapped():
+    functions, params, tokens = stages()
+    with pytest.raises(NameError, match="data.*call sequential under"):
+        dq.sequential(functions, params, tokens, "data")

@@ -53,7 +53,7 @@ from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
 MIN_BUCKET_SIZE = 65536
 MIN_TILES_PER_WORKER = 16
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 256 * 2**20
 
 
 class DynamiQState(NamedTuple):
@@ -110,7 +110,7 @@ class DynamiQ(HopMethod):
         that NVLink connects all to all, where native psum is faster below that (unless
         ``min_bucket_size`` is given), 0 elsewhere.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
-        larger ones are buckets of their own. Default: 32 MiB, but 4 ``min_bucket_bytes`` at least.
+        larger ones are buckets of their own. Default: 256 MiB, but 4 ``min_bucket_bytes`` at least.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
         same bits on all workers, with an error at run time if not.
