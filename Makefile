@@ -3,13 +3,17 @@
 # make quick     lint, types and the tests of files that are fast, for every change
 # make soak      2000 training steps under random models, methods and topologies
 # make errors    docs/errors.md from the tests
+# make docs      the site, in site/; broken links and unlisted pages are errors
+# make release-check   builds sdist and wheel, runs the README's script with the wheel alone
+# make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
 # make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
 
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
+NEWEST_PYTHON ?= python3.12
 
-.PHONY: demo test quick soak errors test-gpu clean
+.PHONY: demo test quick soak errors docs release-check test-versions test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -32,6 +36,17 @@ errors: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
 	  -k "errors or refus or bad_fields or agreement or axis_size" tests
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "site/index.html"
+
+release-check:
+	.ci/release-check $(PYTHON)
+
+test-versions:
+	.ci/test-versions $(PYTHON) 'jax==0.10.2'
+	.ci/test-versions $(NEWEST_PYTHON) 'jax'
+
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu
 
@@ -48,4 +63,8 @@ $(VENV)/.installed-train: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(PIP) -e '.[dev,finetune]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
 	@touch $@

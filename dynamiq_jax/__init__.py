@@ -86,6 +86,8 @@ __all__ = [
     "xla_options",
 ]
 
+__version__ = "0.2.0"
+
 
 def __dir__() -> list[str]:
     """The public names; submodules are imported by their own."""

@@ -58,7 +58,7 @@ def _package(filename):
 def _row(error):
     text = re.sub(r"(?<![\w.])/(tmp|[\w.-]+/[\w.-]+)/\S*/", "", str(error))  # folders of this run
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    text = text.replace("|", "\\|").replace("\n", " ")
+    text = text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
     return f"| `{type(error).__name__}` | {text} |"
 
 

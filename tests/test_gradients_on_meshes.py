@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import re
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -245,19 +243,6 @@ def test_a_state_of_model_shards(kind):
     mean = jax.tree.map(lambda x: x / 8, total)
     assert first > 1e-3
     assert float(dq.vnmse(mean, plain)) < first / 10  # what was left out came later
-
-
-def test_the_readme_runs_as_pasted():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    section = text.split("## Meshes\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    found = {}
-    exec(code, found)
-    plain = jax.grad(found["loss_fn"])(found["params"], found["x"], found["y"])
-    for name, grad in found["grads"].items():
-        assert dict(grad.sharding.mesh.shape) == {"replica": 2, "fsdp": 4}
-        assert grad.addressable_shards[0].data.shape[0] == grad.shape[0] // 4
-        assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
 
 
 def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():

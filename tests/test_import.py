@@ -1,5 +1,6 @@
 """What `import dynamiq_jax` loads and shows, and what works without the extra `[cli]`."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,6 +67,14 @@ def test_script_and_extras_of_the_package():
     assert not set(extras["cli"]) & set(PROJECT["dependencies"])
     assert "dynamiq_jax[cli]" in extras["train"]
     assert "dynamiq_jax[cli,tensorboard]" in extras["dev"]
+
+
+def test_the_version_has_one_source():
+    assert PROJECT["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dq.__version__)
+    changes = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert changes[0] == dq.__version__ == cited[1]
 
 
 def test_completion_shows_the_public_names_alone():

@@ -1,4 +1,7 @@
-"""docs/recipes.md: every block of Python runs as pasted after the first one, on 8 devices."""
+"""Every block of Python in the README, the quickstart, the FAQ and the recipes runs as pasted.
+
+Recipes run after the first block of their page; the blocks of other pages one after the other.
+"""
 
 import os
 import re
@@ -8,27 +11,87 @@ import jax
 import numpy as np
 import pytest
 
-TEXT = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
-START, *RECIPES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page):
+    """The blocks of Python of a page."""
+    text = (ROOT / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "scan", "sequential",
-    "weight", "by path", "by step", "metrics",
+    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
+    "scan", "sequential", "loss scaling", "weight", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs a recipe in a folder of its own and returns its variables."""
+def execute(tmp_path, monkeypatch):
+    """Runs code in a folder of its own and returns its variables."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the first block sets it
     monkeypatch.chdir(tmp_path)
 
-    def run(name):
+    def execute(code, name):
         found: dict = {}
-        recipe = RECIPES[NAMES.index(name)]
-        exec(compile(START + recipe, f"recipes.md: {name}", "exec"), found)
+        exec(compile(code, name, "exec"), found)
         return found
 
-    return run
+    return execute
+
+
+@pytest.fixture
+def run(execute):
+    """Runs a recipe by its name."""
+    return lambda name: execute(START + RECIPES[NAMES.index(name)], f"recipes.md: {name}")
+
+
+def exact(found):
+    """The gradient of a page's loss, of all its rows at once."""
+    return jax.grad(found["loss_fn"])(found["params"], found["x"], found["y"])
+
+
+def test_readme(execute, capsys):
+    (code,) = blocks("README.md")
+    execute(code, "README.md")
+    (printed,) = re.findall(r"^loss (.*)$", capsys.readouterr().out, re.MULTILINE)
+    (promised,) = re.findall(r'print\(f"loss .*  # ([\d.]+) on 8 devices', code)
+    assert float(printed) == pytest.approx(float(promised), abs=2e-4)
+
+
+def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
+    example = (ROOT / "examples" / "quickstart.py").read_text()
+    assert len(example.splitlines()) <= 60
+    execute(example, "quickstart.py")
+    row = re.compile(r"^ *(bf16 psum|5 bits) +([\d.]+) +([\d.]+)$", re.MULTILINE)
+    printed, promised = row.findall(capsys.readouterr().out), row.findall(example)
+    for (name, loss, sent), (_, as_promised, _) in zip(printed, promised, strict=True):
+        assert float(loss) == pytest.approx(float(as_promised), abs=2e-4)
+        assert (name, as_promised, sent) in promised
+    (readme,) = blocks("README.md")
+    for line in ("    return jnp.mean(", "    return jax.tree.map(", "params[", "keys =", "x ="):
+        (same,) = [other for other in readme.splitlines() if other.startswith(line)]
+        assert same in example or same.replace("params[", "start[") in example
+
+
+def test_quickstart(execute, capsys):
+    found = execute("".join(blocks("docs/quickstart.md")), "quickstart.md")
+    assert re.search(r"^vNMSE 1\.\de-02, 5\.\d\d bits per", capsys.readouterr().out, re.MULTILINE)
+    moved = jax.tree.map(lambda p, new: (p - new) / 2.0, found["params"], found["shards"])
+    again = found["mean_gradient"](found["params"], found["x"], found["y"])
+    for grads in (found["grads"], moved, again):
+        assert 0 < float(dq.vnmse(grads, exact(found))) < 0.05
+    assert found["bits"] == 8 * 286_720
+
+
+def test_faq(execute, capsys):
+    found = execute("".join(blocks("docs/faq.md")), "faq.md")
+    exact = np.asarray(found["x"]).mean(0)
+    assert 0 < float(dq.vnmse(np.asarray(found["first"][0]), exact)) < 0.05
+    assert "exact" in capsys.readouterr().out
 
 
 def test_every_recipe_has_a_test():
@@ -39,7 +102,8 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "scan": 2, "sequential": 2, "weight": 1, "by path": 0, "by step": 3, "metrics": 0,
+        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loss scaling": 1, "weight": 1,
+        "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -71,9 +135,8 @@ def test_flax(run, name):
     assert float(found["loss"]) < 0.5
 
 
-@pytest.mark.parametrize("name", ["scan", "sequential"])
-def test_layers_reduce_in_the_backward_pass(run, capsys, name):
-    found = run(name)
+        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loss scaling": 1, "weight": 1,
+        "by path": 0, "by step": 3, "metrics": 0,
     assert capsys.readouterr().out.startswith("loss 0.")
     for leaf in jax.tree.leaves(found["params"]):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]

@@ -1,0 +1,74 @@
+"""What the site takes from outside of docs/, and links between its pages. A hook of MkDocs.
+
+Files keep one home each: the README is the site's first page, BUILD.md the page for contributors.
+Links work where the files are, and are rewritten here for where the site shows them; a link to a
+file that the site does not show is left as text. Names of pages in code, as `docs/recipes.md`,
+become links.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "BUILD.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "benchmarks/REPORT.md": "benchmarks/REPORT.md",
+    "benchmarks/results/training.md": "benchmarks/results/training.md",
+    "benchmarks/results/dither.md": "benchmarks/results/dither.md",
+    "benchmarks/results/dealt.md": "benchmarks/results/dealt.md",
+}
+"""Files of the repository, and where the site has them."""
+
+FENCE = re.compile(r"^(```.*?^```$|(?: {4}.*\n)+)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s#:]+)(#[^()\s]*)?\)")
+IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
+NAME = re.compile(r"(?<![\[`])`((?:docs/)?[\w./-]+\.md)`(?![\]`])")
+
+
+def on_files(files, config):
+    """Adds the pages that live elsewhere."""
+    for source, target in PAGES.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Points links at pages of the site."""
+    target = page.file.src_uri
+    (source,) = [name for name, shown in PAGES.items() if shown == target] or [f"docs/{target}"]
+
+    def shown(path):
+        """Where the site has a file, as seen from this page; `None` if it does not."""
+        path = os.path.normpath(path)
+        found = PAGES.get(path) or (
+            path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
+        return found and os.path.relpath(found, os.path.dirname(target) or ".")
+
+    def link(match):
+        text, path, anchor = match[1], match[2], match[3] or ""
+        to = shown(os.path.join(os.path.dirname(source), path))
+        if to is None:
+            if not (ROOT / os.path.dirname(source) / path).exists():
+                return match[0]  # broken, for MkDocs to say so
+            return text
+        return f"[{text}]({to}{anchor})"
+
+    def image(match):
+        return f"{match[1]}{shown(os.path.join(os.path.dirname(source), match[2]))}{match[3]}"
+
+    def name(match):
+        to = shown(match[1])
+        return match[0] if to is None else f"[`{match[1]}`]({to})"
+
+    if target == "errors.md":  # messages, in which brackets are no links
+        return re.sub(r"(`[^`\n]*`)|\[", lambda match: match[1] or r"\[", markdown)
+    parts = FENCE.split(markdown)
+    for i in range(0, len(parts), 2):
+        parts[i] = NAME.sub(name, IMAGE.sub(image, LINK.sub(link, parts[i])))
+    return "".join(parts)

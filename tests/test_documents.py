@@ -1,0 +1,74 @@
+"""What pages say about files: figures, names, commands, and where the site has them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SPEEDUPS = json.loads((ROOT / "benchmarks" / "results" / "speedups.json").read_text())
+OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
+
+
+def test_the_front_page_is_short_and_has_its_two_commands():
+    assert len(README.split()) < 700
+    assert (
+        """
+```sh
+make demo   # trains a tiny language model with DynamiQ, bf16 psum and f32 psum; prints a table
+make test   # lint, types and tests
+```
+"""
+        in README
+    )
+
+
+@pytest.mark.parametrize("row", SPEEDUPS["rows"], ids=lambda row: f"{row['links']} {row['size']}")
+def test_speedups_are_those_of_the_measured_times(row):
+    ratios = " / ".join(f"{row['psum_us'] / us:.2f}" for us in row["bits_us"].values())
+    (line,) = re.findall(rf"^\|.*{row['links']}.*, {row['size']} \|.*$", README, re.MULTILINE)
+    assert f"| {row['psum_us']} | {ratios} |" in line
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    assert all(f"{us}" in performance for us in [row["psum_us"], *row["bits_us"].values()])
+    command = SPEEDUPS["commands"][row["command"]].removeprefix("NCCL_P2P_DISABLE=1 ")
+    assert command in " ".join(performance.split())
+
+
+def test_the_picture_has_a_bar_for_every_time(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import plot_speedups
+
+    (axes,) = plot_speedups.draw(SPEEDUPS).axes
+    shown = sorted(text.get_text() for text in axes.texts)
+    times = [(row["psum_us"], us) for row in SPEEDUPS["rows"] for us in row["bits_us"].values()]
+    assert shown == sorted(f"{psum / us:.2f}" for psum, us in times)
+    assert len(axes.patches) == len(times)
+
+
+def test_the_reference_has_every_public_name_once():
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
+    assert sorted(names) == sorted([*dq.__all__, "optax"])
+
+
+def test_the_site_lists_every_page():
+    """`make docs` follows links; this needs no MkDocs."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    assert len(set(listed)) == len(listed)
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(listed)
+
+
+@pytest.mark.parametrize(
+    "page", [*OUTSIDE, *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_between_files_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^()\s#:]+)(?:#[^()\s]*)?\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+    for name in re.findall(r"`((?:docs|examples|benchmarks)/[\w./-]+\.(?:md|py|sh|json))`", text):
+        assert (ROOT / name).exists(), name
