@@ -75,9 +75,10 @@ class ErrorFeedback:
         state = dq.init_state(params, n_workers, method=method)
         grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
 
-    Results are sums or means of one step with "ef14", and have the same error as the method alone;
-    with the other kinds they are running estimates, whose error shrinks as gradients settle. What
-    holds, for sums over workers and up to the rounding of f32:
+    With "ef14" each result has the noise of two steps, its own and what makes up for the one
+    before: about twice the squared error of the method alone, and more where bits are few. It is
+    their average that gets exact. With the other kinds results are running estimates, whose error
+    shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
 
     * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
     * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for

@@ -247,7 +247,10 @@ class Marsit(BucketedMethod, HopMethod):
 
 @functools.cache
 def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]:
-    """For how many workers the encoding of each slot stands, by the owner of the chunk; int32."""
+    """For how many workers the encoding of each slot stands, by the owner of the chunk; int32.
+
+    What a worker would send to itself stands for none.
+    """
     stages = topology.stages(n_workers)
     found = np.zeros((n_slots(stages), n_workers), np.int32)
     held = np.ones((n_workers, n_workers), np.int32)  # by worker and chunk
@@ -292,7 +295,10 @@ def sign_codec(
         return jnp.where(rows[chunk] > 0, 1.0, jnp.where(rows[chunk] < 0, -1.0, drawn))
 
     def merged(total, payload, chunk, slot) -> Array:
-        """The coin is that of the encoding that arrived, which is merged once."""
+        """The coin is that of the encoding that arrived, which is merged once.
+
+        One that is to be left out stands for nobody, and is never taken.
+        """
         others = standing[slot, chunk // streams].astype(jnp.float32)
         both = jnp.abs(total) + others
         theirs = uniform(of_merge(chunk, slot)) * both < others
@@ -303,8 +309,7 @@ def sign_codec(
         for inputs in arrived:
             slots = jnp.asarray(inputs.encoder.slot)
             for k, slot in enumerate(slots):
-                more = jax.vmap(merged, (0, 0, 0, None))(total, inputs.payloads[k], chunks, slot)
-                total = more if inputs.skip is None else jnp.where(inputs.skip == k, total, more)
+                total = jax.vmap(merged, (0, 0, 0, None))(total, inputs.payloads[k], chunks, slot)
         return total
 
     def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
