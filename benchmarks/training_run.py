@@ -30,10 +30,21 @@ MIN_LEAF_SIZE = 4096
 
 EXACT, BF16 = "exact", "bf16-psum"
 DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
+
+
+def _mxfp4(kind: Any, **options: Any) -> dq.ErrorFeedback:
+    """Error feedback around rounding to the nearest float of 4 bits, which is biased."""
+    return dq.ErrorFeedback(dq.MXFP4(**options), kind=kind)
+
+
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
+    "mxfp4-ef14": partial(_mxfp4, "ef14"),
+    "mxfp4-ef21": partial(_mxfp4, "ef21"),
+    "mxfp4-ef21m": partial(_mxfp4, "ef21m"),
+    "mxfp4-econtrol": partial(_mxfp4, "econtrol"),
     "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
     "dynamiq-dither-axis": DITHER_AXIS,
     "dynamiq-dither-axis-companded": partial(DITHER_AXIS, levels="companded"),
@@ -94,8 +105,10 @@ def parse_method(text: str, backend: str) -> tuple[str, Any]:
         raise ValueError(f"method {text!r} is not known: pass some of {known}")
     limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
     method = contenders.make_method(text, METHODS, **limits)
-    if "backend" in (field.name for field in fields(method)):
-        method = replace(method, backend=backend)
+    alone = method.method if isinstance(method, dq.ErrorFeedback) else method
+    if "backend" in (field.name for field in fields(alone)):
+        alone = replace(alone, backend=backend)
+    method = replace(method, method=alone) if isinstance(method, dq.ErrorFeedback) else alone
     return f"{name}:{float(bits):g}" if bits else name, method
 
 

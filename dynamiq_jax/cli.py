@@ -124,6 +124,8 @@ def bench_all_reduce(
         for text in methods.split(",")
         for route in routes
     ]
+    for contender in chosen:
+        _checked("--methods", contenders.check_timed, contender)
     reference = _checked("--baseline", contenders.uncompressed, baseline, collective)
     if plot_file:
         _checked("--plot", tables.require_matplotlib)

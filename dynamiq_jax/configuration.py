@@ -37,20 +37,22 @@ from dynamiq_jax.methods import (
     MXFP8,
     THC,
     DynamiQ,
+    ErrorFeedback,
     GlobalQSGD,
+    Marsit,
     Method,
     MinMax,
     OmniReduce,
 )
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
-METHODS = {
-    c.__name__: c
-    for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce)
-}
+_ALONE = (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit)
+METHODS = {c.__name__: c for c in (*_ALONE, ErrorFeedback)}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""
+WITHIN = "method"
+"""The field of `ErrorFeedback` that is a method itself."""
 SUFFIXES = (".json", ".toml")
 
 
@@ -119,7 +121,7 @@ def parse_config(values: Any) -> Configuration:
     _check_keys("the configuration", values, Configuration._fields)
     method, topology = values.get("method"), values.get("topology")
     return Configuration(
-        None if method is None else _build("method", method, METHODS),
+        None if method is None else _method("method", method),
         None if topology is None else _topology("topology", topology),
     )
 
@@ -185,6 +187,20 @@ def _suffix(file: Path) -> str:
     return file.suffix
 
 
+def _method(where: str, values: Any) -> Method:
+    """The method, with the one within it."""
+    within = {}
+    if isinstance(values, Mapping) and values.get("name") == ErrorFeedback.__name__:
+        if WITHIN not in values:
+            raise ValueError(
+                f"{where} {ErrorFeedback.__name__} has no {WITHIN!r}; say which it is around, as "
+                f'{WITHIN} = {{name = "{DynamiQ.__name__}"}}'
+            )
+        alone = {c.__name__: c for c in _ALONE}
+        within[WITHIN] = _build(f"{where}.{WITHIN}", values[WITHIN], alone)
+    return _build(where, values, METHODS, within)
+
+
 def _topology(where: str, values: Any) -> AnyTopology:
     """The topology, of a hierarchy with both levels."""
     levels = {}
@@ -243,7 +259,7 @@ def _describe(where: str, value: Any, classes: Mapping[str, Any]) -> dict[str, A
         held = getattr(value, field.name)
         if held == field.default:
             continue
-        if field.name in LEVELS:
+        if field.name in (*LEVELS, WITHIN):
             held = _describe(f"{where}.{field.name}", held, classes)
         found[field.name] = list(held) if isinstance(held, tuple) else held
     return found

@@ -124,6 +124,24 @@ EVERY_METHOD = {
         dq.OmniReduce(block_size=64, select="union", error_feedback=True, **LOW_LIMITS),
         NATIVE, 64, 0.15,
     ),
+    "dynamiq, ef21": Row(dq.ErrorFeedback(dq.DynamiQ(**LOW_LIMITS), kind="ef21"), OVER, 256, 0.1),
+    "bf16, ef21": Row(
+        dq.ErrorFeedback(dq.BF16(**LOW_LIMITS), kind="ef21"), NATIVE | OVER, 1, 1e-4
+    ),
+    "minmax, ef14": Row(dq.ErrorFeedback(dq.MinMax(**LOW_LIMITS)), OVER, 128, 0.06),
+    "mxfp4, econtrol": Row(
+        dq.ErrorFeedback(dq.MXFP4(**LOW_LIMITS), kind="econtrol"), OVER, 32, 0.3
+    ),
+    "omnireduce, union, ef21": Row(
+        dq.ErrorFeedback(
+            dq.OmniReduce(block_size=64, select="union", **LOW_LIMITS), kind="ef21"
+        ),
+        NATIVE, 64, 0.15,
+    ),
+    "marsit": Row(dq.Marsit(period=None, block_size=256, **LOW_LIMITS), OVER, 256, 5.0),
+    "marsit, full rounds": Row(
+        dq.Marsit(period=3, block_size=256, **LOW_LIMITS), OVER, 256, 5.0
+    ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
 

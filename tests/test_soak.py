@@ -41,6 +41,10 @@ HOP_BY_HOP = [
     dq.MXFP4(sum="shared-scale", rounding="stochastic", **SMALL),
     dq.BF16(**SMALL),
     dq.F32(**SMALL),
+    dq.ErrorFeedback(dq.MinMax(**SMALL), kind="ef14"),
+    dq.ErrorFeedback(dq.MXFP4(**SMALL), kind="ef21m"),
+    dq.ErrorFeedback(dq.MXFP8(sum="shared-scale", **SMALL), kind="econtrol"),
+    dq.Marsit(period=4, block_size=32, **SMALL),
 ]
 NATIVE = [
     MEMORY,
@@ -49,6 +53,7 @@ NATIVE = [
     dq.OmniReduce(block_size=32, **SMALL),
     dq.OmniReduce(block_size=32, error_feedback=True, **SMALL),
     dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
+    dq.ErrorFeedback(dq.THC(piece_size=256, **SMALL), kind="ef21"),
 ]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 

@@ -33,6 +33,13 @@ def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
 
 
+def _remembered(
+    kind: Any, method: Callable[..., Any] = dq.DynamiQ, bits: float = 5, **options
+) -> dq.ErrorFeedback:
+    """Error feedback of that kind around a method of ``bits``, by default DynamiQ."""
+    return dq.ErrorFeedback(method(bits=bits, **options), kind=kind)
+
+
 PAPER = {
     "widths": (2, 4, 8), "floor": None, "group_size": 16, "levels": "geometric",
     "rounding": "correlated", "subtract_mean": True,
@@ -60,13 +67,19 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+    "dynamiq-ef14": partial(_remembered, "ef14", **_ANY_SIZE),
+    "dynamiq-ef21": partial(_remembered, "ef21", **_ANY_SIZE),
+    "dynamiq-ef21m": partial(_remembered, "ef21m", **_ANY_SIZE),
+    "dynamiq-econtrol": partial(_remembered, "econtrol", **_ANY_SIZE),
+    "marsit": partial(dq.Marsit, **_ANY_SIZE),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "bf16" and "f32" sum uncompressed over
-the topology."""
+the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ, "marsit" sums signs:
+here their memory is empty, as in a first step."""
 
 NATIVE = ("thc", "omnireduce")
 """Of these, the methods that have native collectives only."""
@@ -98,6 +111,8 @@ class Contender(NamedTuple):
     backend: str
     topology: Any = None
     """`None`: native collectives."""
+    remembers: bool = False
+    """Whether it has memory from step to step, and `reduce` is that of a first step."""
 
 
 def parse_size(text: str) -> int:
@@ -226,7 +241,8 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
         return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
-    reduce = dq.psum if collective == "psum" else partial(dq.psum_scatter, tiled=True)
+    reduce = _first_step if method.needs_state else dq.psum
+    reduce = reduce if collective == "psum" else partial(dq.psum_scatter, tiled=True)
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,
@@ -234,7 +250,28 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
         topology=topology,
+        remembers=method.needs_state,
     )
+
+
+def _first_step(x: Any, axis_name: Any, key: Any = None, **chosen: Any) -> Any:
+    """A sum by a method with memory, which is empty; what it remembers is thrown away."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    state = dq.init_state(x, tuple(lax.axis_size(name) for name in names), **chosen)
+    return dq.reduce(x, axis_name, op="sum", key=key, state=state, **chosen).tree
+
+
+def check_timed(contender: Contender) -> None:
+    """Refuses to time a method of which there is a first step alone.
+
+    Raises:
+      ValueError: it has memory.
+    """
+    if contender.remembers:
+        raise ValueError(
+            f"method {contender.label.split()[0]!r} has memory, which is empty here, and a step "
+            "with it takes longer; time a training step, or pass a method without"
+        )
 
 
 def uncompressed(name: str, collective: Collective = "psum") -> Contender:

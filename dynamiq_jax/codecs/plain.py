@@ -63,6 +63,16 @@ class PlainCodec(NamedTuple):
     chunks are the carry."""
 
 
+class Kept(NamedTuple):
+    """The carry of a codec that keeps errors."""
+
+    carry: Carry
+    """What it would be without."""
+    lost: Float[Array, "C m"]
+    """What this worker's encodings lost, one of each chunk, f32 in the gradient's units and
+    order."""
+
+
 def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1) -> ChunkLayout:
     """Equal chunks of a multiple of ``unit`` coordinates."""
     streams = topology.chunks_per_worker(size)
@@ -73,7 +83,13 @@ def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1
 
 
 def chunk_codec(
-    x: Float[Array, " d"], codec: PlainCodec, layout: ChunkLayout, *, dtype, divisor: int = 1
+    x: Float[Array, " d"],
+    codec: PlainCodec,
+    layout: ChunkLayout,
+    *,
+    dtype,
+    divisor: int = 1,
+    keep_error: bool = False,
 ) -> ChunkCodec:
     """Binds a codec to one worker's gradient.
 
@@ -83,6 +99,7 @@ def chunk_codec(
       layout: static sizes.
       dtype: of the result, which is [C, m], or [chunks_per_worker, m] from `ChunkCodec.finish`.
       divisor: the restored sum is divided by this (n for a mean).
+      keep_error: whether the carry is `Kept`.
     """
     own = jnp.pad(x, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
 
@@ -97,6 +114,13 @@ def chunk_codec(
         del skip  # encoding what nobody needs does no harm
         values = add(arrived, chunks, total)
         payloads = jax.vmap(lambda v, chunk: codec.encode(v, chunk, encoder.slot))(values, chunks)
+        if keep_error:
+            lost = values - jax.vmap(codec.decode)(payloads, chunks)
+            if codec.restore is not None:
+                lost = jax.vmap(codec.restore)(lost, chunks)
+            # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
+            kept = carry.lost.at[chunks].set(lost, unique_indices=True, mode="promise_in_bounds")
+            carry = carry._replace(lost=kept)
         return payloads, carry
 
     def write(values, chunks, rows, into, n_rows: int):
@@ -110,7 +134,8 @@ def chunk_codec(
     def decode(payloads, chunks, encoders, into, carry: Carry):
         values = jax.vmap(codec.decode)(payloads, chunks)
         if codec.tally is not None:
-            carry = carry + jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
+            found = jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
+            carry = carry._replace(carry=carry.carry + found) if keep_error else carry + found
         return write(values, chunks, chunks, into, layout.chunks), carry
 
     def finish(arrived, chunks, into, carry: Carry):
@@ -118,6 +143,8 @@ def chunk_codec(
         return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
 
     carry = () if codec.tally is None else jnp.int32(0)
+    if keep_error:
+        carry = Kept(carry, jnp.zeros(own.shape, jnp.float32))
     return ChunkCodec(encode, add, decode, finish, carry)
 
 

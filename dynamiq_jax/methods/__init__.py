@@ -2,7 +2,9 @@
 
 from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.global_qsgd import GlobalQSGD
+from dynamiq_jax.methods.marsit import Marsit
 from dynamiq_jax.methods.minmax import MinMax
 from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.methods.omnireduce import OmniReduce
@@ -12,12 +14,14 @@ from dynamiq_jax.methods.uncompressed import BF16, F32
 __all__ = [
     "BF16",
     "DynamiQ",
+    "ErrorFeedback",
     "F32",
     "GlobalQSGD",
     "Limits",
     "MXFP4",
     "MXFP6",
     "MXFP8",
+    "Marsit",
     "Method",
     "MinMax",
     "OmniReduce",

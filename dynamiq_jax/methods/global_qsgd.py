@@ -126,7 +126,14 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         return QSGDShared(statistics_seed(message) if seed is None else seed, message)
 
     def codec(
-        self, x: Float[Array, " d"], shared: QSGDShared, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: QSGDShared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
         layout, n = bound.layout, bound.n_workers
@@ -141,7 +148,8 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         units = jnp.pad(spread, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
         plain = self._plain(layout, shared.seed, bound.n_slots, n)
         plain = plain._replace(restore=lambda values, chunk: clipped(values * units[chunk]))
-        return chunk_codec(own, plain, layout, dtype=dtype, divisor=divisor)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(own, plain, layout, **options)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

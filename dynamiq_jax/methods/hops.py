@@ -76,10 +76,24 @@ class HopMethod(MethodDefaults):
         raise NotImplementedError
 
     def codec(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: Shared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
-        """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype."""
+        """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype.
+
+        With ``keep_error`` the carry has what every encoding lost, see `kept`.
+        """
         raise NotImplementedError
+
+    def kept(self, carry: Carry) -> tuple[Carry, Array]:
+        """Of a carry with ``keep_error`` what it is without, and what was lost, in x's order."""
+        return carry.carry, carry.lost
 
     def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
         """The next step's state, from the last carry."""
@@ -104,21 +118,55 @@ class HopMethod(MethodDefaults):
         metrics: bool = False,
     ) -> Outcome:
         """See `methods.base.Method`."""
+        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
+        options |= {"divisor": divisor, "state": state}
+        return self._all_reduce(x, axis_name, **options)[0]
+
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], axis_name: AxisNames, **options: Any
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """The same, and what this worker's encodings lost, f32[d]: for `ErrorFeedback`.
+
+        Added up over workers, all that is lost is what the sum lacks.
+        """
+        outcome, lost = self._all_reduce(x, axis_name, keep_error=True, **options)
+        assert lost is not None
+        return outcome, lost
+
+    def _all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+        metrics: bool = False,
+        keep_error: bool = False,
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
         assert topology is not None
         bound = self.bind(x.shape[0], n_workers, topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
             y = self.source(x, state)
             shared = self.agreed(y, axis_name, seed, bound, state)
-            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor)
+            keeping = {"keep_error": True} if keep_error else {}
+            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor, **keeping)
             streams = bound.layout.chunks_per_worker
             result, carry = all_reduce(topology, codec, axis_name, n_workers, streams)
+            lost = None
+            if keep_error:
+                carry, lost = self.kept(carry)
+                lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
                 assert_same_on_workers(result, axis_name, "the result")
             value = result.reshape(-1)[: x.shape[0]]
             outcome = Outcome(value, self.after(shared, carry, bound, state))
-            if not metrics:
-                return outcome
-            return outcome._replace(facts=self.facts(shared, carry, value, bound, divisor))
+            if metrics:
+                facts = self.facts(shared, carry, value, bound, divisor)
+                outcome = outcome._replace(facts=facts)
+            return outcome, lost
 
     def agreed(
         self,

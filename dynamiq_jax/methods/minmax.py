@@ -94,11 +94,19 @@ class MinMax(BucketedMethod, HopMethod):
         return _seed(seed)
 
     def codec(
-        self, x: Float[Array, " d"], shared: Array, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: Array,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
         plain = self._plain(bound.layout, shared, bound.n_slots)
-        return chunk_codec(x, plain, bound.layout, dtype=dtype, divisor=divisor)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(x, plain, bound.layout, **options)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

@@ -118,11 +118,18 @@ class _MX(BucketedMethod, HopMethod):
         return MXShared(seed, scales, mu)
 
     def codec(
-        self, x: Float[Array, " d"], shared: MXShared, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: MXShared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
         layout, slots = bound.layout, bound.n_slots
-        options = {"dtype": dtype, "divisor": divisor}
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
         if shared.scales is None:
             return chunk_codec(x, self._own_scales(layout, shared.seed, slots), layout, **options)
         assert shared.mu is not None

@@ -63,6 +63,18 @@ class _Uncompressed(BucketedMethod, HopMethod):
             total = total.astype(jnp.float32) / divisor
         return Outcome(total.astype(x.dtype), state)
 
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], axis_name: AxisNames, *, topology: Topology | None, **rest: Any
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `HopMethod`. Nobody knows what the additions of a native sum lose."""
+        if topology is not None:
+            return HopMethod.all_reduce_and_lost(self, x, axis_name, topology=topology, **rest)
+        outcome = self.all_reduce(x, axis_name, topology=None, **rest)
+        kind = jnp.finfo(self.wire_dtype)
+        # No cast and back, which XLA may drop.
+        sent = lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
+        return outcome, x - sent
+
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """See `HopMethod`."""
         return Bound(self._layout(size, n_workers, topology), topology, n_workers)
@@ -72,10 +84,18 @@ class _Uncompressed(BucketedMethod, HopMethod):
         return ()
 
     def codec(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: Shared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        return chunk_codec(x, self._codec(), bound.layout, dtype=dtype, divisor=divisor)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(x, self._codec(), bound.layout, **options)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends; without a topology, if `lax.psum` sends the least it can."""
@@ -94,6 +114,8 @@ class _Uncompressed(BucketedMethod, HopMethod):
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
 
         def encode(values, chunk, slot):
+            if self.wire_dtype == jnp.bfloat16:  # or XLA may drop the cast where it is undone
+                values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
             return lax.bitcast_convert_type(values.astype(self.wire_dtype), words)
 
         def decode(payload, chunk):

@@ -79,7 +79,7 @@ class Case:
         if method.needs_state:
             raise NotImplementedError(
                 f"method={method!r}: one step is simulated, in which memory is empty; pass "
-                "error_feedback=False"
+                "error_feedback=False, or the method that dq.ErrorFeedback is around"
             )
         self.outer.check(self.n_outer)
 

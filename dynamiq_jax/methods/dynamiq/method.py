@@ -381,11 +381,23 @@ class DynamiQ(HopMethod):
         return shared_plan(message, seed, bound.layout, bound.n_slots)
 
     def codec(
-        self, x: Float[Array, " d"], shared: SharedPlan, bound: Bound, *, dtype, divisor: int = 1
+        self,
+        x: Float[Array, " d"],
+        shared: SharedPlan,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        options = {"keep_error": self.error_feedback, "backend": self.backend}
+        keep_error = keep_error or self.error_feedback
+        options = {"keep_error": keep_error, "backend": self.backend}
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
+
+    def kept(self, carry: Carry) -> tuple[Carry, Array]:
+        """See `HopMethod`."""
+        return (), carry
 
     def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
         """What the encodings lost; of super-groups that come out NaN, what they lost before."""
@@ -425,6 +437,22 @@ class DynamiQ(HopMethod):
         assert topology is not None
         self._warn(n_workers, topology, "all_reduce")
         return HopMethod.all_reduce(
+            self, x, axis_name, n_workers=n_workers, topology=topology, **options
+        )
+
+    def all_reduce_and_lost(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        **options: Any,
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `HopMethod`."""
+        assert topology is not None
+        self._warn(n_workers, topology, "all_reduce")
+        return HopMethod.all_reduce_and_lost(
             self, x, axis_name, n_workers=n_workers, topology=topology, **options
         )
 

@@ -1,0 +1,293 @@
+"""Error feedback around a method: what compression leaves behind reaches a later step.
+
+Worker i compresses y_i in the place of its gradient g_i. With C(y) what is delivered of the y of
+all, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
+
+* ``ef14`` (Seide et al., Interspeech 2014; EF-SGD, Karimireddy et al., ICML 2019): y = g + e, the
+  result is C(y), and e becomes y - c, what was not delivered.
+* ``ef21`` (Richtárik et al., NeurIPS 2021): y = g - h, h becomes h + c, and the result is the sum
+  of all h. What travels gets small as gradients stop to change, and so do errors.
+* ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` of v in the place of g, where
+  v becomes (1 - eta) v + eta g: the result is compressed momentum.
+* ``econtrol`` (Gao et al., ICLR 2024): y = g - h + eta e, h becomes h + c, e becomes e + g - h with
+  the new h, and the result is the sum of all h. With eta = 0 it would be ``ef21``.
+
+A multi-hop all-reduce encodes partial sums again, which are nobody's own. *Lost* by a worker is
+what its encodings lost, one of every chunk: of its own share, of what it added to that, and of the
+finished sums that it owns. *Delivered* of it is c_i = y_i - lost_i. So the c_i of all add up to the
+result, whatever the topology. A worker's round trip of its own y would not do: the noise of
+further hops would be in nobody's memory, and the sum of the h_i, which every worker keeps for
+itself, would drift away from the h_i for ever.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, UInt
+
+from dynamiq_jax._compat import AxisNames, assume_invarying
+from dynamiq_jax.buckets import ScaleAxis
+from dynamiq_jax.methods.base import (
+    Limits,
+    Method,
+    Outcome,
+    State,
+    check_choice,
+    clipped,
+    with_memory,
+)
+from dynamiq_jax.topologies import Topology
+
+Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
+
+DEFAULT_ETA = 0.1
+PROBE = 4099
+"""Coordinates of a bucket whose state is looked at for memories of gradients."""
+
+
+class ErrorFeedbackState(NamedTuple):
+    """What is carried from step to step, f32; what a kind does not need is `None`."""
+
+    residual: Float[Array, " d"] | None
+    """e, on every worker its own: with "ef14" and "econtrol"."""
+    sent: Float[Array, " d"] | None
+    """h, on every worker its own: with all but "ef14"."""
+    total: Float[Array, " d"] | None
+    """The sum of h over workers, the same on all: likewise."""
+    momentum: Float[Array, " d"] | None
+    """v, on every worker its own: with "ef21m"."""
+    started: Bool[Array, ""] | None
+    """Whether v has begun, the same on all workers: with "ef21m"."""
+    inner: State
+    """The method's own, but for its memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorFeedback:
+    """Any method with a memory of what its compression lost.
+
+    ::
+
+        method = dq.ErrorFeedback(dq.MXFP4(), kind="ef21")
+        state = dq.init_state(params, n_workers, method=method)
+        grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
+
+    With "ef14" each result has the noise of two steps, its own and what makes up for the one
+    before: about twice the squared error of the method alone, and more where bits are few. It is
+    their average that gets exact. With the other kinds results are running estimates, whose error
+    shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
+
+    * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
+    * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
+      ever. It holds from step to step: f32 rounding adds up over steps.
+
+    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `BF16` without a topology),
+    whose additions lose what nobody knows, nor where values end at the largest bf16 number.
+    Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy has memory
+    of its outer reduction; its inner sums are native.
+
+    Memories stay bounded where the encodings of one step together lose less than workers send: a
+    contraction, as the proofs of all four suppose. Low bits may be none, see
+    docs/training-quality.md, and over a ring, where n encodings follow each other, more bits are
+    needed than over `Direct`.
+
+    Coordinates whose result is not finite leave all memories as they were, so that these are always
+    finite, and one bad step is forgotten. They have the gradients' unit: where a loss scale
+    changes, reduce gradients that are divided by it. On every worker a coordinate takes 4 bytes
+    with "ef14", 8 with "ef21", 12 with the others. On the wire nothing is added.
+
+    ``ErrorFeedback(DynamiQ(...), kind="ef14")`` is ``DynamiQ(error_feedback=True, ...)``.
+
+    Attributes:
+      method: what compresses, without memory of its own.
+      kind: "ef14", "ef21", "ef21m" or "econtrol", see the module.
+      eta: the weight of the newest gradient in momentum ("ef21m"), or of the residual in what is
+        sent ("econtrol"), above 0 up to 1; default 0.1. The papers begin with exact gradients and
+        send them; here momentum begins with the first gradient that is finite on all workers,
+        compressed as all others are.
+    """
+
+    method: Method = field(kw_only=False)
+    kind: Kind = "ef14"
+    eta: float | None = None
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_choice("kind", self.kind, get_args(Kind))
+        if self.eta is not None and self.kind not in ("ef21m", "econtrol"):
+            raise ValueError(
+                f"eta={self.eta} is of kind='ef21m' and kind='econtrol', and kind={self.kind!r} "
+                "has no such weight; pass eta=None or one of these kinds"
+            )
+        if self.eta is not None and not 0 < self.eta <= 1:
+            raise ValueError(f"eta={self.eta} must be above 0 and at most 1, such as 0.1")
+        self._check_method(self.method)
+
+    def _check_method(self, method: Any) -> None:
+        if isinstance(method, type) or not hasattr(method, "wire_bits"):
+            raise ValueError(
+                f"method={method!r} is not a method; pass for example "
+                "dq.ErrorFeedback(dq.DynamiQ(bits=4)), and to choose by path a function that "
+                "returns such"
+            )
+        if isinstance(method, ErrorFeedback):
+            raise ValueError(
+                f"method={method!r} is error feedback already, and errors would be fed back twice; "
+                f"pass its method, dq.ErrorFeedback({method.method!r}, kind=...)"
+            )
+        if getattr(method, "error_feedback", False):
+            raise ValueError(
+                f"method={method!r} has error_feedback=True, and errors would be fed back twice; "
+                "pass error_feedback=False to it"
+            )
+        if _remembers(method):
+            raise ValueError(
+                f"method={method!r} keeps a memory of gradients itself, and errors would be fed "
+                "back twice; pass it to dq.reduce as it is, or another method here"
+            )
+        if not any(hasattr(method, name) for name in ("all_reduce_and_lost", "error_feedback")):
+            raise ValueError(
+                f"method={method!r} does not tell what its encodings lose; give it a field "
+                "error_feedback, or all_reduce_and_lost as methods.hops.HopMethod has it"
+            )
+
+    @property
+    def needs_state(self) -> bool:
+        """It is nothing without its memory."""
+        return True
+
+    @property
+    def native_by_default(self) -> bool:
+        """As the method has it."""
+        return self.method.native_by_default
+
+    @property
+    def scale_axis(self) -> ScaleAxis:
+        """As the method has it."""
+        return getattr(self.method, "scale_axis", None)
+
+    @property
+    def _eta(self) -> float:
+        return DEFAULT_ETA if self.eta is None else self.eta
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the method tells what was lost, or else its own memory does."""
+        return hasattr(self.method, "all_reduce_and_lost")
+
+    @property
+    def _inner(self) -> Any:
+        """The method that runs, where it does not tell with its own memory."""
+        method: Any = self.method
+        return method if self._tells else replace(method, error_feedback=True)
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """As the method has them."""
+        return self.method.limits(n_workers, fast_links=fast_links)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """As the method checks."""
+        self.method.check(n_workers, topology)
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """As the method has it."""
+        return self.method.native_dtype(dtype)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates: those of the method."""
+        return self._inner.wire_bits(size, n_workers, topology)
+
+    def init(self, size: int, n_workers: int) -> ErrorFeedbackState:
+        """Nothing lost, nothing sent."""
+
+        def zeros(*kinds: Kind) -> Array | None:
+            return jnp.zeros(size, jnp.float32) if self.kind in kinds else None
+
+        inner = self._inner.init(size, n_workers)
+        return ErrorFeedbackState(
+            residual=zeros("ef14", "econtrol"),
+            sent=zeros("ef21", "ef21m", "econtrol"),
+            total=zeros("ef21", "ef21m", "econtrol"),
+            momentum=zeros("ef21m"),
+            started=jnp.zeros((), bool) if self.kind == "ef21m" else None,
+            inner=inner if self._tells else inner._replace(residual=None),
+        )
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+        metrics: bool = False,
+    ) -> Outcome:
+        """See `methods.base.Method`."""
+        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
+        with jax.named_scope("error_feedback"):
+            own, momentum = x, state.momentum
+            if momentum is not None:
+                eta = jnp.where(state.started, jnp.float32(self._eta), 1.0)
+                own = with_memory(x * eta, (1 - eta) * momentum)
+            y = self._to_send(own, state)
+            delivered, lost, inner = self._reduce(y, axis_name, state.inner, **options)
+            value = delivered.value
+            good = jnp.isfinite(value)
+            if state.total is not None:  # the same on all workers, as what was added to it
+                total = assume_invarying(state.total, axis_name)
+                value = jnp.where(good, clipped(total + value), value)
+
+            def kept(new: Array, old: Any) -> Array:
+                new = clipped(new)
+                return jnp.where(good & ~jnp.isnan(new), new, old)
+
+            after = state._replace(inner=inner)
+            if state.sent is None:
+                after = after._replace(residual=kept(lost, state.residual))
+            else:
+                sent = kept(state.sent + (y - lost), state.sent)
+                after = after._replace(sent=sent, total=kept(value, state.total))
+                if state.residual is not None:
+                    missing = own.astype(jnp.float32) - sent
+                    residual = kept(state.residual + missing, state.residual)
+                    after = after._replace(residual=residual)
+            if momentum is not None:
+                started = state.started | jnp.all(good)
+                after = after._replace(momentum=kept(own, momentum), started=started)
+            facts = delivered.facts
+            facts = facts._replace(error=facts.error / divisor**2)
+            value = value / divisor if divisor != 1 else value
+            return Outcome(value.astype(x.dtype), after, facts)
+
+    def _to_send(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
+        """y, f32: not finite where the gradient is not, and finite elsewhere."""
+        if self.kind == "ef14":
+            return with_memory(x, state.residual)
+        if self.kind == "econtrol":
+            return with_memory(x, self._eta * state.residual - state.sent)
+        return with_memory(x, -state.sent)
+
+    def _reduce(
+        self, y: Float[Array, " d"], axis_name: AxisNames, inner: State, **options: Any
+    ) -> tuple[Outcome, Float[Array, " d"], State]:
+        """The sum of ``y``, what this worker's encodings lost, and the method's next state."""
+        method = self._inner
+        if self._tells:
+            outcome, lost = method.all_reduce_and_lost(y, axis_name, state=inner, **options)
+            return outcome, lost, outcome.state
+        # Of a memory that was empty, what is in it afterwards.
+        empty = inner._replace(residual=jnp.zeros(y.shape, jnp.float32))
+        outcome = method.all_reduce(y, axis_name, state=empty, **options)
+        return outcome, outcome.state.residual, outcome.state._replace(residual=None)
+
+
+def _remembers(method: Any) -> bool:
+    """Whether its state has as many numbers as a gradient."""
+    state = jax.eval_shape(lambda: method.init(PROBE, 2))
+    return any(PROBE in leaf.shape for leaf in jax.tree.leaves(state))

@@ -1,0 +1,436 @@
+"""Error feedback around methods: what is delivered, what is remembered, and what is refused.
+
+`test_every_method` and `test_nonfinite` have rows of it; here is what memories promise.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    LOOP,
+    SMALL,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    first_state,
+    gradient,
+    relative_error,
+    stepper,
+)
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.bench import contenders
+from dynamiq_jax.methods import error_feedback
+
+KEY = jax.random.key(3)
+SIZE = 3011
+KINDS = ("ef14", "ef21", "ef21m", "econtrol")
+RING, DIRECT, BUTTERFLY = LOOP, dq.Direct(), dq.Butterfly(balance=0.0)
+METHODS = {
+    "dynamiq": (dq.DynamiQ(bits=5, **SMALL), RING),
+    "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True, **SMALL), DIRECT),
+    "minmax": (dq.MinMax(**SMALL), DIRECT),
+    "minmax, ring": (dq.MinMax(bits=6, **SMALL), dq.Ring(streams=2, stream_size=0)),
+    "mxfp4": (dq.MXFP4(**SMALL), BUTTERFLY),
+    "mxfp8, shared": (dq.MXFP8(sum="shared-scale", **SMALL), RING),
+    "qsgd": (dq.GlobalQSGD(piece_size=128, **SMALL), dq.Direct(transport="permutes")),
+    "qsgd, exponential": (
+        dq.GlobalQSGD(levels="exponential", piece_size=256, **SMALL), BUTTERFLY,
+    ),
+    "bf16": (dq.BF16(**SMALL), RING),
+    "thc": (dq.THC(piece_size=512, **SMALL), None),
+}  # fmt: skip
+"""Methods whose sums lose nothing that their encoders do not know, each over one topology."""
+WORKERS = dict(zip(METHODS, (4, 3, 5, 7, 8, 6, 4, 2, 3, 4), strict=True))
+
+
+def total_of(x):
+    return np.sum(np.asarray(x, np.float64), axis=0)
+
+
+@functools.cache
+def gradients(n, steps):
+    """f32[steps, n, SIZE]: every step's, with a part that all steps share."""
+    lasting = np.asarray(gradient(11, n, SIZE))
+    return np.stack([lasting + 0.3 * np.asarray(gradient(seed, n, SIZE)) for seed in range(steps)])
+
+
+def run(method, topology, x, check=lambda step, found, before, after: None):
+    """Results f64[steps, SIZE] of x [steps, n, SIZE], and the last state."""
+    n = x.shape[1]
+    step_of = stepper(method, topology)
+    state = first_state(method, x[0], n, topology)
+    results, before = [], step_of._cache_size()
+    for i, own in enumerate(x):
+        found, after = step_of(own, jax.random.fold_in(KEY, i), state)
+        assert_replicas_equal(found)
+        check(i, np.asarray(found[0], np.float64), state[0], after[0])
+        results.append(np.asarray(found[0], np.float64))
+        state = after
+    assert step_of._cache_size() <= before + 1  # one program for all steps
+    return np.stack(results), state[0]
+
+
+@pytest.mark.parametrize("name", [*list(METHODS)[::2], "thc"])
+def test_delivered_and_remembered_make_up_the_inputs(name):
+    """Of "ef14", whose results are single steps; averages get exact as one over steps squared."""
+    (method, topology), n = METHODS[name], WORKERS[name]
+    x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
+    results, state = run(dq.ErrorFeedback(method), topology, x)
+    exact = total_of(x[0])
+    gap = results.sum(axis=0) + total_of(state.residual) - 6 * exact
+    assert np.abs(gap).max() < 6e-6 * np.abs(exact).max()
+    assert np.abs(np.asarray(state.residual)).max() > 0
+    first, average = (relative_error(x, exact) for x in (results[0], results.mean(axis=0)))
+    assert average < first / 8
+
+
+@pytest.mark.parametrize("name", ["dynamiq", *list(METHODS)[1::2]])
+def test_econtrol_delivers_all_and_its_result_is_the_sum_of_what_workers_sent(name):
+    """Both laws at once, with gradients that change in every step."""
+    (method, topology), n = METHODS[name], WORKERS[name]
+    x = gradients(n, 6)
+    size = np.abs(total_of(x[0])).max()
+
+    def check(step, found, before, after):
+        np.testing.assert_array_equal(found.astype(np.float32), after.total[0])
+        assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
+
+    results, state = run(dq.ErrorFeedback(method, kind="econtrol"), topology, x, check)
+    gap = results.sum(axis=0) + total_of(state.residual) - total_of(x.reshape(-1, SIZE))
+    assert np.abs(gap).max() < 3e-5 * size
+    assert np.abs(np.asarray(state.residual)).max() > 0
+    assert np.abs(np.asarray(state.sent)).max() > 0
+
+
+@pytest.mark.parametrize("name", list(METHODS)[::3])
+def test_ef21_converges_where_gradients_do(name):
+    """Errors shrink with every step of one gradient, and the sum of h is the result throughout."""
+    (method, topology), n = METHODS[name], WORKERS[name]
+    x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
+    exact = total_of(x[0])
+    size, errors = np.abs(exact).max(), []
+
+    def check(step, found, before, after):
+        assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
+        errors.append(relative_error(found, exact))
+
+    run(dq.ErrorFeedback(method, kind="ef21"), topology, x, check)
+    assert errors[1] < errors[0] / 3
+    assert errors[-1] < max(errors[0] / 300, 1e-13)
+
+
+def test_what_each_kind_is_good_for():
+    """Of gradients with a part that lasts: "ef14" errs more in a step and less on average, the
+    others less in both, and EControl least on average."""
+    x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
+    step, mean = {}, {}
+    for kind in (None, "ef14", "ef21", "econtrol"):
+        method = dq.MXFP4(**SMALL)
+        method = method if kind is None else dq.ErrorFeedback(method, kind=kind)
+        state, found = first_state(method, x[0], 8, DIRECT), []
+        for own in x:
+            result, state = stepper(method, DIRECT)(own, KEY, state)
+            found.append(np.asarray(result[0], np.float64))
+        pairs = list(zip(found, x, strict=True))[-4:]
+        step[kind] = np.mean([relative_error(y, total_of(own)) for y, own in pairs])
+        mean[kind] = relative_error(sum(found), exact)
+    assert 1.4 * step[None] < step["ef14"] < 3 * step[None]
+    assert max(step["ef21"], step["econtrol"]) < step[None] / 5
+    assert mean["ef14"] < mean[None] / 10
+    assert mean["econtrol"] < mean["ef14"] / 2
+
+
+@pytest.mark.parametrize("eta", [None, 0.5])
+def test_econtrol_sends_a_part_of_the_residual(eta):
+    """Without loss the result is the sum of g + eta e, and e becomes (1 - eta) e."""
+    x, method = gradients(3, 2), dq.ErrorFeedback(dq.F32(**SMALL), kind="econtrol", eta=eta)
+    (fresh,) = first_state(method, x[0], 3, DIRECT)
+    found, state = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
+    eta = eta or 0.1
+    np.testing.assert_allclose(found[0], total_of(x[0] + eta * x[1]), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(state[0].residual, (1 - eta) * x[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_momentum_is_what_ef21m_sends():
+    """v begins with the first gradient; then (1 - eta) v + eta g. Without loss the result is v."""
+    n, x = 3, gradients(3, 5)
+    v = [x[0]]
+    for own in x[1:]:
+        v.append(0.75 * v[-1] + 0.25 * own)
+
+    def check(step, found, before, after):
+        np.testing.assert_allclose(after.momentum, v[step], rtol=1e-5, atol=1e-5)
+        assert np.all(np.asarray(after.started))
+        errors.append(relative_error(found, total_of(v[step])))
+
+    for method, most in ((dq.F32(**SMALL), 1e-11), (dq.MXFP4(**SMALL), 0.06)):
+        errors: list[float] = []
+        run(dq.ErrorFeedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
+        assert max(errors) < most
+        assert n == x.shape[1]
+
+
+def test_momentum_waits_for_a_step_in_which_all_is_finite():
+    x = gradients(3, 3).copy()
+    x[0, 1, 700] = np.inf
+    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21m", eta=0.25)
+    seen = []
+
+    def check(step, found, before, after):
+        seen.append((np.asarray(after.momentum), bool(np.all(after.started))))
+
+    run(method, DIRECT, x, check)
+    sick = np.arange(SIZE) // 32 == 700 // 32
+    assert [started for _, started in seen] == [False, True, True]
+    np.testing.assert_array_equal(seen[0][0][:, sick], 0)
+    np.testing.assert_array_equal(seen[1][0], x[1])
+    np.testing.assert_allclose(seen[2][0], 0.75 * x[1] + 0.25 * x[2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["minmax", "bf16", "thc"])
+def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
+    """And no others; what comes after is as good as before."""
+    (method, topology), n = METHODS[name], 3
+    x, reach = gradients(n, 4).copy(), {"minmax": 128, "bf16": 1, "thc": 512}[name]
+    x[2, 1, 1234], x[2, 0, -1] = np.nan, -np.inf
+    blocks = np.arange(SIZE) // reach
+    sick = np.isin(blocks, blocks[[1234, -1]])
+
+    def check(step, found, before, after):
+        np.testing.assert_array_equal(np.isfinite(found), ~sick if step == 2 else True)
+        for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+            assert np.all(np.isfinite(new))
+            if step == 2 and old.ndim == 2:
+                np.testing.assert_array_equal(new[:, sick], old[:, sick])
+                assert np.mean(np.asarray(new != old)[:, ~sick]) > 0.5
+
+    results, state = run(dq.ErrorFeedback(method, kind=kind), topology, x, check)
+    if kind in ("ef21", "econtrol"):
+        assert relative_error(results[3], total_of(x[3])) < 0.2
+
+
+def test_it_is_the_error_feedback_that_dynamiq_has():
+    """Bit for bit, and so is that of THC."""
+    pairs = (
+        (dq.DynamiQ(bits=4, **SMALL), dq.DynamiQ(bits=4, error_feedback=True, **SMALL), RING),
+        (
+            dq.THC(piece_size=512, **SMALL),
+            dq.THC(piece_size=512, error_feedback=True, **SMALL),
+            None,
+        ),
+    )
+    x = gradients(3, 3)
+    for alone, with_memory, topology in pairs:
+        ours, state = run(dq.ErrorFeedback(alone), topology, x)
+        theirs, expected = run(with_memory, topology, x)
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(state.residual, expected.residual)
+
+
+def test_the_bytes_of_a_state():
+    """Those that the docstring says, and of a method's own state what it needs."""
+    for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
+        state = dq.init_state(
+            jnp.zeros(SIZE), 4, method=dq.ErrorFeedback(dq.MinMax(**SMALL), kind=kind)
+        )
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
+        assert sum(sizes) == each * SIZE + (kind == "ef21m")
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
+
+
+INPUTS = {
+    "identical": lambda n: np.broadcast_to(gradients(1, 1)[0], (n, SIZE)),
+    "disjoint": lambda n: gradients(n, 1)[0] * (np.arange(SIZE) % n == np.arange(n)[:, None]),
+    "all-max": lambda n: np.full((n, SIZE), 3.0, np.float32),
+    "cancelling": lambda n: gradients(1, 1)[0] * np.where(np.arange(n) % 2, -1, 1)[:, None],
+}
+
+
+@pytest.mark.parametrize("kind", ["ef14", "econtrol"])
+@pytest.mark.parametrize("case", INPUTS)
+def test_laws_hold_whatever_the_inputs(case, kind):
+    n = 4
+    x = np.stack([INPUTS[case](n)] * 5).astype(np.float32)
+    results, state = run(dq.ErrorFeedback(dq.MXFP4(**SMALL), kind=kind), RING, x)
+    gap = results.sum(axis=0) + total_of(state.residual) - 5 * total_of(x[0])
+    assert np.abs(gap).max() < 2e-5 * np.abs(x).max() * n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_travel_through_shard_map_and_scan(kind):
+    """Three steps in one program with check_vma=True; results count as replicated, as in vmap."""
+    n, method = 4, dq.ErrorFeedback(dq.MXFP8(**SMALL), kind=kind)
+    x = gradients(n, 1)[0]
+
+    def steps(x):
+        x = x[0]
+        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+
+        def step(state, _):
+            options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
+            mean, state, _ = dq.reduce(x, "data", state=state, **options)
+            return state, mean
+
+        return lax.scan(step, state, length=3)[1]
+
+    mapped = jax.shard_map(steps, mesh=auto_mesh(n), in_specs=P("data"), out_specs=P())
+    found = jax.jit(mapped)(x)
+    state = first_state(method, x, n, DIRECT)
+    for i in range(3):
+        expected, state = stepper(method, DIRECT, mean=True)(x, KEY, state)
+        np.testing.assert_allclose(found[i], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_gradients_have_f32_memories():
+    x = gradients(3, 3).astype(jnp.bfloat16)
+    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="econtrol")
+    state = first_state(method, jnp.asarray(x[0]), 3, DIRECT)
+    for own in x:
+        found, state = stepper(method, DIRECT)(jnp.asarray(own), KEY, state)
+        assert found.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+    exact = total_of(x[-1].astype(np.float32))
+    assert relative_error(np.asarray(found[0], np.float64), exact) < 0.01
+
+
+def test_metrics_and_wire_bits_are_those_of_the_method():
+    n, alone = 4, dq.DynamiQ(**SMALL)
+    method, x = dq.ErrorFeedback(alone, kind="ef21"), gradients(4, 1)[0]
+
+    def one(x, method, state):
+        options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
+        return dq.reduce(x, "data", metrics=True, state=state, **options).metrics
+
+    run = functools.partial(jax.vmap, axis_name="data")
+    state = first_state(method, x, n, DIRECT)
+    ours = jax.jit(run(lambda x, state: one(x, method, state)))(x, state)
+    theirs = jax.jit(run(lambda x: one(x, alone, None)))(x)
+    for found, expected in zip(ours, theirs, strict=True):  # of a first step
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    for inner, topology in METHODS.values():
+        method = dq.ErrorFeedback(inner)
+        bits = [dq.wire_bits(leaf, n, method=m, topology=topology) for m in (method, inner)]
+        extra = 48 if isinstance(inner, dq.THC) else 0  # its memory counts steps: one f32
+        assert bits[0] == bits[1] + extra
+
+
+def test_what_makes_no_sense_is_refused():
+    alone = dq.MinMax(**SMALL)
+    around = dq.ErrorFeedback
+    cases: list[tuple] = [
+        (lambda: around(around(alone)), r"error feedback already.*dq\.ErrorFeedback\(MinMax\("),
+        (lambda: around(dq.DynamiQ(error_feedback=True)), r"pass error_feedback=False to it"),
+        (lambda: around(dq.OmniReduce(error_feedback=True)), r"pass error_feedback=False to it"),
+        (lambda: around(dq.Marsit()), "keeps a memory of gradients itself.* pass it to dq.reduce"),
+        (lambda: around("minmax"), r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
+        (lambda: around(dq.MinMax), "is not a method"),
+        (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
+        (lambda: around(alone, kind="ef15"), r"kind='ef15'; expected one of \('ef14', 'ef21'"),
+        (lambda: around(alone, eta=0.5), r"eta=0\.5 is of kind='ef21m'.* pass eta=None"),
+        (lambda: around(alone, kind="ef21", eta=0.5), "eta=0.5 is of kind='ef21m'"),
+        (lambda: around(alone, kind="ef21m", eta=0), "eta=0 must be above 0 and at most 1"),
+        (lambda: around(alone, kind="econtrol", eta=1.5), "eta=1.5 must be above 0 and at most 1"),
+        (lambda: around(alone, kind="econtrol", eta=float("nan")), "eta=nan must be above 0"),
+    ]
+    for make, message in cases:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_method_that_does_not_tell_what_it_loses_is_refused():
+    class Silent:
+        wire_bits = dq.MinMax.wire_bits
+
+        def init(self, size, n_workers):
+            return ()
+
+    with pytest.raises(ValueError, match="does not tell what its encodings lose; give it a field"):
+        dq.ErrorFeedback(Silent())
+
+
+def test_without_state_and_in_halves_it_is_refused():
+    method, x = dq.ErrorFeedback(dq.MinMax(**SMALL)), jnp.ones((2, 8192))
+
+    def mapped(call):
+        return jax.eval_shape(jax.vmap(call, axis_name="data"), x)
+
+    with pytest.raises(ValueError, match=r"only right with its state.*dq\.init_state"):
+        mapped(lambda x: dq.psum(x, "data", method=method))
+    with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
+        mapped(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method))
+    with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
+        thc = dq.ErrorFeedback(dq.THC(**SMALL))
+        mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
+
+
+def test_files_name_the_method_within(tmp_path):
+    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol", eta=0.2)
+    for name in ("choice.json", "choice.toml"):
+        dq.save_config(tmp_path / name, method, dq.Ring())
+        assert dq.load_config(tmp_path / name) == (method, dq.Ring())
+    for text, message in (
+        ('{"method": {"name": "ErrorFeedback"}}', "has no 'method'; say which it is around"),
+        (
+            '{"method": {"name": "ErrorFeedback", "method": {"name": "ErrorFeedback"}}}',
+            r"method\.method 'ErrorFeedback' is not known",
+        ),
+    ):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            dq.load_config(tmp_path / "wrong.json")
+
+
+def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
+    x = gradients(4, 1)[0]
+    method, topology = dq.ErrorFeedback(dq.MXFP4(**SMALL)), dq.Hierarchical(outer=DIRECT)
+    own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    first = dq.init_state(own, (2, 2), method=method, topology=topology)
+    state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
+
+    def one(x, state):
+        options = {"op": "sum", "method": method, "topology": topology, "key": KEY}
+        return dq.reduce(x, ("a", "b"), state=state, **options)[:2]
+
+    step = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))
+    exact, found = total_of(x), []
+    for _ in range(6):
+        total, state = step(x.reshape(2, 2, SIZE), state)
+        assert_replicas_equal(np.asarray(total).reshape(4, SIZE))
+        found.append(np.asarray(total[0, 0], np.float64))
+    # The inner sums are bf16's, 2^-9.
+    assert relative_error(np.mean(found, axis=0), exact) < max(
+        relative_error(found[0], exact) / 8, 2e-5
+    )
+
+
+def test_states_have_no_array_twice():
+    """So that they can be donated."""
+    method = dq.ErrorFeedback(dq.MXFP4(sum="shared-scale", **SMALL), kind="ef21m")
+    state = dq.init_state(jnp.zeros(SIZE), 4, method=method)
+    leaves = jax.tree.leaves(state)
+    assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
+    assert isinstance(state[0], error_feedback.ErrorFeedbackState)
+    assert_same_bits(state[0].inner.mu, dq.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
+
+
+def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
+    x = gradients(3, 1)[0]
+    for text, alone in (("dynamiq-ef21:4", "dynamiq:4"), ("dynamiq-ef14", "dynamiq")):
+        ours, theirs = (contenders.parse_method(name, DIRECT) for name in (text, alone))
+        found, expected = (
+            jax.jit(jax.vmap(lambda x, r=c.reduce: r(x, "data", key=KEY), axis_name="data"))(x)
+            for c in (ours, theirs)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        assert ours.wire_bytes(SIZE, (3,)) == theirs.wire_bytes(SIZE, (3,))
+        contenders.check_timed(theirs)
+        with pytest.raises(ValueError, match=f"method '{text}' has memory, which is empty here"):
+            contenders.check_timed(ours)

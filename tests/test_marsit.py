@@ -1,0 +1,313 @@
+"""Marsit end to end: whose sign a coordinate gets, full rounds, and what compensations make up.
+
+`test_every_method` and `test_nonfinite` have rows of it.
+"""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    LOOP,
+    SMALL,
+    TOPOLOGIES,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    first_state,
+    gradient,
+    stepper,
+)
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_wire_bytes import moved_bits
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods.marsit import workers_in
+
+KEY = jax.random.key(5)
+SIZE = 3011
+BLOCK = 256
+Marsit = functools.partial(dq.Marsit, block_size=BLOCK, **SMALL)
+ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (2, 5, 8) if n in served]
+
+
+def total_of(x):
+    return np.sum(np.asarray(x, np.float64), axis=0)
+
+
+@functools.cache
+def draw(n, steps=1):
+    """f32[steps, n, SIZE]: a part that lasts, and one of every step."""
+    lasting = np.asarray(gradient(7, n, SIZE))
+    return np.stack([lasting + 0.3 * np.asarray(gradient(seed, n, SIZE)) for seed in range(steps)])
+
+
+def lengths(x):
+    """What one step is long, by coordinate: mean magnitudes of blocks, of all workers."""
+    pad = np.pad(np.abs(np.asarray(x, np.float64)).mean(axis=0), (0, -SIZE % BLOCK))
+    filled = np.clip(SIZE - BLOCK * np.arange(pad.size // BLOCK), 0, BLOCK)
+    return np.repeat(pad.reshape(-1, BLOCK).sum(axis=1) / filled, BLOCK)[:SIZE]
+
+
+@functools.cache
+def first_signs(n, topology, samples):
+    """(y f32[n, SIZE], key) -> the finished signs [samples, SIZE] of a first round."""
+    method = Marsit(period=None)
+
+    def one(x, key, state):
+        options = {"op": "mean", "method": method, "topology": topology}
+        return dq.reduce(x, "data", key=key, state=state, **options).tree
+
+    run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")
+    return jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
+
+
+@pytest.mark.parametrize(("route", "n"), [*ROUTES, ("direct", 3), ("ring", 6), ("ring", 7)])
+def test_a_coordinate_gets_the_sign_of_a_worker_drawn_uniformly(route, n):
+    """Coordinate c is positive on the first c mod (n + 1) workers: the mean sign is exact.
+
+    So is the variance, 1 - mean².
+    """
+    topology, samples = TOPOLOGIES[route][0], 256
+    positive = np.arange(SIZE) % (n + 1)
+    x = np.where(np.arange(n)[:, None] < positive, 1.0, -1.0).astype(np.float32)
+    keys = jax.random.split(KEY, samples)
+    state = first_state(Marsit(period=None), x, n, topology)
+    found = np.asarray(first_signs(n, topology, samples)(x, keys, state))
+    assert_replicas_equal(np.moveaxis(found, 1, 0))
+    np.testing.assert_allclose(np.abs(found), 1, rtol=2e-7)
+    signs = np.sign(found[:, 0])
+    counts = np.array([np.mean(signs[:, positive == k]) for k in range(n + 1)])
+    expected = 2 * np.arange(n + 1) / n - 1
+    deviation = np.sqrt((1 - expected**2) / (samples * SIZE / (n + 1)))
+    assert np.all(np.abs(counts - expected) <= 4.5 * deviation)
+    assert counts[0] == -1
+    assert counts[-1] == 1
+    # Coins of coordinates and of keys are not related.
+    middle = signs[:, positive == n // 2]
+    assert abs(np.var(middle.mean(axis=1)) * middle.shape[1] / np.var(middle) - 1) < 0.45
+    assert abs(np.var(middle.mean(axis=0)) * samples / np.var(middle) - 1) < 0.45
+
+
+def test_every_worker_is_drawn_as_often():
+    """Only one worker's sign is positive, in 1 / n of the coordinates, whoever it is."""
+    n, samples = 8, 128
+    for topology in (LOOP, dq.Butterfly(balance=0.0), dq.Direct()):
+        run, state = first_signs(n, topology, samples), None
+        for worker in (0, 3, 7):
+            x = np.where(np.arange(n)[:, None] == worker, 1.0, -np.ones((n, SIZE), np.float32))
+            state = first_state(Marsit(period=None), x, n, topology)
+            share = np.mean(
+                run(x.astype(np.float32), jax.random.split(KEY, samples), state)[:, 0] > 0
+            )
+            assert abs(share - 1 / n) < 4.5 * np.sqrt(1 / n * (1 - 1 / n) / (samples * SIZE))
+
+
+def test_for_how_many_workers_an_encoding_stands():
+    assert workers_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 4)]
+    assert workers_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 4)]
+    direct = workers_in(dq.Direct(), 3)
+    assert direct[dq.Direct().stages(3)[-1].slots.start].tolist() == [3, 3, 3]
+    assert sorted(direct[:, 0].tolist()) == [0, 1, 1, 3]
+
+
+def test_zeros_have_no_sign_on_average():
+    n, samples = 3, 256
+    x = np.zeros((n, SIZE), np.float32)
+    x[:, :BLOCK] = np.where(np.arange(BLOCK) % 2, 2.0, 0.0)  # half of one block
+    x[0, -1] = 1.0
+    state = first_state(Marsit(period=None), x, n, dq.Direct())
+    found = np.asarray(
+        first_signs(n, dq.Direct(), samples)(x, jax.random.split(KEY, samples), state)
+    )[:, 0]
+    np.testing.assert_array_equal(found[:, 1:BLOCK:2], 1.0)
+    zeros = found[:, :BLOCK:2]
+    np.testing.assert_array_equal(np.abs(zeros), 1.0)
+    assert abs(zeros.mean()) < 4.5 / np.sqrt(zeros.size)
+    last = -(-SIZE // BLOCK) * BLOCK - BLOCK
+    np.testing.assert_array_equal(found[:, BLOCK:last], 0.0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_delivered_and_compensations_make_up_the_inputs(n, scale):
+    """In every step; full rounds come in time, deliver all, and leave nothing."""
+    period, x = 3, draw(n, 7)
+    method = Marsit(period=period, scale=scale)
+    state, run = first_state(method, x[0], n, LOOP), stepper(method, LOOP)
+    delivered = exact = 0.0
+    before = run._cache_size()
+    for i, own in enumerate(x):
+        found, state = run(own, KEY, state)
+        assert_replicas_equal(found)
+        result = np.asarray(found[0], np.float64)
+        delivered, exact = delivered + result, exact + total_of(own)
+        residual = np.asarray(state[0].residual, np.float64)
+        size = np.abs(exact).max()
+        assert np.abs(delivered + residual.sum(axis=0) - exact).max() < 2e-6 * size
+        assert state[0].step.tolist() == [(i + 1) % period] * n
+        if i % period == period - 1:
+            np.testing.assert_array_equal(residual, 0)
+            assert np.abs(delivered - exact).max() < 2e-6 * size
+        else:
+            np.testing.assert_allclose(np.abs(result), n * scale * lengths(own), rtol=2e-6)
+            assert np.all(np.any(residual != 0, axis=0))
+    assert run._cache_size() <= before + 1  # one program for both kinds of rounds
+
+
+def test_without_full_rounds_there_are_none():
+    x, method = draw(3, 5), Marsit(period=None)
+    state, run = first_state(method, x[0], 3, LOOP), stepper(method, LOOP)
+    for own in x:
+        found, state = run(own, KEY, state)
+        np.testing.assert_allclose(np.abs(found[0]), 3 * lengths(own), rtol=2e-6)
+
+
+def test_rounds_have_coins_of_their_own():
+    """The same key and gradient in every step; also without a key."""
+    n, x = 4, draw(4)[0]
+    for key in (KEY, None):
+        method = Marsit(period=None)
+
+        def one(x, state, key=key, method=method):
+            options = {"op": "sum", "method": method, "topology": LOOP}
+            return dq.reduce(x, "data", key=key, state=state, **options)[:2]
+
+        run = jax.jit(jax.vmap(one, axis_name="data"))
+        first = first_state(method, x, n, LOOP)
+        start, _ = run(x, first)
+        later, _ = run(x, (first[0]._replace(step=first[0].step + 1),))
+        again, _ = run(x, first)
+        assert_same_bits(start, again)
+        assert np.mean(np.asarray(start != later)) > 0.2
+
+
+@pytest.mark.parametrize("period", [None, 2])
+def test_bad_blocks_are_nan_and_leave_the_compensation(period):
+    n, x = 4, draw(4, 4).copy()
+    x[2:, 1, 5 * BLOCK + 7], x[2:, 3, -1] = np.nan, np.inf
+    sick = np.isin(np.arange(SIZE) // BLOCK, (5, (SIZE - 1) // BLOCK))
+    method = Marsit(period=period)
+    state, run = first_state(method, x[0], n, LOOP), stepper(method, LOOP)
+    for i, own in enumerate(x):
+        before = np.asarray(state[0].residual)
+        found, state = run(own, KEY, state)
+        after = np.asarray(state[0].residual)
+        assert np.all(np.isfinite(after))
+        np.testing.assert_array_equal(np.isnan(found[0]), sick if i >= 2 else False)
+        if i >= 2:
+            np.testing.assert_array_equal(after[:, sick], before[:, sick])
+            assert np.mean((after != before)[:, ~sick]) > 0.9
+
+
+INPUTS = {
+    "identical": lambda n: np.broadcast_to(draw(1)[0], (n, SIZE)),
+    "disjoint": lambda n: draw(n)[0] * (np.arange(SIZE) % n == np.arange(n)[:, None]),
+    "all-max": lambda n: np.full((n, SIZE), 3.0, np.float32),
+    "all-zero": lambda n: np.zeros((n, SIZE), np.float32),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_whatever_the_inputs(case):
+    n, method = 4, Marsit(period=4)
+    x = np.asarray(INPUTS[case](n), np.float32)
+    state, run = first_state(method, x, n, LOOP), stepper(method, LOOP)
+    delivered = 0.0
+    for step in range(8):
+        found, state = run(x, KEY, state)
+        result = np.asarray(found[0], np.float64)
+        delivered = delivered + result
+        if step == 0 and case == "identical":  # all agree
+            np.testing.assert_array_equal(np.sign(result), np.sign(x[0]))
+        if case == "all-max":  # and then nothing is left to make up for
+            np.testing.assert_allclose(result, 3.0 * n, rtol=2e-6)
+    assert np.abs(delivered - 8 * total_of(x)).max() <= 4e-6 * np.abs(8 * total_of(x)).max()
+
+
+def steps_program(n, method, topology, steps, *, check_vma=True):
+    """Steps in one program of `shard_map`, as in a training loop."""
+
+    def run(x):
+        x = x[0]
+        state = dq.init_state(x, n, method=method, topology=topology)
+        state = lax.pcast(state, "data", to="varying") if check_vma else state
+
+        def step(state, _):
+            options = {"op": "mean", "method": method, "topology": topology, "key": KEY}
+            mean, state, _ = dq.reduce(x, "data", state=state, **options)
+            return state, mean
+
+        return lax.scan(step, state, length=steps)[1]
+
+    specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(run, mesh=auto_mesh(n), **specs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_states_travel_through_shard_map_and_scan(check_vma):
+    """Results count as replicated, and are those of vmap, bit for bit."""
+    n, method, x = 4, Marsit(period=2), draw(4)[0]
+    found = steps_program(n, method, dq.Direct(), 4, check_vma=check_vma)(x)
+    state = first_state(method, x, n, dq.Direct())
+    for i in range(4):
+        expected, state = stepper(method, dq.Direct(), mean=True)(x, KEY, state)
+        if i % 2:  # a native sum, whose order is XLA's
+            np.testing.assert_allclose(found[i], expected[0], rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_allclose(found[i], expected[0], rtol=1e-6)
+            np.testing.assert_array_equal(np.sign(found[i]), np.sign(expected[0]))
+
+
+@pytest.mark.parametrize("topology", [dq.Ring(), dq.Direct()])
+def test_wire_bits_are_what_the_rounds_move(topology):
+    """A conditional with two branches, of which one is a full round; their mean over a period."""
+    n, size, method = 4, 20_000, Marsit(period=5)
+    own = jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def one(x, state):
+        x, state = jax.tree.map(lambda leaf: leaf[0], (x, state))
+        options = {"op": "sum", "method": method, "topology": topology}
+        total, state, _ = dq.reduce(x, "data", state=state, **options)
+        return total, jax.tree.map(lambda leaf: leaf[None], state)
+
+    state = dq.init_state(own, n, method=method, topology=topology, stacked=True)
+    specs = {"in_specs": P("data"), "out_specs": (P(), P("data"))}
+    step = jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
+    hlo = step.lower(jnp.zeros((n, size)), state).compile().as_text()
+    bodies = re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?{$(.*?)^}", hlo, re.DOTALL | re.MULTILINE)
+    names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", hlo)
+    names += re.findall(r"[\w.\-]+", " ".join(re.findall(r"branch_computations={(.*?)}", hlo)))
+    sent = {name: sum(moved_bits(body, Counter(), n).values()) / n for name, body in bodies}
+    branches = sorted(sent.pop(name) for name in set(names))
+    agreed, one_bit, full = method.round_bits(size, n, topology)
+    assert (branches, sum(sent.values())) == ([one_bit, full], agreed)
+    assert method.wire_bits(size, n, topology) == agreed + (4 * one_bit + full) // 5
+    assert one_bit < 1.06 * 2 * (n - 1) / n * size
+    assert method.wire_bits(size, 1, topology) == 0
+
+
+def test_what_makes_no_sense_is_refused():
+    for fields, message in (
+        ({"period": 1}, r"period=1 must be .* 2 to 4096, or None .* pass dq\.F32\(\)"),
+        ({"period": 5000}, "period=5000 must be an integer from 2 to 4096"),
+        ({"period": 2.5}, "period=2.5 must be an integer"),
+        ({"scale": 0}, "scale=0 must be above 0 and finite, such as 1.0"),
+        ({"scale": float("inf")}, "scale=inf must be above 0 and finite"),
+        ({"scale": float("nan")}, "scale=nan must be above 0 and finite"),
+        ({"block_size": 48}, "block_size=48 must be a positive multiple of 32, as 1024"),
+        ({"block_size": 0}, "block_size=0 must be a positive multiple of 32"),
+        ({"min_leaf_size": -1}, "min_leaf_size=-1 must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dq.Marsit(**fields)
+    with pytest.raises(ValueError, match="up to 4096 workers, and here are 5000; pass topology=dq"):
+        dq.init_state(jnp.zeros(1 << 20), 5000, method=dq.Marsit(), topology=dq.Ring())
+    x = jnp.ones((2, 8192))
+    with pytest.raises(ValueError, match=r"Marsit\(.* is only right with its state"):
+        jax.vmap(lambda x: dq.psum(x, "data", method=Marsit()), axis_name="data")(x)
