@@ -1,6 +1,6 @@
 """Methods: how one flat array is reduced over one axis."""
 
-from dynamiq_jax.methods.base import Limits, Method, ShardedMethod, State
+from dynamiq_jax.methods.base import Limits, MatrixMethod, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.global_qsgd import GlobalQSGD
 from dynamiq_jax.methods.minmax import MinMax
@@ -18,6 +18,7 @@ __all__ = [
     "MXFP4",
     "MXFP6",
     "MXFP8",
+    "MatrixMethod",
     "Method",
     "MinMax",
     "OmniReduce",

@@ -4,7 +4,8 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -46,6 +47,9 @@ class Limits(NamedTuple):
     """or bytes."""
     bucket_bytes: int
     """Leaves up to this size are concatenated to buckets of about this size."""
+    min_side: int | None = None
+    """Of a method that takes matrices, see `MatrixMethod`: those with fewer rows or columns are
+    summed exactly. `None`: leaves are flat."""
 
 
 def check_choice(name: str, value: object, allowed: tuple) -> None:
@@ -170,6 +174,55 @@ class BucketedMethod(MethodDefaults):
     def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
         """The fields."""
         return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+
+class MatrixMethod(MethodDefaults):
+    """What methods share that take leaves as matrices, each alone, by native collectives.
+
+    A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
+    the part that one device holds. Vectors, and what is too small by `Limits`, are summed exactly.
+    The members of `Method` see the matrix as a flat array, row after row, and know its shape from
+    the field ``matrix``, which `of_matrix` fills in for every bucket. Where it is `None` an array
+    is a single row.
+    """
+
+    __slots__ = ()
+
+    matrix: tuple[int, int] | None
+    """Rows and columns."""
+    min_leaf_size: int
+
+    @property
+    def min_side(self) -> int:
+        """Matrices with fewer rows or columns are summed exactly."""
+        raise NotImplementedError
+
+    @property
+    def native_by_default(self) -> bool:
+        """It sums by `lax.psum`."""
+        return True
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """Every leaf by itself."""
+        return Limits(self.min_leaf_size, 0, 0, 0, self.min_side)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
+                "topology=None"
+            )
+
+    def of_matrix(self, rows: int, columns: int) -> Self:
+        """The method for one leaf."""
+        return replace(self, matrix=(rows, columns))  # type: ignore[type-var]
+
+    def shape_of(self, size: int) -> tuple[int, int]:
+        """Rows and columns of a flat array of ``size`` coordinates."""
+        rows, columns = self.matrix or (1, size)
+        assert rows * columns == size
+        return rows, columns
 
 
 class ShardedMethod(Method, Protocol):
