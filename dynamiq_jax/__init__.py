@@ -33,6 +33,7 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PowerSGD,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
@@ -59,6 +60,7 @@ __all__ = [
     "Metrics",
     "MinMax",
     "OmniReduce",
+    "PowerSGD",
     "Reduced",
     "Ring",
     "THC",

@@ -41,13 +41,16 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PowerSGD,
 )
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
 METHODS = {
     c.__name__: c
-    for c in (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce)
-}
+    for c in (
+        DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, PowerSGD,
+    )
+}  # fmt: skip
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""

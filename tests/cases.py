@@ -86,6 +86,8 @@ class Row(NamedTuple):
     """Coordinates of a bucket that one value takes along if it is not finite: those of a block."""
     error: float
     """vNMSE of a sum of four `gradient`s, rounded up."""
+    columns: int | None = None
+    """Of a method of matrices: of what `test_nonfinite` reduces."""
 
 
 EVERY_METHOD = {
@@ -123,6 +125,12 @@ EVERY_METHOD = {
     "omnireduce, union, memory": Row(
         dq.OmniReduce(block_size=64, select="union", error_feedback=True, **LOW_LIMITS),
         NATIVE, 64, 0.15,
+    ),
+    # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
+    "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),
+    "powersgd, f32": Row(
+        dq.PowerSGD(rank=7, wire="f32", error_feedback=False, min_leaf_size=100),
+        NATIVE, 15 * 541, 1.0, 541,
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""

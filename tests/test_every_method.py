@@ -45,7 +45,7 @@ def mixed(n):
     tree = {
         "layers": [
             {"w": x[:, : 1984 * n].reshape(n, 31, -1), "b": x[:, -17:]},
-            (x[:, 2048 * n : -80].astype(low), x[:, :50].astype(low)),
+            (x[:, 2048 * n : -80].astype(low).reshape(n, 16, -1), x[:, :50].astype(low)),
         ],
         "empty": np.zeros((n, 0, 4), np.float32),
         "mask": rng.random((n, 9)) < 0.5,

@@ -4,14 +4,15 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 
@@ -20,6 +21,9 @@ State = Any
 if nothing."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+Wire = Literal["bf16", "f32"]
+"""Floats that native sums are in."""
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
@@ -79,6 +83,17 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
     """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
+
+
+def native_sum(
+    x: Float[Array, "*shape"], wire: Wire, axis_name: AxisNames
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """What this worker sends of f32 ``x``, and what all have sent, both f32."""
+    if wire == "f32":
+        return x, psum(x, axis_name)
+    # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
+    sent = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return sent, psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
 
 
 class Method(Protocol):
@@ -223,6 +238,13 @@ class MatrixMethod(MethodDefaults):
         rows, columns = self.matrix or (1, size)
         assert rows * columns == size
         return rows, columns
+
+    def headroom(self, size: int, n_workers: int) -> float:
+        """A power of two: over it, rows and columns times unit vectors have finite sums.
+
+        Those of all workers, however large their finite numbers are.
+        """
+        return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))
 
 
 class ShardedMethod(Method, Protocol):
