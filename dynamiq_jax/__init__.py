@@ -28,6 +28,7 @@ from dynamiq_jax.methods import (
     MXFP6,
     MXFP8,
     THC,
+    ARCTopK,
     DynamiQ,
     GlobalQSGD,
     Method,
@@ -42,6 +43,7 @@ from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
 from dynamiq_jax.xla import xla_options
 
 __all__ = [
+    "ARCTopK",
     "BF16",
     "Butterfly",
     "ByStep",

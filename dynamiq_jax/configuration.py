@@ -36,6 +36,7 @@ from dynamiq_jax.methods import (
     MXFP6,
     MXFP8,
     THC,
+    ARCTopK,
     DynamiQ,
     GlobalQSGD,
     Method,
@@ -49,6 +50,7 @@ METHODS = {
     c.__name__: c
     for c in (
         DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, PowerSGD,
+        ARCTopK,
     )
 }  # fmt: skip
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}

@@ -132,6 +132,12 @@ EVERY_METHOD = {
         dq.PowerSGD(rank=7, wire="f32", error_feedback=False, min_leaf_size=100),
         NATIVE, 15 * 541, 1.0, 541,
     ),
+    "arc top-k": Row(
+        dq.ARCTopK(density=0.5, error_feedback=False, min_leaf_size=100), NATIVE, 541, 0.5, 541
+    ),
+    "arc top-k, memory": Row(
+        dq.ARCTopK(density=0.7, rank=6, min_leaf_size=100), NATIVE, 541, 0.5, 541
+    ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
 

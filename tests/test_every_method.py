@@ -116,7 +116,10 @@ def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     first, again, other = (run(x, jax.random.key(seed), state)[0] for seed in (1, 1, 2))
     assert_same_bits(first, again)
     differing = np.mean(np.asarray(other != first))
-    assert differing > 0.3 if name in BY_KEY else differing == 0
+    if "arc" in name:  # keys decide which rows travel, where their lengths leave a choice
+        assert 0 < differing < 1
+    else:
+        assert differing > 0.3 if name in BY_KEY else differing == 0
     mean, _ = stepper(row.method, topology, mean=True)(x, jax.random.key(1), state)
     np.testing.assert_allclose(mean, first / n, rtol=3e-7, atol=1e-7)
 

@@ -1,5 +1,6 @@
 """Methods: how one flat array is reduced over one axis."""
 
+from dynamiq_jax.methods.arc_top_k import ARCTopK
 from dynamiq_jax.methods.base import Limits, MatrixMethod, Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.global_qsgd import GlobalQSGD
@@ -11,6 +12,7 @@ from dynamiq_jax.methods.thc import THC
 from dynamiq_jax.methods.uncompressed import BF16, F32
 
 __all__ = [
+    "ARCTopK",
     "BF16",
     "DynamiQ",
     "F32",

@@ -10,9 +10,9 @@ that starts where the step before ended:
 Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
 approaches the best approximation of that rank as long as gradients change slowly.
 
-Each memory is at right angles to P, and so is what cancels between workers: a part of M_i that the
-others take back is in no sum, and stays in memory for good, where it adds up as long as gradients
-have it. Memories add up to what the sums lacked, whatever each of them holds.
+Memories add up to what the sums lacked, whatever each of them holds: what cancels between workers
+outside of the columns of P is in no sum, so that each worker's memory of it grows as long as its
+gradients have it.
 
 Replicas: what follows from the two sums is computed by every worker, with sums and products that
 XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
@@ -67,8 +67,9 @@ class PowerSGD(MatrixMethod):
       rank: columns of both factors; a leaf takes ``rank`` (1 / rows + 1 / columns) numbers for each
         coordinate. Matrices with less than twice as many rows or columns are summed exactly.
       wire: the floats that factors are summed in, "bf16" or "f32". Additions of Q in bf16 lose
-        2^-9 of it each. What is rounded off of P is not lost, but it turns the columns: a little
-        where the factor is warm, more where it was drawn at random and P's are nearly parallel.
+        up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
+        little where the factor is warm, more where it was drawn at random and P's are nearly
+        parallel.
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
         four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
         reduce gradients that are divided by it.
