@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import MatrixMethod
 from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
@@ -31,6 +32,17 @@ def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options
 def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     """The density that takes ``bits`` with its block statistics."""
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
+
+
+def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
+    """A method of matrices, which has no buckets; without memory, as few benchmarks keep one."""
+    options = {k: v for k, v in options.items() if k not in ("min_bucket_size", "bucket_bytes")}
+    return method(error_feedback=error_feedback, **options)
+
+
+def _arc_top_k(bits: float = 3.2, **options) -> dq.ARCTopK:
+    """The density whose rows take ``bits``; the sketch comes on top."""
+    return of_matrices(dq.ARCTopK, density=bits / 16, **options)
 
 
 PAPER = {
@@ -60,16 +72,21 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+    "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
+    "arc-top-k": partial(_arc_top_k, min_leaf_size=0),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random; "qsgd" is Global-QSGD. "bf16" and "f32" sum uncompressed over
-the topology."""
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "powersgd" has rank 4. "bf16" and "f32"
+sum uncompressed over the topology."""
 
-NATIVE = ("thc", "omnireduce")
+NATIVE = ("thc", "omnireduce", "powersgd", "arc-top-k")
 """Of these, the methods that have native collectives only."""
+
+COLUMNS = 1024
+"""Of the matrix, filled up with zeros, that a flat leaf is to methods of matrices."""
 
 TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "direct": dq.Direct,
@@ -171,7 +188,7 @@ def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> A
 
 def native_only(text: str) -> bool:
     """Whether the method called ``text`` has native collectives only, whatever the topology."""
-    return text.strip().partition(":")[0] in NATIVE
+    return text.strip().partition(":")[0].removesuffix("-memory") in NATIVE
 
 
 def parts(text: str) -> list[str]:
@@ -215,6 +232,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
     """
     method = make_method(text)
     topology = None if native_only(text) else topology
+    matrices = isinstance(method, MatrixMethod)
     if collective == "psum_scatter" and not hasattr(method, "reduce_scatter"):
         raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 
@@ -223,10 +241,12 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
             (n_workers,) = sizes
             part = coords // n_workers
             return method.sharded_wire_bits(part, n_workers, topology) // 8
-        leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
+        shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
+        leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
     reduce = dq.psum if collective == "psum" else partial(dq.psum_scatter, tiled=True)
+    reduce = partial(_folded, reduce) if matrices else reduce
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,
@@ -235,6 +255,12 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
         topology=topology,
     )
+
+
+def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options) -> jax.Array:
+    """``reduce`` of a flat leaf as a matrix."""
+    matrix = jnp.pad(x, (0, -x.size % COLUMNS)).reshape(-1, COLUMNS)
+    return reduce(matrix, axis_name, **options).reshape(-1)[: x.size]
 
 
 def uncompressed(name: str, collective: Collective = "psum") -> Contender:
