@@ -41,7 +41,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
     "powersgd-memory": partial(contenders.of_matrices, dq.PowerSGD, error_feedback=True),
-    "arc-top-k-memory": partial(contenders.of_matrices, dq.ARCTopK, error_feedback=True),
+    "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
 }
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")

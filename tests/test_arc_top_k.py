@@ -167,6 +167,18 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
     assert np.sum(sent == 0) < 50  # long rows wait for their turn in memory, and get it
 
 
+def test_what_a_message_rounds_off_is_in_memory():
+    """Of one worker alone, so that sums to bf16 round nothing."""
+    method, x = ARCTopK(density=0.5), draw(10, 3).at[1:].set(0)
+    state, run = first_state(method, x, 3), stepper(method)
+    delivered = 0.0
+    for _ in range(3):
+        found, state = run(x, KEY, state)
+        delivered = delivered + np.asarray(found[0], np.float64)
+    gap = delivered + total_of(state[0].residual).reshape(150, 40) - 3 * total_of(x)
+    assert np.max(np.abs(gap)) < 1e-6 * np.max(np.abs(np.asarray(x)))
+
+
 def test_bad_rows_leave_their_memory_as_it_was():
     method, x = ARCTopK(wire="f32"), draw(7, 3)
     state, run = first_state(method, x, 3), stepper(method)

@@ -151,6 +151,14 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
     assert found[0].shape == x.shape[1:]
 
 
+def test_what_a_message_rounds_off_is_in_memory():
+    """Of one worker alone, so that sums to bf16 round nothing."""
+    x = draw(10, 3).at[1:].set(0)
+    found, state = steps_of(PowerSGD(rank=3), x, 3)
+    gap = sum(found) + total_of(state[0].residual).reshape(x.shape[1:]) - 3 * total_of(x)
+    assert np.max(np.abs(gap)) < 2e-6 * np.max(np.abs(np.asarray(x)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_its_leaf_alone_and_is_forgotten(bad):
     method, tree = EXACT(rank=2), {"a": of_rank(2, 3, seed=6), "b": of_rank(2, 3, (24, 40), seed=7)}

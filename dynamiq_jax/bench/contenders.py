@@ -40,7 +40,7 @@ def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **o
     return method(error_feedback=error_feedback, **options)
 
 
-def _arc_top_k(bits: float = 3.2, **options) -> dq.ARCTopK:
+def arc_top_k(bits: float = 3.2, **options) -> dq.ARCTopK:
     """The density whose rows take ``bits``; the sketch comes on top."""
     return of_matrices(dq.ARCTopK, density=bits / 16, **options)
 
@@ -73,7 +73,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
     "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
-    "arc-top-k": partial(_arc_top_k, min_leaf_size=0),
+    "arc-top-k": partial(arc_top_k, min_leaf_size=0),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
