@@ -3,6 +3,8 @@
 The method here sums exactly and adds to every coordinate what tells its row and column.
 """
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -173,3 +175,79 @@ def test_arrays_of_an_unknown_matrix_are_single_rows():
     assert METHOD.wire_bits(50, N, None) == 150
     assert METHOD.of_matrix(5, 10).wire_bits(50, N, None) == 510
     assert math.prod(METHOD.of_matrix(5, 10).shape_of(50)) == 50
+
+
+METHODS = {
+    "powersgd": dq.PowerSGD(rank=2, wire="f32", min_leaf_size=1),
+    "arc top-k": dq.ARCTopK(density=0.5, rank=2, wire="f32", min_leaf_size=1),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", ["automatic", "manual", "manual, unchecked"])
+def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
+    """Two steps with memory: a device's sums are those of a mesh of its own part alone."""
+    method, spec = METHODS[name], P(None, "model")
+    mesh = jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = np.random.default_rng(1).standard_normal((N, 24, 20)).astype(np.float32)
+    manual = "manual" in kind
+    told = None if manual else spec
+
+    def two_steps(x, state, specs=None):
+        x, state = jax.tree.map(lambda v: lax.squeeze(v, (0,)), (x, state))
+        for _ in range(2):
+            total, state, _ = dq.reduce(
+                x, "data", op="sum", method=method, state=state, specs=specs
+            )
+        return total, jax.tree.map(lambda v: v[None], state)
+
+    def alone(part):
+        state = dq.init_state(jnp.zeros(part.shape[1:]), N, method=method, stacked=True)
+        specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": (P(), P("data"))}
+        return jax.jit(jax.shard_map(two_steps, **specs))(part, state)
+
+    expected = [alone(part) for part in np.split(x, 2, axis=2)]
+    options = {"method": method, "mesh": mesh, "specs": spec, "stacked": True}
+    state = dq.init_state(jnp.zeros((24, 20)), N, **options)
+    if manual:  # parts of a state are told by the mesh alone
+
+        def both(x, state):
+            total, state = two_steps(x, jax.tree.map(lambda v: v[:, 0], state))
+            return total, jax.tree.map(lambda v: v[:, None], state)
+
+        specs = {"in_specs": (P("data", None, "model"), P("data", "model"))}
+        specs |= {"out_specs": (spec, P("data", "model"))}
+        mapped = jax.shard_map(both, mesh=mesh, check_vma="unchecked" not in kind, **specs)
+    else:
+        own = functools.partial(two_steps, specs=told)
+        specs = {"in_specs": P("data"), "out_specs": (P(), P("data")), "axis_names": {"data"}}
+        mapped = jax.shard_map(own, mesh=mesh, **specs)
+    found, after = jax.jit(mapped)(
+        jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))), state
+    )
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    for number, (total, own) in enumerate(expected):
+        part = np.split(np.asarray(found), 2, axis=1)[number]
+        np.testing.assert_allclose(part, total, rtol=1e-4, atol=1e-4)
+        residual = np.asarray(after[0].residual)[:, number]
+        np.testing.assert_allclose(residual, own[0].residual, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_groups_of_workers_sum_for_themselves(name):
+    x = np.random.default_rng(2).standard_normal((4, 24, 20)).astype(np.float32)
+    method = dataclasses.replace(METHODS[name], error_feedback=False)
+
+    def one(x, groups):
+        total = dq.psum(x[0], "data", method=method, axis_index_groups=groups)
+        return total[None]
+
+    def run(x, groups):
+        specs = {"mesh": auto_mesh(len(x)), "in_specs": P("data"), "out_specs": P("data")}
+        mapped = jax.shard_map(functools.partial(one, groups=groups), check_vma=False, **specs)
+        return np.asarray(jax.jit(mapped)(x))
+
+    found = run(x, [[0, 2], [3, 1]])
+    assert_same_bits(found[[0, 1]], found[[2, 3]])
+    for group in ([0, 2], [1, 3]):
+        np.testing.assert_allclose(found[group], run(x[group], None), rtol=1e-5, atol=1e-5)
