@@ -23,6 +23,7 @@ from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.in_backward import reduce_in_backward
 from dynamiq_jax.methods import (
     BF16,
+    CLTK,
     F32,
     MXFP4,
     MXFP6,
@@ -47,6 +48,7 @@ __all__ = [
     "BF16",
     "Butterfly",
     "ByStep",
+    "CLTK",
     "CSVWriter",
     "Configuration",
     "Direct",

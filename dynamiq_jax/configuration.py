@@ -31,6 +31,7 @@ from dynamiq_jax.arguments import AnyTopology, check_kinds
 from dynamiq_jax.buckets import describe_leaves
 from dynamiq_jax.methods import (
     BF16,
+    CLTK,
     F32,
     MXFP4,
     MXFP6,
@@ -50,7 +51,7 @@ METHODS = {
     c.__name__: c
     for c in (
         DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, PowerSGD,
-        ARCTopK,
+        ARCTopK, CLTK,
     )
 }  # fmt: skip
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}

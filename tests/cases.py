@@ -126,6 +126,10 @@ EVERY_METHOD = {
         dq.OmniReduce(block_size=64, select="union", error_feedback=True, **LOW_LIMITS),
         NATIVE, 64, 0.15,
     ),
+    "clt-k": Row(
+        dq.CLTK(density=0.5, chunk_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.45
+    ),
+    "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
     "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),
     "powersgd, f32": Row(

@@ -50,6 +50,7 @@ NATIVE = [
     dq.OmniReduce(block_size=32, **SMALL),
     dq.OmniReduce(block_size=32, error_feedback=True, **SMALL),
     dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
+    dq.CLTK(density=0.2, **SMALL),
     POWER,
     dq.ARCTopK(density=0.5, rank=2, min_leaf_size=1),
 ]

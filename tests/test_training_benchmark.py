@@ -123,7 +123,12 @@ def test_errors_are_those_of_the_method(rows):
 
 def test_methods_and_their_routes_by_name():
     texts = "dynamiq:5 dynamiq:4.50 dynamiq-mse:5 dynamiq-paper:4 mxfp8 thc:4 omnireduce:8 f32"
-    matrices = {"powersgd": False, "arc-top-k:4": False, "arc-top-k-memory:8": True}
+    matrices = {
+        "powersgd": False,
+        "arc-top-k:4": False,
+        "arc-top-k-memory:8": True,
+        "clt-k-memory:4": True,
+    }
     parsed = dict(training_run.parse_method(text, "jnp") for text in texts.split())
     assert list(parsed) == texts.replace("4.50", "4.5").split()
     for text, memory in matrices.items():

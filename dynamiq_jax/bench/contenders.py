@@ -34,6 +34,12 @@ def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
 
 
+def _clt_k(bits: float = 4, **options) -> dq.CLTK:
+    """The density that takes ``bits``, places included; without memory, as of `of_matrices`."""
+    options.setdefault("error_feedback", False)
+    return dq.CLTK(density=bits / 24, **options)
+
+
 def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
     """A method of matrices, which has no buckets; without memory, as few benchmarks keep one."""
     options = {k: v for k, v in options.items() if k not in ("min_bucket_size", "bucket_bytes")}
@@ -72,6 +78,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+    "clt-k": partial(_clt_k, **_ANY_SIZE),
     "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
     "arc-top-k": partial(arc_top_k, min_leaf_size=0),
 }
@@ -82,7 +89,7 @@ in which it does so, too. "flash" is Flash Communication's min-max quantisation,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "powersgd" has rank 4. "bf16" and "f32"
 sum uncompressed over the topology."""
 
-NATIVE = ("thc", "omnireduce", "powersgd", "arc-top-k")
+NATIVE = ("thc", "omnireduce", "clt-k", "powersgd", "arc-top-k")
 """Of these, the methods that have native collectives only."""
 
 COLUMNS = 1024

@@ -2,6 +2,7 @@
 
 from dynamiq_jax.methods.arc_top_k import ARCTopK
 from dynamiq_jax.methods.base import Limits, MatrixMethod, Method, ShardedMethod, State
+from dynamiq_jax.methods.clt_k import CLTK
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.global_qsgd import GlobalQSGD
 from dynamiq_jax.methods.minmax import MinMax
@@ -14,6 +15,7 @@ from dynamiq_jax.methods.uncompressed import BF16, F32
 __all__ = [
     "ARCTopK",
     "BF16",
+    "CLTK",
     "DynamiQ",
     "F32",
     "GlobalQSGD",
