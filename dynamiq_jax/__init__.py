@@ -35,6 +35,7 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PermK,
     PowerSGD,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
@@ -64,6 +65,7 @@ __all__ = [
     "Metrics",
     "MinMax",
     "OmniReduce",
+    "PermK",
     "PowerSGD",
     "Reduced",
     "Ring",

@@ -43,6 +43,7 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PermK,
     PowerSGD,
 )
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
@@ -51,7 +52,7 @@ METHODS = {
     c.__name__: c
     for c in (
         DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, PowerSGD,
-        ARCTopK, CLTK,
+        ARCTopK, CLTK, PermK,
     )
 }  # fmt: skip
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}

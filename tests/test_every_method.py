@@ -101,7 +101,7 @@ def test_trees_keep_structure_shapes_and_dtypes_and_means_are_accurate(name, n):
 BY_KEY = [
     name
     for name, row in EVERY_METHOD.items()
-    if any(kind in name for kind in ("dynamiq", "thc", "qsgd"))
+    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "perm"))
     or getattr(row.method, "rounding", "") in ("stochastic", "shift")
 ]
 

@@ -78,6 +78,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+    "perm-k": partial(dq.PermK, **_ANY_SIZE),
     "clt-k": partial(_clt_k, **_ANY_SIZE),
     "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
     "arc-top-k": partial(arc_top_k, min_leaf_size=0),
@@ -89,7 +90,7 @@ in which it does so, too. "flash" is Flash Communication's min-max quantisation,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "powersgd" has rank 4. "bf16" and "f32"
 sum uncompressed over the topology."""
 
-NATIVE = ("thc", "omnireduce", "clt-k", "powersgd", "arc-top-k")
+NATIVE = ("thc", "omnireduce", "perm-k", "clt-k", "powersgd", "arc-top-k")
 """Of these, the methods that have native collectives only."""
 
 COLUMNS = 1024

@@ -8,6 +8,7 @@ from dynamiq_jax.methods.global_qsgd import GlobalQSGD
 from dynamiq_jax.methods.minmax import MinMax
 from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.methods.omnireduce import OmniReduce
+from dynamiq_jax.methods.perm_k import PermK
 from dynamiq_jax.methods.powersgd import PowerSGD
 from dynamiq_jax.methods.thc import THC
 from dynamiq_jax.methods.uncompressed import BF16, F32
@@ -27,6 +28,7 @@ __all__ = [
     "Method",
     "MinMax",
     "OmniReduce",
+    "PermK",
     "PowerSGD",
     "ShardedMethod",
     "State",
