@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,10 +196,9 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
 
     def two_steps(x, state, specs=None):
         x, state = jax.tree.map(lambda v: lax.squeeze(v, (0,)), (x, state))
-        for _ in range(2):
-            total, state, _ = dq.reduce(
-                x, "data", op="sum", method=method, state=state, specs=specs
-            )
+        options = {"op": "sum", "method": method, "specs": specs}
+        state = dq.reduce(x, "data", state=state, **options).state
+        total, state, _ = dq.reduce(x, "data", state=state, **options)
         return total, jax.tree.map(lambda v: v[None], state)
 
     def alone(part):
@@ -215,7 +215,7 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
             total, state = two_steps(x, jax.tree.map(lambda v: v[:, 0], state))
             return total, jax.tree.map(lambda v: v[:, None], state)
 
-        specs = {"in_specs": (P("data", None, "model"), P("data", "model"))}
+        specs: Any = {"in_specs": (P("data", None, "model"), P("data", "model"))}
         specs |= {"out_specs": (spec, P("data", "model"))}
         mapped = jax.shard_map(both, mesh=mesh, check_vma="unchecked" not in kind, **specs)
     else:
