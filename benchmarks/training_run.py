@@ -51,6 +51,9 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
+    "clt-k-memory": partial(contenders.METHODS["clt-k"], error_feedback=True),
+    "powersgd-memory": partial(contenders.of_matrices, dq.PowerSGD, error_feedback=True),
+    "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
 }
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")

@@ -23,11 +23,13 @@ from dynamiq_jax.gradients import value_and_grad
 from dynamiq_jax.in_backward import reduce_in_backward, sequential
 from dynamiq_jax.methods import (
     BF16,
+    CLTK,
     F32,
     MXFP4,
     MXFP6,
     MXFP8,
     THC,
+    ARCTopK,
     DynamiQ,
     ErrorFeedback,
     GlobalQSGD,
@@ -35,6 +37,8 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PermK,
+    PowerSGD,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
@@ -43,9 +47,11 @@ from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
 from dynamiq_jax.xla import xla_options
 
 __all__ = [
+    "ARCTopK",
     "BF16",
     "Butterfly",
     "ByStep",
+    "CLTK",
     "CSVWriter",
     "Configuration",
     "Direct",
@@ -63,6 +69,8 @@ __all__ = [
     "Metrics",
     "MinMax",
     "OmniReduce",
+    "PermK",
+    "PowerSGD",
     "Reduced",
     "Ring",
     "THC",

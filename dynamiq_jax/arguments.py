@@ -20,8 +20,8 @@ from dynamiq_jax._compat import (
     tracks_varying,
     vmapped,
 )
-from dynamiq_jax.buckets import Grouping, Leaf
-from dynamiq_jax.methods import DynamiQ, Limits, Method, ShardedMethod
+from dynamiq_jax.buckets import Bucket, Grouping, Leaf
+from dynamiq_jax.methods import DynamiQ, Limits, MatrixMethod, Method, ShardedMethod
 from dynamiq_jax.topologies import (
     Hierarchical,
     Topology,
@@ -54,6 +54,13 @@ class Resolved(NamedTuple):
     def limits(self) -> Limits:
         """What `buckets.group_leaves` needs to know."""
         return self.method.limits(self.n_workers, fast_links=fast_links())
+
+    def of_bucket(self, bucket: Bucket) -> "Resolved":
+        """The same for one bucket: a method of matrices learns the shape of its leaf."""
+        if not isinstance(self.method, MatrixMethod):
+            return self
+        (leaf,) = bucket.leaves
+        return self._replace(method=cast(Method, self.method.of_matrix(*leaf.matrix)))
 
 
 def chooses_by_path(method: object) -> bool:

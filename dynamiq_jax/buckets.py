@@ -45,6 +45,12 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns: all axes but the last, and the last one; a vector is a single row."""
+        columns = self.shape[-1] if self.shape else 1
+        return math.prod(self.shape[:-1]), columns
+
+    @property
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.size * self.dtype.itemsize
@@ -114,6 +120,7 @@ def group_leaves(
     min_bucket_size: int,
     min_bucket_bytes: int = 0,
     bucket_bytes: int,
+    min_side: int | None = None,
 ) -> Grouping:
     """Sorts leaves into buckets and exact ones; see `methods.base.Limits`."""
     exact: list[tuple[Leaf, str]] = []
@@ -124,6 +131,8 @@ def group_leaves(
             exact.append((leaf, f"dtype {leaf.dtype.name}"))
         elif leaf.size < max(min_leaf_size, 1):
             exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
+        elif min_side is not None and (small := _no_matrix(leaf, min_side)):
+            exact.append((leaf, small))
         elif leaf.alone or leaf.nbytes >= bucket_bytes:
             buckets.append(Bucket((leaf,)))
         else:
@@ -145,6 +154,16 @@ def group_leaves(
         exact.extend((leaf, reason) for leaf in bucket.leaves)
     exact.sort(key=lambda entry: entry[0].index)
     return Grouping(tuple(large), tuple(exact))
+
+
+def _no_matrix(leaf: Leaf, min_side: int) -> str | None:
+    """Why a leaf is no matrix that is worth compressing; `None` if it is."""
+    if len(leaf.shape) < 2:
+        return "no matrix"
+    rows, columns = leaf.matrix
+    if min(rows, columns) < min_side:
+        return f"matrix of {rows} x {columns} < min_side {min_side}"
+    return None
 
 
 ScaleAxis = int | Literal["auto"] | None

@@ -32,6 +32,7 @@ from dynamiq_jax.arguments import (
     resolve,
 )
 from dynamiq_jax.buckets import (
+    Bucket,
     Grouping,
     Leaf,
     concatenate,
@@ -298,12 +299,11 @@ def _reduce_leaves(
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices], axis_name) if indices else []
         values |= zip(indices, exact, strict=True)
-        options = {"axis_name": axis_name, "resolved": resolved, "op": op}
-        options["metrics"] = sent is not None
+        options = {"axis_name": axis_name, "op": op, "metrics": sent is not None}
         for number, bucket in enumerate(grouping.buckets):
             seed = None if words is None else fold_seed(words, bucket.tag)
             flat, (after[number], of_bucket) = with_tangent(
-                functools.partial(_reduce_flat, **options),
+                functools.partial(_reduce_flat, resolved=resolved.of_bucket(bucket), **options),
                 functools.partial(exact_reduce, axis_name=axis_name),
             )(concatenate(bucket, values), seed, after[number])
             known.append(of_bucket)
@@ -388,9 +388,10 @@ def init_state(
 
 def _first_state(grouping: Grouping, resolved: Resolved, counts: list[int]) -> tuple[State, ...]:
     """One worker's, for every bucket; of buckets in several parts, those of all parts."""
-    method, topology, _, sizes = resolved
+    _, topology, _, sizes = resolved
 
-    def first(size: int, count: int) -> State:
+    def first(bucket: Bucket, count: int) -> State:
+        size, method = bucket.size, resolved.of_bucket(bucket).method
         if isinstance(topology, Hierarchical):
             size, n = hierarchy.slice_size(size, sizes[-1]), resolved.n_workers // sizes[-1]
         else:
@@ -401,7 +402,7 @@ def _first_state(grouping: Grouping, resolved: Resolved, counts: list[int]) -> t
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state)
 
     pairs = zip(grouping.buckets, counts, strict=True)
-    return tuple(first(bucket.size, count) for bucket, count in pairs)
+    return tuple(first(bucket, count) for bucket, count in pairs)
 
 
 def _reduce_flat(x, seed, state, *, axis_name: AxisNames, resolved: Resolved, op: Op, metrics):

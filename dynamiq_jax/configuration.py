@@ -31,11 +31,13 @@ from dynamiq_jax.arguments import AnyTopology, check_kinds
 from dynamiq_jax.buckets import describe_leaves
 from dynamiq_jax.methods import (
     BF16,
+    CLTK,
     F32,
     MXFP4,
     MXFP6,
     MXFP8,
     THC,
+    ARCTopK,
     DynamiQ,
     ErrorFeedback,
     GlobalQSGD,
@@ -43,10 +45,15 @@ from dynamiq_jax.methods import (
     Method,
     MinMax,
     OmniReduce,
+    PermK,
+    PowerSGD,
 )
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
-_ALONE = (DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit)
+_ALONE = (
+    DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit,
+    PowerSGD, ARCTopK, CLTK, PermK,
+)  # fmt: skip
 METHODS = {c.__name__: c for c in (*_ALONE, ErrorFeedback)}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 LEVELS = ("inner", "outer")

@@ -206,7 +206,7 @@ def wire_bits(
 
 def _wire_bits(bucket: Bucket, resolved: Resolved) -> tuple[int, int]:
     """Bits that one worker sends for a bucket within the inner axis, and in all other ways."""
-    method, topology, _, sizes = resolved
+    method, topology, _, sizes = resolved.of_bucket(bucket)
     if isinstance(topology, Hierarchical):
         return hierarchy.wire_bits(bucket.size, bucket.dtype, sizes, method, topology)
     return 0, method.wire_bits(bucket.size, resolved.n_workers, topology)

@@ -287,6 +287,7 @@ def _grouped(leaves: list[Leaf], fixed: Fixed, limits: dict[str, int]) -> Groupi
 def _limits(resolved: Resolved) -> dict[str, int]:
     """Those of the all-reduce, but that half of it pays on fast links from larger buckets on."""
     limits = resolved.limits()._asdict()
+    del limits["min_side"]  # methods of matrices have no halves
     limits["min_bucket_bytes"] = limits["min_bucket_bytes"] * PSUM_SCATTER_BYTES // PSUM_BYTES
     limits["bucket_bytes"] = max(limits["bucket_bytes"], 2 * limits["min_bucket_bytes"])
     return limits

@@ -86,6 +86,8 @@ class Row(NamedTuple):
     """Coordinates of a bucket that one value takes along if it is not finite: those of a block."""
     error: float
     """vNMSE of a sum of four `gradient`s, rounded up."""
+    columns: int | None = None
+    """Of a method of matrices: of what `test_nonfinite` reduces."""
 
 
 EVERY_METHOD = {
@@ -141,6 +143,23 @@ EVERY_METHOD = {
     "marsit": Row(dq.Marsit(period=None, block_size=256, **LOW_LIMITS), OVER, 256, 5.0),
     "marsit, full rounds": Row(
         dq.Marsit(period=3, block_size=256, **LOW_LIMITS), OVER, 256, 5.0
+    ),
+    "clt-k": Row(
+        dq.CLTK(density=0.5, chunk_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.45
+    ),
+    "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
+    "perm-k": Row(dq.PermK(**LOW_LIMITS), NATIVE, 4, 4.0),
+    # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
+    "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),
+    "powersgd, f32": Row(
+        dq.PowerSGD(rank=7, wire="f32", error_feedback=False, min_leaf_size=100),
+        NATIVE, 15 * 541, 1.0, 541,
+    ),
+    "arc top-k": Row(
+        dq.ARCTopK(density=0.5, error_feedback=False, min_leaf_size=100), NATIVE, 541, 0.5, 541
+    ),
+    "arc top-k, memory": Row(
+        dq.ARCTopK(density=0.7, rank=6, min_leaf_size=100), NATIVE, 541, 0.5, 541
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""

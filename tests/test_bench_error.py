@@ -21,6 +21,21 @@ def rows_of(text, topology, gradients, seeds=1):
     return [row for row, _ in error.bench_error([(contender, topology)], gradients, seeds)]
 
 
+@pytest.mark.parametrize(
+    ("text", "bits", "low", "high"),
+    [
+        ("powersgd", 16 * 4 * (1 / 15 + 1 / 1024), 0.3, 0.99),
+        ("arc-top-k:8", 8 * 16 / 15 + 1 / 16, 0.05, 0.6),
+    ],
+)
+def test_methods_of_matrices_fold_flat_gradients(text, bits, low, high):
+    """14.6 rows of 1024, the last one filled up with zeros, which the wire bits count."""
+    x = jax.random.normal(jax.random.key(3), (3, 15_000)) * jnp.repeat(jnp.arange(15.0), 1000)
+    (row,) = rows_of(text, "ring", [x])
+    assert low < row.vnmse < high
+    assert row.bits_per_coord == pytest.approx(bits * 15 * 1024 / 15_000, rel=1e-3)
+
+
 SIZES = (4095, 4096, 5000, 4096)
 LEAVES = error.Leaves(("norm", "embed", "layer.w", "unused"), SIZES)
 SUMS = (2.0, 10.0, 1.0, 0.0)  # of every coordinate of a leaf

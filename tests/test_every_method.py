@@ -45,7 +45,7 @@ def mixed(n):
     tree = {
         "layers": [
             {"w": x[:, : 1984 * n].reshape(n, 31, -1), "b": x[:, -17:]},
-            (x[:, 2048 * n : -80].astype(low), x[:, :50].astype(low)),
+            (x[:, 2048 * n : -80].astype(low).reshape(n, 16, -1), x[:, :50].astype(low)),
         ],
         "empty": np.zeros((n, 0, 4), np.float32),
         "mask": rng.random((n, 9)) < 0.5,
@@ -101,7 +101,7 @@ def test_trees_keep_structure_shapes_and_dtypes_and_means_are_accurate(name, n):
 BY_KEY = [
     name
     for name, row in EVERY_METHOD.items()
-    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit"))
+    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit", "perm"))
     or getattr(getattr(row.method, "method", row.method), "rounding", "") in ("stochastic", "shift")
 ]
 
@@ -116,7 +116,10 @@ def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     first, again, other = (run(x, jax.random.key(seed), state)[0] for seed in (1, 1, 2))
     assert_same_bits(first, again)
     differing = np.mean(np.asarray(other != first))
-    assert differing > 0.3 if name in BY_KEY else differing == 0
+    if "arc" in name:  # keys decide which rows travel, where their lengths leave a choice
+        assert 0 < differing < 1
+    else:
+        assert differing > 0.3 if name in BY_KEY else differing == 0
     mean, _ = stepper(row.method, topology, mean=True)(x, jax.random.key(1), state)
     np.testing.assert_allclose(mean, first / n, rtol=3e-7, atol=1e-7)
 

@@ -36,15 +36,18 @@ class Steps:
     def __init__(self, name, route):
         self.row, self.run = EVERY_METHOD[name], runner(name, route)
         self.topology = self.row.routes[route]
-        self.state = first_state(self.row.method, jnp.zeros((N, SIZE)), N, self.topology)
+        self.shape = (N, SIZE) if self.row.columns is None else (N, -1, self.row.columns)
+        like = jnp.zeros((N, SIZE)).reshape(self.shape)
+        self.state = first_state(self.row.method, like, N, self.topology)
 
     def __call__(self, x):
         """The sum of all workers' x, after the checks that hold whatever these are."""
-        found, self.state = self.run(jnp.asarray(x, jnp.float32), KEY, self.state)
+        x = jnp.asarray(x, jnp.float32).reshape(self.shape)
+        found, self.state = self.run(x, KEY, self.state)
         assert self.run._cache_size() == 1
         assert_replicas_equal(found)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(self.state))
-        return np.asarray(found[0])
+        return np.asarray(found[0]).reshape(-1)
 
 
 def error(found, exact):
@@ -80,6 +83,7 @@ def test_what_is_not_finite_is_so_on_all_workers_and_nowhere_else(name, route):
     steps, clean = Steps(name, route), inputs()
     blocks = np.arange(SIZE) // steps.row.reach
     one, everyone = 3 * steps.row.reach, 5 * steps.row.reach + steps.row.reach // 2
+    one, everyone = one % SIZE, everyone % SIZE
     expected = np.isin(blocks, blocks[[one, everyone, -1]])
     first = error(steps(clean), total(clean))
     assert first < steps.row.error
@@ -141,7 +145,8 @@ def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
         found = steps(x)
         assert np.all(np.isfinite(found)), kind
         assert np.all(np.isfinite(steps(x))), kind  # with what memory adds to it
-        if kind == "one large value" and steps.row.error < 1:  # one bit has no room for it
+        lone = name[:3] not in ("clt", "per")  # which one worker's values may not reach
+        if kind == "one large value" and lone and steps.row.error < 1:  # one bit has no room
             assert 0.3 < found[1234] / (MAX / 8) < 3
         assert np.all(np.isfinite(steps(0 * x)))
         assert np.all(np.isfinite(steps(inputs())))

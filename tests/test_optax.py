@@ -21,6 +21,7 @@ N = 8
 EXACT = dq.F32()
 SCALED = dq.MXFP8(sum="shared-scale", **SMALL)  # a memory, and cheap to compile
 MEMORY = dq.OmniReduce(block_size=64, error_feedback=True, **SMALL)
+POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 KEY = jax.random.key(0)
 
@@ -238,14 +239,15 @@ def saved_and_restored(folder, tree):
 
 
 def stateful(method=SCALED):
-    topology = None if method == MEMORY else dq.Direct()
+    topology = None if method in (MEMORY, POWER) else dq.Direct()
     reduced = dq.optax.all_reduce("data", method=method, topology=topology, metrics=True)
     careful = optax.apply_if_finite(ADAM, 3)
     return dq.optax.multi_steps(optax.chain(reduced, careful), 2, "data")
 
 
-def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(tmp_path):
-    optimizer, mesh = stateful(), auto_mesh()
+@pytest.mark.parametrize("method", [SCALED, POWER])
+def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
+    optimizer, mesh = stateful(method), auto_mesh()
     params, opt_state = train(optimizer, 3)  # in the middle of a window
     first, second, *_ = np.asarray(opt_state.acc_grads.value["in"])
     assert np.any(first != second)

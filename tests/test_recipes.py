@@ -135,8 +135,31 @@ def test_flax(run, name):
     assert float(found["loss"]) < 0.5
 
 
-        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loss scaling": 1, "weight": 1,
-        "by path": 0, "by step": 3, "metrics": 0,
+def test_meshes(run):
+    found = run("meshes")
+    plain = exact(found)
+    for name, grad in found["grads"].items():
+        assert dict(grad.sharding.mesh.shape) == {"replica": 2, "fsdp": 4}
+        assert grad.addressable_shards[0].data.shape[0] == grad.shape[0] // 4
+        assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
+
+
+def test_several_hosts(run, capsys):
+    found = run("several hosts")
+    assert "compressed, bucket 0" in capsys.readouterr().out
+    plain = jax.grad(found["loss_fn"])(found["params"], found["batches"][0])
+    assert 0 < float(dq.vnmse(found["grads"], plain)) < 0.05
+
+
+def test_loss_scaling(run, capsys):
+    found = run("loss scaling")
+    assert capsys.readouterr().out == "scale 16384\n"
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["params"]))
+
+
+@pytest.mark.parametrize("name", ["scan", "sequential"])
+def test_layers_reduce_in_the_backward_pass(run, capsys, name):
+    found = run(name)
     assert capsys.readouterr().out.startswith("loss 0.")
     for leaf in jax.tree.leaves(found["params"]):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]

@@ -34,6 +34,7 @@ DYNAMIQ = [
 ]
 SHARED = dq.MXFP8(sum="shared-scale", **SMALL)
 MEMORY = dq.THC(error_feedback=True, piece_size=256, **SMALL)
+POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
 HOP_BY_HOP = [
     SHARED,
     dq.MXFP8(element="e5m2", bucket_bytes=4096, **SMALL),
@@ -54,6 +55,9 @@ NATIVE = [
     dq.OmniReduce(block_size=32, error_feedback=True, **SMALL),
     dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
     dq.ErrorFeedback(dq.THC(piece_size=256, **SMALL), kind="ef21"),
+    dq.CLTK(density=0.2, **SMALL),
+    POWER,
+    dq.ARCTopK(density=0.5, rank=2, min_leaf_size=1),
 ]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 
@@ -165,6 +169,7 @@ def run(drawn):
 )
 @given(episodes)
 @example(([40], MEMORY, None, 0))
+@example(([40], POWER, None, 2))
 @example(([9, 30], SHARED, dq.Butterfly(), 1))
 def episode(drawn):
     run(drawn)

@@ -123,18 +123,32 @@ def test_errors_are_those_of_the_method(rows):
 
 def test_methods_and_their_routes_by_name():
     texts = "dynamiq:5 dynamiq:4.50 dynamiq-mse:5 dynamiq-paper:4 mxfp8 thc:4 omnireduce:8 f32"
+    matrices = {
+        "powersgd": False,
+        "arc-top-k:4": False,
+        "arc-top-k-memory:8": True,
+        "clt-k-memory:4": True,
+    }
     parsed = dict(training_run.parse_method(text, "jnp") for text in texts.split())
     assert list(parsed) == texts.replace("4.50", "4.5").split()
+    for text, memory in matrices.items():
+        _, method = training_run.parse_method(text, "jnp")
+        assert method.error_feedback is memory
+        assert method.min_leaf_size == 4096
     for method in parsed.values():
         assert method.limits(8, fast_links=True)[:3] == (4096, 1, 0)
     assert parsed["dynamiq:5"].floor is not None
     assert parsed["dynamiq-mse:5"].floor is parsed["dynamiq-paper:4"].floor is None
     assert parsed["dynamiq-paper:4"].widths == (2, 4, 8)
     means = training_run.parse_means(
-        ["bf16-psum", "mxfp8", "thc:4", "exact"], ["ring", "direct"], "jnp"
+        ["bf16-psum", "mxfp8", "thc:4", "powersgd-memory", "exact"], ["ring", "direct"], "jnp"
     )
     routes = [("exact", "native"), ("bf16-psum", "native"), ("mxfp8", "ring"), ("mxfp8", "direct")]
-    assert [(mean.method, mean.topology) for mean in means] == [*routes, ("thc:4", "native")]
+    assert [(mean.method, mean.topology) for mean in means] == [
+        *routes,
+        ("thc:4", "native"),
+        ("powersgd-memory", "native"),
+    ]
 
 
 def test_bf16_psum_rounds_to_bf16_and_comes_back_in_f32():

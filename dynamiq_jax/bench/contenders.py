@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import MatrixMethod
 from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
@@ -38,6 +39,23 @@ def _remembered(
 ) -> dq.ErrorFeedback:
     """Error feedback of that kind around a method of ``bits``, by default DynamiQ."""
     return dq.ErrorFeedback(method(bits=bits, **options), kind=kind)
+
+
+def _clt_k(bits: float = 4, **options) -> dq.CLTK:
+    """The density that takes ``bits``, places included; without memory, as of `of_matrices`."""
+    options.setdefault("error_feedback", False)
+    return dq.CLTK(density=bits / 24, **options)
+
+
+def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
+    """A method of matrices, which has no buckets; without memory, as few benchmarks keep one."""
+    options = {k: v for k, v in options.items() if k not in ("min_bucket_size", "bucket_bytes")}
+    return method(error_feedback=error_feedback, **options)
+
+
+def arc_top_k(bits: float = 3.2, **options) -> dq.ARCTopK:
+    """The density whose rows take ``bits``; the sketch comes on top."""
+    return of_matrices(dq.ARCTopK, density=bits / 16, **options)
 
 
 PAPER = {
@@ -72,17 +90,24 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-ef21m": partial(_remembered, "ef21m", **_ANY_SIZE),
     "dynamiq-econtrol": partial(_remembered, "econtrol", **_ANY_SIZE),
     "marsit": partial(dq.Marsit, **_ANY_SIZE),
+    "perm-k": partial(dq.PermK, **_ANY_SIZE),
+    "clt-k": partial(_clt_k, **_ANY_SIZE),
+    "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
+    "arc-top-k": partial(arc_top_k, min_leaf_size=0),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random; "qsgd" is Global-QSGD. "bf16" and "f32" sum uncompressed over
-the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ, "marsit" sums signs:
-here their memory is empty, as in a first step."""
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "powersgd" has rank 4. "bf16" and "f32"
+sum uncompressed over the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ,
+"marsit" sums signs: here their memory is empty, as in a first step."""
 
-NATIVE = ("thc", "omnireduce")
+NATIVE = ("thc", "omnireduce", "perm-k", "clt-k", "powersgd", "arc-top-k")
 """Of these, the methods that have native collectives only."""
+
+COLUMNS = 1024
+"""Of the matrix, filled up with zeros, that a flat leaf is to methods of matrices."""
 
 TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "direct": dq.Direct,
@@ -186,7 +211,7 @@ def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> A
 
 def native_only(text: str) -> bool:
     """Whether the method called ``text`` has native collectives only, whatever the topology."""
-    return text.strip().partition(":")[0] in NATIVE
+    return text.strip().partition(":")[0].removesuffix("-memory") in NATIVE
 
 
 def parts(text: str) -> list[str]:
@@ -230,6 +255,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
     """
     method = make_method(text)
     topology = None if native_only(text) else topology
+    matrices = isinstance(method, MatrixMethod)
     if collective == "psum_scatter" and not hasattr(method, "reduce_scatter"):
         raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 
@@ -238,11 +264,13 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
             (n_workers,) = sizes
             part = coords // n_workers
             return method.sharded_wire_bits(part, n_workers, topology) // 8
-        leaf = jax.ShapeDtypeStruct((coords,), jnp.bfloat16)
+        shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
+        leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         return dq.wire_bits(leaf, sizes, method=method, topology=topology) // 8
 
     reduce = _first_step if method.needs_state else dq.psum
     reduce = reduce if collective == "psum" else partial(dq.psum_scatter, tiled=True)
+    reduce = partial(_folded, reduce) if matrices else reduce
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         collective=collective,
@@ -272,6 +300,12 @@ def check_timed(contender: Contender) -> None:
             f"method {contender.label.split()[0]!r} has memory, which is empty here, and a step "
             "with it takes longer; time a training step, or pass a method without"
         )
+
+
+def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options) -> jax.Array:
+    """``reduce`` of a flat leaf as a matrix."""
+    matrix = jnp.pad(x, (0, -x.size % COLUMNS)).reshape(-1, COLUMNS)
+    return reduce(matrix, axis_name, **options).reshape(-1)[: x.size]
 
 
 def uncompressed(name: str, collective: Collective = "psum") -> Contender:

@@ -4,13 +4,15 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol
+import math
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames
+from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 
@@ -19,6 +21,9 @@ State = Any
 if nothing."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+Wire = Literal["bf16", "f32"]
+"""Floats that native sums are in."""
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
@@ -46,6 +51,9 @@ class Limits(NamedTuple):
     """or bytes."""
     bucket_bytes: int
     """Leaves up to this size are concatenated to buckets of about this size."""
+    min_side: int | None = None
+    """Of a method that takes matrices, see `MatrixMethod`: those with fewer rows or columns are
+    summed exactly. `None`: leaves are flat."""
 
 
 def check_choice(name: str, value: object, allowed: tuple) -> None:
@@ -75,6 +83,17 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
     """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
+
+
+def native_sum(
+    x: Float[Array, "*shape"], wire: Wire, axis_name: AxisNames
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """What this worker sends of f32 ``x``, and what all have sent, both f32."""
+    if wire == "f32":
+        return x, psum(x, axis_name)
+    # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
+    sent = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return sent, psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
 
 
 class Method(Protocol):
@@ -170,6 +189,62 @@ class BucketedMethod(MethodDefaults):
     def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
         """The fields."""
         return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+
+
+class MatrixMethod(MethodDefaults):
+    """What methods share that take leaves as matrices, each alone, by native collectives.
+
+    A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
+    the part that one device holds. Vectors, and what is too small by `Limits`, are summed exactly.
+    The members of `Method` see the matrix as a flat array, row after row, and know its shape from
+    the field ``matrix``, which `of_matrix` fills in for every bucket. Where it is `None` an array
+    is a single row.
+    """
+
+    __slots__ = ()
+
+    matrix: tuple[int, int] | None
+    """Rows and columns."""
+    min_leaf_size: int
+
+    @property
+    def min_side(self) -> int:
+        """Matrices with fewer rows or columns are summed exactly."""
+        raise NotImplementedError
+
+    @property
+    def native_by_default(self) -> bool:
+        """It sums by `lax.psum`."""
+        return True
+
+    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+        """Every leaf by itself."""
+        return Limits(self.min_leaf_size, 0, 0, 0, self.min_side)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
+                "topology=None"
+            )
+
+    def of_matrix(self, rows: int, columns: int) -> Self:
+        """The method for one leaf."""
+        return replace(self, matrix=(rows, columns))  # type: ignore[type-var]
+
+    def shape_of(self, size: int) -> tuple[int, int]:
+        """Rows and columns of a flat array of ``size`` coordinates."""
+        rows, columns = self.matrix or (1, size)
+        assert rows * columns == size
+        return rows, columns
+
+    def headroom(self, size: int, n_workers: int) -> float:
+        """A power of two: over it, rows and columns times unit vectors have finite sums.
+
+        Those of all workers, however large their finite numbers are.
+        """
+        return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))
 
 
 class ShardedMethod(Method, Protocol):

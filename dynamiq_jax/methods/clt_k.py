@@ -1,0 +1,174 @@
+"""The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
+
+In every step another worker is the *leader*, in turn. Of every chunk of its gradient and memory it
+takes the coordinates of largest magnitude, and tells the others where they are: a native sum to
+which these add zeros. All workers' values there are summed by a second one. So the result is the
+same for all, its size is static, and choosing takes no sort of more than a chunk; the places of a
+chunk's coordinates fit 8 bits.
+
+Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
+Where they are not, what only others have waits until these lead.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Integer, UInt
+
+from dynamiq_jax._compat import AxisNames, axis_index, psum
+from dynamiq_jax.methods.base import (
+    LARGEST,
+    BucketedMethod,
+    Outcome,
+    State,
+    clipped,
+    native_sum,
+    with_memory,
+)
+from dynamiq_jax.topologies import Topology
+
+MAX_CHUNK = 256
+"""Coordinates whose places fit 8 bits."""
+
+
+class CLTKState(NamedTuple):
+    """What is carried from step to step."""
+
+    residual: Float[Array, " d"] | None
+    """With error feedback: what this worker's gradients had and its messages had not, f32."""
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers: whose turn it is to lead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CLTK(BucketedMethod):
+    """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
+
+    Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
+    its whole chunk NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only. Without state the first worker always leads.
+
+    Attributes:
+      density: the part of every chunk that is sent, above 0 up to 1; 24 bits per coordinate times
+        this, rounded up to whole coordinates of a chunk.
+      chunk_size: coordinates of a chunk, up to 256.
+      error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
+        Chunks that come out NaN leave this memory as it was, so that it is always finite. It has
+        the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
+      memory_rate: beta of the paper, above 0 up to 1: how far memory moves to what is left. Below 1
+        it forgets some of what is left, and remembers some of what was sent: a low-pass filter, for
+        large learning rates.
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
+      min_bucket_size: buckets of fewer coordinates do, too.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
+    """
+
+    density: float = 1 / 64
+    chunk_size: int = 256
+    error_feedback: bool = True
+    memory_rate: float = 1.0
+    min_leaf_size: int = 4096
+    min_bucket_size: int = 65536
+    bucket_bytes: int = 32 * 2**20
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        for name in ("density", "memory_rate"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must be above 0 and at most 1; pass 1 for all")
+        if not isinstance(self.chunk_size, int) or not 1 <= self.chunk_size <= MAX_CHUNK:
+            raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
+        self.check_limits()
+
+    @property
+    def native_by_default(self) -> bool:
+        """It sums by `lax.psum`."""
+        return True
+
+    @property
+    def needs_state(self) -> bool:
+        """Error feedback is nothing without its memory."""
+        return self.error_feedback
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: CLTK sums by native psum only; leave topology=None"
+            )
+
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing left out yet; the first worker leads."""
+        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
+        return CLTKState(residual, jnp.zeros((), jnp.int32))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        bits = (8 + 16) * -(-size // self.chunk_size) * self._count
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+        metrics: bool = False,
+    ) -> Outcome:
+        """See `methods.base.Method`."""
+        size = x.shape[0]
+        with jax.named_scope("clt_k_all_reduce"):
+            y = with_memory(x, state.residual) if self.error_feedback else x.astype(jnp.float32)
+            chunks = self._cut(y)
+            leads = axis_index(axis_name) == (state.step % n_workers if state else 0)
+            places = self._places(chunks, leads, axis_name)
+            # What a sum has no room for waits in memory, if there is one.
+            room = LARGEST / n_workers if self.error_feedback else LARGEST
+            values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
+            # What is not finite shows in the sum, chosen or not.
+            values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
+            sent, total = native_sum(values, "bf16", axis_name)
+            finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
+            total = (clipped(total) / divisor).astype(x.dtype)
+            result = _placed(total, places, self.chunk_size)
+            result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
+            if not state:
+                return Outcome(result, state)
+            residual = None
+            if self.error_feedback:
+                before = self._cut(state.residual)
+                left = chunks - _placed(sent, places, self.chunk_size)
+                if self.memory_rate < 1:
+                    left = before + self.memory_rate * (left - before)
+                residual = jnp.where(finite, left, before).reshape(-1)[:size]
+            return Outcome(result, CLTKState(residual, state.step + 1))
+
+    @property
+    def _count(self) -> int:
+        """Coordinates of a chunk that are sent."""
+        return math.ceil(self.density * self.chunk_size)
+
+    def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N c"]:
+        return jnp.pad(x, (0, -x.shape[0] % self.chunk_size)).reshape(-1, self.chunk_size)
+
+    def _places(
+        self, chunks: Float[Array, "N c"], leads: Array, axis_name
+    ) -> Integer[Array, "N k"]:
+        """Where the leader's largest values are, known to all."""
+        own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
+        return psum(jnp.where(leads, own, 0), axis_name).astype(jnp.int32)
+
+
+def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:
+    """Chunks of this size that hold the values in their places, and zeros."""
+    empty = jnp.zeros((values.shape[0], size), values.dtype)
+    return jnp.put_along_axis(empty, places, values, axis=1, inplace=False)

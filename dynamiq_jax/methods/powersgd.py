@@ -1,0 +1,207 @@
+"""The PowerSGD method (Vogels, Karimireddy, Jaggi, NeurIPS 2019): factors of low rank are summed.
+
+One step of subspace iteration for the sum M of all workers' matrices M_i, with a right factor Q
+that starts where the step before ended:
+
+1. P = the sum of M_i Q, made orthonormal by every worker alike;
+2. Q = the sum of transposed M_i times P;
+3. M is about P times transposed Q; each worker remembers M_i - P (its own part of Q) transposed.
+
+Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
+approaches the best approximation of that rank as long as gradients change slowly.
+
+Memories add up to what the sums lacked, whatever each of them holds: what cancels between workers
+outside of the columns of P is in no sum, so that each worker's memory of it grows as long as its
+gradients have it.
+
+Replicas: what follows from the two sums is computed by every worker, with sums and products that
+XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
+version of XLA get the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.methods.base import (
+    MatrixMethod,
+    Outcome,
+    State,
+    Wire,
+    check_choice,
+    check_not_negative,
+    clipped,
+    native_sum,
+    with_memory,
+)
+from dynamiq_jax.topologies import Topology
+
+DEPENDENT = 1e-6
+"""What is left of a column without those before it, relative to it, where it counts as zero."""
+
+
+class PowerSGDState(NamedTuple):
+    """What is carried from step to step."""
+
+    residual: Float[Array, " d"] | None
+    """With error feedback: what this worker's gradients had and its factors had not, f32."""
+    factor: Float[Array, "columns r"]
+    """Where the next iteration starts: orthonormal columns, f32, the same on all workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGD(MatrixMethod):
+    """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
+
+    Biased: what is not in the factors is lost without error feedback. A NaN or infinity on any
+    worker makes its whole leaf NaN on all, and leaves memory and factor as they were; sums of what
+    is finite end at the largest bf16 number. Serves ``topology=None`` only. Without state every
+    step starts from a factor at random, which the key decides on.
+
+    Attributes:
+      rank: columns of both factors; a leaf takes ``rank`` (1 / rows + 1 / columns) numbers for each
+        coordinate. Matrices with less than twice as many rows or columns are summed exactly.
+      wire: the floats that factors are summed in, "bf16" or "f32". Additions of Q in bf16 lose
+        up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
+        little where the factor is warm, more where it was drawn at random and P's are nearly
+        parallel.
+      error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
+        four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
+        reduce gradients that are divided by it.
+      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
+      matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
+    """
+
+    rank: int = 4
+    wire: Wire = "bf16"
+    error_feedback: bool = True
+    min_leaf_size: int = 4096
+    matrix: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
+        check_choice("wire", self.wire, get_args(Wire))
+        check_not_negative(min_leaf_size=self.min_leaf_size)
+
+    @property
+    def min_side(self) -> int:
+        """Twice the rank: factors take less than the matrix."""
+        return 2 * self.rank
+
+    @property
+    def needs_state(self) -> bool:
+        """Error feedback is nothing without its memory."""
+        return self.error_feedback
+
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing left out yet, and a factor at random, the same for all leaves of its shape."""
+        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
+        return PowerSGDState(residual, self._start(size, None))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce(
+        self,
+        x: Float[Array, " d"],
+        axis_name: AxisNames,
+        *,
+        n_workers: int,
+        topology: Topology | None,
+        seed: UInt[Array, " 2"] | None,
+        divisor: int = 1,
+        state: State = (),
+        metrics: bool = False,
+    ) -> Outcome:
+        """See `methods.base.Method`."""
+        size, shape = x.shape[0], self.shape_of(x.shape[0])
+        unit = self.headroom(size, n_workers)
+        with jax.named_scope("powersgd_all_reduce"):
+            start = self._start(size, None if state else seed)
+            y = x.astype(jnp.float32)
+            if self.error_feedback:
+                y = with_memory(x, state.residual)
+            matrix = y.reshape(shape) / unit
+            left = _product(matrix, state.factor if state else start)
+            left = native_sum(left, self.wire, axis_name)[1]
+            finite = jnp.all(jnp.isfinite(left))  # as all workers' matrices are
+            left = orthonormal(jnp.where(finite, left, 0))
+            sent, right = native_sum(_product(matrix.T, left), self.wire, axis_name)
+            total = clipped(_outer(left, right) * (unit / divisor))
+            result = jnp.where(finite, total, jnp.nan).astype(x.dtype).reshape(-1)
+            if not state:
+                return Outcome(result, state)
+            right = orthonormal(jnp.where(finite, right, 0), instead=start)
+            factor = jnp.where(finite, right, state.factor)
+            residual = None
+            if self.error_feedback:
+                lost = clipped((matrix - _outer(left, sent)) * unit).reshape(-1)
+                residual = jnp.where(finite, lost, state.residual)
+            return Outcome(result, PowerSGDState(residual, factor))
+
+    def _columns(self, size: int) -> int:
+        """Those of the factors."""
+        return min(self.rank, *self.shape_of(size))
+
+    def _start(self, size: int, seed: UInt[Array, " 2"] | None) -> Float[Array, "columns r"]:
+        """A right factor at random; without a seed always the same."""
+        words = jnp.zeros(2, jnp.uint32) if seed is None else seed
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        shape = self.shape_of(size)[1], self._columns(size)
+        return orthonormal(jax.random.normal(key, shape, jnp.float32))
+
+
+def _product(a: Float[Array, "m k"], b: Float[Array, "k r"]) -> Float[Array, "m r"]:
+    """Of f32 numbers as f32 numbers, which GPUs would shorten."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _outer(a: Float[Array, "m r"], b: Float[Array, "k r"]) -> Float[Array, "m k"]:
+    """``a`` times transposed ``b``, without a matrix product: see the module."""
+    return sum(
+        (a[:, i, None] * b[None, :, i] for i in range(1, a.shape[1])),
+        start=a[:, 0, None] * b[None, :, 0],
+    )
+
+
+def orthonormal(
+    a: Float[Array, "m r"], instead: Float[Array, "m r"] | None = None
+) -> Float[Array, "m r"]:
+    """Columns of the same span, of length 1 and at right angles: Gram and Schmidt's, twice.
+
+    Args:
+      a: finite.
+      instead: columns to take where one of ``a`` depends on those before it, or is zero; without
+        them it becomes zero.
+    """
+    rank = jnp.arange(a.shape[1])
+    largest = jnp.max(jnp.abs(a), axis=0)
+    a = a / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
+
+    def separate(number: Array, done: Array, column: Array) -> Array:
+        """What is left of a column without those before it, of length 1; or zero."""
+        before = jnp.where(rank < number, done, 0)
+        length = jnp.sqrt(jnp.sum(column**2))
+        for _ in range(2):
+            column = column - jnp.sum(before * jnp.sum(before * column[:, None], axis=0), axis=1)
+        left = jnp.sqrt(jnp.sum(column**2))
+        independent = left > DEPENDENT * length
+        return jnp.where(independent, column / jnp.where(independent, left, 1), 0)
+
+    def step(number: Array, done: Array) -> Array:
+        column = separate(number, done, lax.dynamic_index_in_dim(done, number, 1, keepdims=False))
+        if instead is not None:
+            other = lax.dynamic_index_in_dim(instead, number, 1, keepdims=False)
+            column = jnp.where(jnp.any(column != 0), column, separate(number, done, other))
+        return jnp.where(rank == number, column[:, None], done)
+
+    return lax.fori_loop(0, a.shape[1], step, a)
