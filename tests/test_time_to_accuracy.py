@@ -358,3 +358,93 @@ def test_adam_noise_is_that_of_the_errors(monkeypatch):
     noise = {name.strip(): float(value) for name, _, _, value in rows}
     assert 0 <= noise["f32"] < 1e-9 < noise["dynamiq:8"] < 1e-2 < noise["dynamiq:4"] < 0.3
     assert math.isfinite(noise["dynamiq:4"])
+
+
+class TestThePage:
+    """docs/time-to-accuracy.md says what the files of its commands hold."""
+
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    page = (Path(__file__).parents[1] / "docs" / "time-to-accuracy.md").read_text()
+
+    def rows(self, *begin):
+        """Cells of the rows whose first cells are these."""
+        lines = (line for line in self.page.splitlines() if line.startswith("|"))
+        cells = [[c.strip(" *") for c in line.strip("|").split("|")] for line in lines]
+        return [row for row in cells if tuple(row[: len(begin)]) == begin]
+
+    names = {
+        "bf16-psum": "bf16 psum",
+        "bf16": "BF16, hierarchical",
+        "bf16-native": "bf16, beside the backward pass",
+        "mxfp8": "MXFP8",
+        "mxfp4": "MXFP4",
+        "dynamiq-dither:4": "DynamiQ, 4 bits, dither",
+        "dynamiq-dither-axis:4": "DynamiQ, 4 bits, dither, scale axis",
+        "dynamiq-dither:3.5": "DynamiQ, 3.5 bits, dither",
+        "dynamiq-dither-axis:3.5": "DynamiQ, 3.5 bits, dither, scale axis",
+        "dynamiq:5": "DynamiQ, 5 bits",
+    }
+
+    @staticmethod
+    def signed(percent, error):
+        return f"{percent:+.2f} ± {error:.2f}".replace("-", "−")
+
+    def found(self, file, topology):
+        curves = tta.read_curves(
+            [self.results / "time_to_accuracy_losses.json"], "mid", "unit", "direct"
+        )
+        times = tta.read_times(self.results / file, "1b", topology)
+        return tta.combine(curves, times, 0.5)
+
+    @pytest.mark.parametrize(
+        ("file", "topology", "links", "more", "rows"),
+        [
+            ("step_time.json", "direct", "host memory", "", 5),
+            ("step_time_nodes.json", "hierarchical", "two nodes, sockets", ", hierarchical", 1),
+        ],
+    )
+    def test_results(self, file, topology, links, more, rows):
+        carrier, count = {"two nodes, sockets": "sockets between two nodes"}.get(links, links), 0
+        for r in (r for r in self.found(file, topology) if r.transport == carrier):
+            name = self.names[r.method] + ("" if r.method == "bf16-psum" else more)
+            for row in self.rows(links, name):
+                if len(row) < 6:
+                    continue
+                assert row[2] == f"{r.step_ms:.1f}"
+                if r.method != "bf16-psum":
+                    count += 1
+                    assert row[3] == f"{1 - r.step_relative:.1%}"
+                    assert row[4] == (
+                        "not reached" if r.seconds is None else f"{1 - r.relative:.1%}"
+                    )
+                    assert row[5] == f"{r.loss_percent:+.2f} ± {r.loss_error:.2f}".replace("-", "−")
+        assert count == {"host memory": 5}.get(links, 1)
+
+    def test_what_a_step_waits_for(self):
+        kept = json.loads((self.results / "step_time.json").read_text())["runs"]
+        count = 0
+        for run in kept:
+            links = tta.LINKS[
+                next(r for r in run["rows"] if r["method"] == "bf16-psum")["transport"]
+            ]
+            for r in run["rows"]:
+                for row in self.rows(links, self.names.get(r["method"], "")):
+                    if len(row) == 5:
+                        count += 1
+                        share = r["hidden_ms"] / r["transfer_ms"]
+                        figures = (
+                            f"{r['exposed_ms']:.1f}",
+                            f"{r['transfer_ms']:.1f}",
+                            f"{share:.0%}",
+                        )
+                        assert tuple(row[2:]) == figures
+        assert count == 9
+
+    def test_losses(self):
+        kept = json.loads((self.results / "time_to_accuracy_losses.json").read_text())["rows"]
+        summaries = {r["settings"]["method"]: r["summary"]["validation"] for r in kept}
+        text = self.page[self.page.index("## Losses") :]
+        said = re.findall(r"[+−]\d\.\d\d ± \d\.\d\d", text[: text.index("The validation")])
+        del summaries["exact"]
+        figures = [self.signed(s["percent"], s["error"]) for s in summaries.values()]
+        assert sorted(said) == sorted(figures)
