@@ -58,7 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ import optax
 import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import Corpus, load_corpus, train_batch, validation_batches
+from llm_data import Corpus, Tokenizer, load_corpus, train_batch, validation_batches
 from llm_model import (
     CONFIGS,
     INITS,
@@ -599,6 +599,9 @@ def main(
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
     mesh: Annotated[str | None, typer.Option(help="as data=4,model=2 or replica=2,fsdp=4")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="pieces, or bpe: byte pair encoding, made once and kept")
+    ] = "pieces",
     attention: Annotated[
         str, typer.Option(help="xla, or cudnn: flash attention on NVIDIA GPUs, not tiny")
     ] = "xla",
@@ -614,6 +617,7 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(init, INITS, "--init")
     check_choice(attention, get_args(AttentionKernel), "--attention")
+    check_choice(tokenizer, get_args(Tokenizer), "--tokenizer")
     chosen = choose(method, bits, topology, config_file)
     recipe = RECIPES[model]
     recipe = recipe._replace(
@@ -654,8 +658,9 @@ def main(
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
     loss_fn = make_loss(config)
+    corpus = load_corpus(config.vocab_size, tokenizer=cast(Tokenizer, tokenizer))
     run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=devices,
+        model=config, recipe=recipe, corpus=corpus, mesh=devices,
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, devices), seed=seed,
         measure_every=measure_every, console=console,
     )  # fmt: skip
@@ -680,7 +685,7 @@ def main(
 
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "init": init, "attention": attention, "mesh": dict(devices.shape),
+        "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
         "bits": chosen.compression.bits,
         "topology": chosen.topology and type(chosen.topology).__name__.lower(),
