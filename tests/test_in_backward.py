@@ -402,6 +402,8 @@ def test_sequential_reduces_while_the_backward_pass_goes_on(lag, waits):
         ({"params": 4}, "5 functions and 4 params"),
         ({"functions": 0, "params": 0}, "functions is empty"),
         ({"specs": [None]}, "5 functions and 1 specs"),
+        ({"specs": {"a": None}}, "specs is a mapping, which has no order"),
+        ({"lag": 1.5}, "lag=1.5 must be an integer"),
         ({"lag": -1}, "lag=-1 must be an integer"),
         ({"lag": True}, "lag=True must be"),
         ({"op": "max"}, "op='max'"),
