@@ -242,24 +242,24 @@ class TestCombination:
     def test_time_is_steps_times_time_per_step(self, files):
         found = {(r.transport, r.method): r for r in results_of(files)}
         assert set(found) == {
-            ("shm", "bf16-psum"), ("shm", "dynamiq:5"), ("shm", "dynamiq-dither-axis:3.5"),
-            ("p2p", "bf16-psum"), ("p2p", "mxfp4"),
+            ("host memory", "bf16-psum"), ("host memory", "dynamiq:5"),
+            ("host memory", "dynamiq-dither-axis:3.5"), ("p2p", "bf16-psum"), ("p2p", "mxfp4"),
         }  # fmt: skip
-        assert found["shm", "bf16-psum"].seconds == pytest.approx(62.5 * 0.2)
-        assert found["shm", "dynamiq:5"].relative == pytest.approx(0.5)
-        fewer = found["shm", "dynamiq-dither-axis:3.5"]
+        assert found["host memory", "bf16-psum"].seconds == pytest.approx(62.5 * 0.2)
+        assert found["host memory", "dynamiq:5"].relative == pytest.approx(0.5)
+        fewer = found["host memory", "dynamiq-dither-axis:3.5"]
         assert fewer.timed_as == "dynamiq-dither:3.5"
         assert fewer.steps == pytest.approx(37.5 + 25 / 1.02)
         assert fewer.relative == pytest.approx(fewer.steps * 80 / (62.5 * 200))
         assert fewer.loss_percent == pytest.approx(1.0)
         assert fewer.loss_error == pytest.approx(0.0, abs=1e-9)
-        assert found["shm", "dynamiq:5"].loss_percent == pytest.approx(0.05)
+        assert found["host memory", "dynamiq:5"].loss_percent == pytest.approx(0.05)
         never = found["p2p", "mxfp4"]
         assert never.steps is never.seconds is never.relative is None
 
     def test_the_fastest_come_first_and_those_that_never_arrive_last(self, files):
         found = results_of(files)
-        assert [r.method for r in found if r.transport == "shm"] == [
+        assert [r.method for r in found if r.transport == "host memory"] == [
             "dynamiq-dither-axis:3.5", "dynamiq:5", "bf16-psum",
         ]  # fmt: skip
         assert [r.method for r in found if r.transport == "p2p"] == ["bf16-psum", "mxfp4"]
@@ -274,7 +274,7 @@ class TestCombination:
         rows.append(curve_row("exact", [4.0, 3.0, 2.0], [2.0, 2.0], topology="native"))
         (files / "curves.json").write_text(json.dumps({"rows": rows}))
         found = {(r.transport, r.method): r for r in results_of(files)}
-        assert found["shm", "bf16-psum"].seconds == pytest.approx(12.5)
+        assert found["host memory", "bf16-psum"].seconds == pytest.approx(12.5)
 
     @pytest.mark.parametrize(
         ("change", "complaint"),
