@@ -112,7 +112,7 @@ def groups_of(params: Any) -> list[list[int]]:
     """
     found: dict[int, list[int]] = {}
     for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-        top, second = (getattr(entry, "key", None) for entry in path[:2])
+        top, second = (str(getattr(entry, "key", "")) for entry in path[:2])
         if top == "blocks":
             group = 1 + int(second)
         else:
