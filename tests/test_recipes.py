@@ -199,8 +199,8 @@ def test_a_budget_compressed(run):
 def test_a_grid(run, capsys):
     found = run("grid")
     first, second = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"along row: \d\.\de-03 apart, standing for \[3\.0\] peers", first)
-    assert second == "along column: 0.0e+00 apart, standing for [6.0] peers"
+    promised = re.findall(r"^# (along .*)$", RECIPES[NAMES.index("grid")], re.MULTILINE)
+    assert [re.sub(r"\d\.\de-03", "9.3e-03", first), second] == promised
     start = np.asarray(found["params"]["hidden"]["kernel"]) + 0.01 * found["noise"].astype(float)
     (model, *others), mean = (
         np.asarray(found["models"]["kernel"]),
