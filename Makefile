@@ -3,6 +3,7 @@
 # make quick     lint, types and the tests of files that are fast, for every change
 # make soak      2000 training steps under random models, methods and topologies
 # make errors    docs/errors.md from the tests
+# make figures   pictures and generated tables of README and docs/, from benchmarks/results/
 # make docs      the site, in site/; broken links and unlisted pages are errors
 # make release-check   builds sdist and wheel, runs the README's script with the wheel alone
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
@@ -13,7 +14,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
 
-.PHONY: demo test quick soak errors docs release-check test-versions test-gpu clean
+.PHONY: demo test quick soak errors figures docs release-check test-versions test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -35,6 +36,13 @@ soak: $(VENV)/.installed-dev
 errors: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
 	  -k "errors or refus or bad_fields or agreement or axis_size" tests
+
+figures: $(VENV)/.installed-dev
+	$(VENV)/bin/python benchmarks/plot_speedups.py
+	$(VENV)/bin/python benchmarks/comparison.py --write
+	$(VENV)/bin/python benchmarks/time_to_accuracy.py --tolerance 0.5 \
+	  --losses benchmarks/results/time_to_accuracy_losses.json \
+	  --step-times benchmarks/results/step_time.json --plot docs/time-to-accuracy.png
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
