@@ -108,11 +108,9 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
     "small": (
-        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("clt-k-memory", "dynamiq:4"),
-        ("arc-top-k-memory", "dynamiq:4"), ("powersgd-memory", "dynamiq:4"),
-        ("qsgd:8", "dynamiq:5"), ("perm-k", "dynamiq:5"), ("mxfp8", "dynamiq:5"),
-        ("thc:4", "dynamiq:5"), ("flash:5", "dynamiq:5"),
-        ("dynamiq-ef14:3", "dynamiq:3"), ("dynamiq-ef21:3", "dynamiq:3"),
+        ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
+        ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
+        ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"),
     ),
     "seeds": (
         ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq-dither-axis:4"), ("thc:4", "dynamiq:5"),

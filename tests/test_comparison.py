@@ -65,7 +65,7 @@ def test_rows_of_one_table_saw_the_same_text_and_machine():
         assert {row["settings"]["platform"] for row in rows} == {chosen.platform}
 
 
-@pytest.mark.parametrize("other", ["clt-k-memory", "powersgd-memory", "marsit"])
+@pytest.mark.parametrize("other", ["clt-k-memory", "mxfp4", "perm-k"])
 def test_a_pair_is_the_difference_of_its_rows(small, other):
     """Its mean is that of the rows'; its error is not: seeds are paired."""
     row, beside = small[other], small["dynamiq:5"]
