@@ -1,7 +1,7 @@
 r"""Time to a loss: training curves per step, and step times per transport, put together.
 
-    python benchmarks/time_to_accuracy.py --losses benchmarks/results/dither.json \
-        --model mid --init unit --step-times benchmarks/results/step_time.json --step-model 1b
+    python benchmarks/time_to_accuracy.py --step-times benchmarks/results/step_time.json \
+        --losses benchmarks/results/time_to_accuracy_losses.json --model mid --step-model 1b
 
 The loss after a step depends on the method, not on the links; the step's time on both. So curves
 are measured once (`training.py`), times for every transport (`step_time.py`), and a method's time
@@ -30,6 +30,11 @@ BF16, EXACT, NONE = "bf16-psum", "exact", "none"
 STAND_INS = {"dynamiq-dither-axis": "dynamiq-dither", "dynamiq-axis": "dynamiq"}
 """Whose step times serve for methods that differ in the order of coordinates alone."""
 
+LINKS = {
+    "p2p, NCCL": "NVLink", "shm": "host memory", "p2p, NCCL + socket": "sockets between two nodes",
+}  # fmt: skip
+"""What carries bf16 psum, in plain words."""
+
 Row = Mapping[str, Any]
 
 
@@ -57,6 +62,8 @@ class Result(NamedTuple):
     timed_as: str
     step_ms: float
     exposed_ms: float
+    step_relative: float
+    """Of the time of bf16 psum's step."""
     steps: float | None
     """To the target; `None` where it is not reached."""
     seconds: float | None
@@ -174,11 +181,12 @@ def combine(
             apart = difference(curve.validation, bf16.validation)
             own.append(
                 Result(
-                    transport=carrier,
+                    transport=LINKS.get(carrier, carrier),
                     method=name,
                     timed_as=timed_as,
                     step_ms=row["step_ms"],
                     exposed_ms=row["exposed_ms"],
+                    step_relative=row["step_ms"] / rows[BF16]["step_ms"],
                     steps=steps,
                     seconds=None if steps is None else steps * row["step_ms"] / 1e3,
                     relative=None,
@@ -239,19 +247,20 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     results = combine(curves, times, tolerance)
-    console = Console(width=max(Console().width, 110))
+    console = Console(width=max(Console().width, 140))
     show = {
         "method": lambda r: r.method,
         "step time of": lambda r: r.timed_as,
         "step ms": lambda r: f"{r.step_ms:.1f}",
         "exposed ms": lambda r: f"{r.exposed_ms:.1f}",
+        "less time per step": lambda r: f"{1 - r.step_relative:.1%}",
         "steps": lambda r: "-" if r.steps is None else f"{r.steps:.0f}",
         "seconds": lambda r: "-" if r.seconds is None else f"{r.seconds:.1f}",
-        "less time than bf16": lambda r: "-" if r.relative is None else f"{1 - r.relative:.1%}",
+        "less time to the loss": lambda r: "-" if r.relative is None else f"{1 - r.relative:.1%}",
         "loss against bf16, %": _loss,
     }
     for carrier in dict.fromkeys(r.transport for r in results):
-        table = Table(*(Column(name, justify="right") for name in show))
+        table = Table(*(Column(name, justify="right", no_wrap=True) for name in show))
         for r in (r for r in results if r.transport == carrier):
             table.add_row(*(cell(r) for cell in show.values()))
         console.print(f"loss of {model}, {init}; steps of {step_model} over {carrier}")

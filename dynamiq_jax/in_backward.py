@@ -1,6 +1,6 @@
 """Reductions inside the backward pass: of each layer's gradients as soon as they are there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -124,9 +124,12 @@ def sequential(
     passed ``lag`` more functions.
 
     All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
-    the map, parameters that two functions use pass once, above. Each function's gradients are
-    buckets of their own: of a layer or more, not of a norm. Wrap functions in `jax.checkpoint` to
-    compute them again rather than keep what their backward pass needs.
+    the map, parameters that two functions use pass once, above, by `reduce_in_backward`. Each
+    function's gradients are buckets of their own: of a layer or more, not of a norm. Wrap functions
+    in `jax.checkpoint` to compute them again rather than keep what their backward pass needs. What
+    functions need beside their parameters, as labels, travels in ``x``: JAX refuses traced values
+    that they close over where these are differentiated, and where the whole loss is inside of
+    another `jax.jit`, `jax.checkpoint` or scan.
 
     Args:
       functions: of (own parameters, x), each to the next one's x; any pytrees.
@@ -150,6 +153,9 @@ def sequential(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis_name = check_axis(axis_name)
+    for name, given in (("functions", functions), ("params", params), ("specs", specs or ())):
+        if isinstance(given, Mapping):
+            raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
     for name, given in (("params", params), ("specs", specs)):
@@ -159,7 +165,7 @@ def sequential(
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")
-    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+    if isinstance(lag, bool) or not hasattr(lag, "__index__") or lag < 0:
         raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 2")
     options = {"op": op, "method": method, "topology": topology}
     reducers = [

@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import AnyMethod, AnyTopology, axis_sizes, check_axis
+from dynamiq_jax.arguments import (
+    AnyMethod,
+    AnyTopology,
+    ByPath,
+    axis_sizes,
+    check_axis,
+    chooses_by_path,
+)
+from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.collectives import Op, init_state, reduce
-from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.metrics import Metrics
 
 Tree = TypeVar("Tree")
@@ -125,6 +133,7 @@ def all_reduce(
             keeps = jax.eval_shape(
                 lambda: init_state(updates, n_workers, method=chosen, topology=topology)
             )
+            serves = _needs_state(updates, chosen) or _kinds(keeps) == _kinds(own)
             found = reduce(
                 updates,
                 axis_name,
@@ -132,7 +141,7 @@ def all_reduce(
                 method=chosen,
                 topology=topology,
                 key=None if key is None else jax.random.fold_in(key, state.step),
-                state=own if jax.tree.leaves(keeps) else None,
+                state=own if jax.tree.leaves(keeps) and serves else None,
                 metrics=metrics,
             )
             kept = own if found.state is None else found.state
@@ -324,6 +333,20 @@ def _product(sizes: tuple[int, ...] | None, axis_name: AxisNames, what: str) -> 
             f"workers axis {axis_name!r} has; call dq.optax.init(optimizer, params, mesh)"
         )
     return math.prod(sizes)
+
+
+def _needs_state(updates, method) -> bool:
+    """Whether it, or one that it chooses by path, would be wrong without its own."""
+    if chooses_by_path(method):
+        chosen = [found for _, found in methods_of(updates, cast(ByPath, method))]
+    else:
+        chosen = [cast(Method, method)]
+    return any(found is not None and found.needs_state for found in chosen)
+
+
+def _kinds(state) -> Any:
+    """What tells states of different methods apart."""
+    return jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
 def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -> PerWorker | None:

@@ -58,7 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ import optax
 import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import Corpus, load_corpus, train_batch, validation_batches
+from llm_data import Corpus, Tokenizer, load_corpus, train_batch, validation_batches
 from llm_model import (
     CONFIGS,
     INITS,
@@ -316,9 +316,12 @@ class Run:
 
 
 def make_optimizer(
-    recipe: Recipe, clip: optax.GradientTransformation | None = None
+    recipe: Recipe, clip: optax.GradientTransformation | None = None, decays: Any = None
 ) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay."""
+    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay.
+
+    ``decays`` says it of every leaf, where these are not the model's own.
+    """
     peak, steps = recipe.learning_rate, recipe.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
 
@@ -327,7 +330,9 @@ def make_optimizer(
 
     return optax.chain(
         clip or optax.clip_by_global_norm(MAX_NORM),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
+        optax.adamw(
+            schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices if decays is None else decays
+        ),
     )
 
 
@@ -599,6 +604,9 @@ def main(
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
     mesh: Annotated[str | None, typer.Option(help="as data=4,model=2 or replica=2,fsdp=4")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="pieces, or bpe: byte pair encoding, made once and kept")
+    ] = "pieces",
     attention: Annotated[
         str, typer.Option(help="xla, or cudnn: flash attention on NVIDIA GPUs, not tiny")
     ] = "xla",
@@ -614,6 +622,7 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(init, INITS, "--init")
     check_choice(attention, get_args(AttentionKernel), "--attention")
+    check_choice(tokenizer, get_args(Tokenizer), "--tokenizer")
     chosen = choose(method, bits, topology, config_file)
     recipe = RECIPES[model]
     recipe = recipe._replace(
@@ -654,8 +663,9 @@ def main(
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
     loss_fn = make_loss(config)
+    corpus = load_corpus(config.vocab_size, tokenizer=cast(Tokenizer, tokenizer))
     run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=devices,
+        model=config, recipe=recipe, corpus=corpus, mesh=devices,
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, devices), seed=seed,
         measure_every=measure_every, console=console,
     )  # fmt: skip
@@ -680,7 +690,7 @@ def main(
 
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "init": init, "attention": attention, "mesh": dict(devices.shape),
+        "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
         "bits": chosen.compression.bits,
         "topology": chosen.topology and type(chosen.topology).__name__.lower(),

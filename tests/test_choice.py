@@ -173,6 +173,6 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 def test_buckets_are_larger_than_what_pays():
     limits = dq.DynamiQ().limits(8, fast_links=True)
     assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 4 * PSUM_BYTES
-    assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 32 * 2**20
+    assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 256 * 2**20
     assert dq.DynamiQ(bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
     assert dq.DynamiQ(min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes == 0

@@ -330,6 +330,12 @@ def test_what_makes_no_sense_is_refused():
         (lambda: around(dq.DynamiQ(error_feedback=True)), r"pass error_feedback=False to it"),
         (lambda: around(dq.OmniReduce(error_feedback=True)), r"pass error_feedback=False to it"),
         (lambda: around(dq.Marsit()), "keeps a memory of gradients itself.* pass it to dq.reduce"),
+        (lambda: around(dq.ARCTopK(error_feedback=False)), "sums matrices.*error_feedback=True"),
+        (lambda: around(dq.PowerSGD(error_feedback=False)), "sums matrices, whose shape is not"),
+        (
+            lambda: around(dq.CLTK(error_feedback=False, memory_rate=0.5)),
+            r"memory_rate=0\.5, and would tell that much.* pass memory_rate=1 to it",
+        ),
         (lambda: around("minmax"), r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
         (lambda: around(dq.MinMax), "is not a method"),
         (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
@@ -354,6 +360,39 @@ def test_a_method_that_does_not_tell_what_it_loses_is_refused():
 
     with pytest.raises(ValueError, match="does not tell what its encodings lose; give it a field"):
         dq.ErrorFeedback(Silent())
+
+
+F16 = {
+    "ef14": dq.ErrorFeedback(dq.MXFP8(**SMALL)),
+    "ef21": dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21"),
+    "arc": dq.ARCTopK(density=1, min_leaf_size=0),  # rows that are not sent wait
+    "clt": dq.CLTK(**SMALL),
+    "powersgd": dq.PowerSGD(min_leaf_size=0),
+}
+
+
+@pytest.mark.parametrize("name", F16)
+def test_what_f16_has_no_room_for_is_forgotten(name):
+    """A loss scale that is too large makes infinities, and its step is skipped."""
+    method = F16[name]
+    large = jnp.full((4, 64, 128), 30000, jnp.float16)
+    usual = jnp.full((4, 64, 128), 1, jnp.float16)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="data")
+    def step(x, state):
+        found = dq.reduce(x, "data", op="sum", key=KEY, method=method, state=state)
+        return found.tree, found.state
+
+    first = dq.init_state(usual[0], 4, method=method, stacked=True)
+    overflown, state = step(large, first)
+    assert not np.all(np.isfinite(overflown))
+    residuals = [x for x in jax.tree.leaves(state) if x.ndim > 1 and x.shape[1] == 64 * 128]
+    assert residuals
+    for x in residuals:
+        np.testing.assert_array_equal(x, np.zeros_like(x))
+    again, _ = step(usual, state)
+    assert np.max(np.abs(np.asarray(again, np.float32))) < 8
 
 
 def test_without_state_and_in_halves_it_is_refused():

@@ -305,13 +305,16 @@ def plain(functions, params, x):
     return x
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("lag", [0, 2, 9])
-def test_sequential_has_the_bits_of_reductions_after_grad(check_vma, lag):
+@pytest.mark.parametrize(
+    ("method", "lag", "check_vma"),
+    [(METHOD, 1, True), (dq.MinMax(**SMALL), 0, False), (dq.MinMax(**SMALL), 9, True)],
+    ids=["dynamiq", "minmax, at once", "minmax, at the end"],
+)
+def test_sequential_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
     functions, params, tokens = stages()
 
     def inside(params, x):
-        options = {"lag": lag, "method": METHOD, "key": KEY}
+        options = {"lag": lag, "method": method, "key": KEY}
         return jax.value_and_grad(lambda p: dq.sequential(functions, p, x, "data", **options))(
             params
         )
@@ -321,7 +324,7 @@ def test_sequential_has_the_bits_of_reductions_after_grad(check_vma, lag):
         words = jax.random.key_data(KEY)
         keys = [jax.random.fold_in(jax.random.wrap_key_data(words), i) for i in range(len(own))]
         pairs = zip(own, keys, strict=True)
-        return loss, [dq.pmean(g, "data", method=METHOD, key=key) for g, key in pairs]
+        return loss, [dq.pmean(g, "data", method=method, key=key) for g, key in pairs]
 
     found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -402,6 +405,8 @@ def test_sequential_reduces_while_the_backward_pass_goes_on(lag, waits):
         ({"params": 4}, "5 functions and 4 params"),
         ({"functions": 0, "params": 0}, "functions is empty"),
         ({"specs": [None]}, "5 functions and 1 specs"),
+        ({"specs": {"a": None}}, "specs is a mapping, which has no order"),
+        ({"lag": 1.5}, "lag=1.5 must be an integer"),
         ({"lag": -1}, "lag=-1 must be an integer"),
         ({"lag": True}, "lag=True must be"),
         ({"op": "max"}, "op='max'"),

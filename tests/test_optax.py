@@ -152,6 +152,31 @@ def moved(optimizer, check_vma=True, **extra):
     return sum(sent.values()), branches
 
 
+def test_a_memory_waits_while_a_method_counts_for_itself():
+    """`CLTK` without error feedback has a count alone, which is not what the memory is of."""
+    rank = dq.PowerSGD(min_leaf_size=0)
+    ours = dq.optax.all_reduce("data", method=rank)
+    mesh, gradients = auto_mesh(N), jax.random.normal(jax.random.key(0), (N, 32, 64))
+    params = jnp.ones((32, 64))
+    first = dq.optax.init(ours, params, mesh)
+    specs = dq.optax.state_specs(first)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def stepped(state, grads, chosen):
+        def one(state, grads):
+            return ours.update(grads[0], state, method=chosen)
+
+        maps = {"in_specs": (specs, P("data")), "out_specs": (P(), specs), "check_vma": False}
+        return jax.shard_map(one, mesh=mesh, **maps)(state, grads)
+
+    _, kept = stepped(first, gradients, rank)
+    _, after = stepped(kept, gradients, dq.CLTK(error_feedback=False, **SMALL))
+    before = jax.tree.leaves(kept.memory)
+    for own, other in zip(jax.tree.leaves(after.memory), before, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert any(np.any(np.asarray(x) != 0) for x in before)
+
+
 MX = dq.optax.all_reduce("data", method=dq.MXFP8(**SMALL), topology=dq.Direct())
 
 

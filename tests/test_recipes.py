@@ -25,7 +25,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loss scaling", "weight", "by path", "by step", "metrics",
+    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "by path", "by step",
+    "metrics",
 ]  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
         "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loss scaling": 1, "weight": 1,
-        "by path": 0, "by step": 3, "metrics": 0,
+        "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -170,6 +171,43 @@ def test_layers_reduce_in_the_backward_pass(run, capsys, name):
 def test_a_worker_that_is_left_out(run, capsys):
     run("weight")
     assert capsys.readouterr().out == "all finite: True\n"
+
+
+def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, capsys):
+    """By no more than rounding, with gradients in f32."""
+    code = START.replace("dq.DynamiQ(bits=5)", "dq.F32()") + RECIPES[NAMES.index("budget")]
+    found = execute(code, "recipes.md: budget")
+    assert capsys.readouterr().out == "25 of 32 micro-batches, [4 4 4 4 1 4 4 0]\n"
+    start = jax.device_get(execute(START, "recipes.md: start")["params"])
+    rows = {k: v.reshape(8, 4, 2, *v.shape[1:]) for k, v in found["batches"][0].items()}
+    taken = [
+        {k: v[worker, i] for k, v in rows.items()}
+        for worker, n in enumerate(found["budget"]) for i in range(n)
+    ]  # fmt: skip
+    grads = [jax.device_get(jax.grad(found["loss_fn"])(start, batch)) for batch in taken]
+    exact = jax.tree.map(lambda *g: np.mean(np.asarray(g, np.float64), 0), *grads)
+    moved = jax.tree.map(lambda a, b: (a - np.float64(b)) / 0.1, start, found["params"])
+    assert float(dq.vnmse(moved, exact)) < 1e-9
+
+
+def test_a_budget_compressed(run):
+    found = run("budget")
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["params"]))
+    np.testing.assert_array_equal(found["budgets"]([0.1, 0.3, 9.0], 0.7, 5), [5, 2, 0])
+
+
+def test_a_grid(run, capsys):
+    found = run("grid")
+    first, second = capsys.readouterr().out.splitlines()
+    promised = re.findall(r"^# (along .*)$", RECIPES[NAMES.index("grid")], re.MULTILINE)
+    assert [re.sub(r"\d\.\de-03", "9.3e-03", first), second] == promised
+    start = np.asarray(found["params"]["hidden"]["kernel"]) + 0.01 * found["noise"].astype(float)
+    (model, *others), mean = (
+        np.asarray(found["models"]["kernel"]),
+        start[found["alive"] > 0].mean(0),
+    )
+    assert all(np.array_equal(other, model) for other in others)
+    assert 0 < float(dq.vnmse(model, mean)) < 0.05
 
 
 def test_by_path(run, capsys):

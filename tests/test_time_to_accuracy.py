@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import adam_noise
 import llm_data
 import llm_model
+import schedule
 import step_time
 import time_to_accuracy as tta
 import train_llm
@@ -240,24 +242,24 @@ class TestCombination:
     def test_time_is_steps_times_time_per_step(self, files):
         found = {(r.transport, r.method): r for r in results_of(files)}
         assert set(found) == {
-            ("shm", "bf16-psum"), ("shm", "dynamiq:5"), ("shm", "dynamiq-dither-axis:3.5"),
-            ("p2p", "bf16-psum"), ("p2p", "mxfp4"),
+            ("host memory", "bf16-psum"), ("host memory", "dynamiq:5"),
+            ("host memory", "dynamiq-dither-axis:3.5"), ("p2p", "bf16-psum"), ("p2p", "mxfp4"),
         }  # fmt: skip
-        assert found["shm", "bf16-psum"].seconds == pytest.approx(62.5 * 0.2)
-        assert found["shm", "dynamiq:5"].relative == pytest.approx(0.5)
-        fewer = found["shm", "dynamiq-dither-axis:3.5"]
+        assert found["host memory", "bf16-psum"].seconds == pytest.approx(62.5 * 0.2)
+        assert found["host memory", "dynamiq:5"].relative == pytest.approx(0.5)
+        fewer = found["host memory", "dynamiq-dither-axis:3.5"]
         assert fewer.timed_as == "dynamiq-dither:3.5"
         assert fewer.steps == pytest.approx(37.5 + 25 / 1.02)
         assert fewer.relative == pytest.approx(fewer.steps * 80 / (62.5 * 200))
         assert fewer.loss_percent == pytest.approx(1.0)
         assert fewer.loss_error == pytest.approx(0.0, abs=1e-9)
-        assert found["shm", "dynamiq:5"].loss_percent == pytest.approx(0.05)
+        assert found["host memory", "dynamiq:5"].loss_percent == pytest.approx(0.05)
         never = found["p2p", "mxfp4"]
         assert never.steps is never.seconds is never.relative is None
 
     def test_the_fastest_come_first_and_those_that_never_arrive_last(self, files):
         found = results_of(files)
-        assert [r.method for r in found if r.transport == "shm"] == [
+        assert [r.method for r in found if r.transport == "host memory"] == [
             "dynamiq-dither-axis:3.5", "dynamiq:5", "bf16-psum",
         ]  # fmt: skip
         assert [r.method for r in found if r.transport == "p2p"] == ["bf16-psum", "mxfp4"]
@@ -272,7 +274,7 @@ class TestCombination:
         rows.append(curve_row("exact", [4.0, 3.0, 2.0], [2.0, 2.0], topology="native"))
         (files / "curves.json").write_text(json.dumps({"rows": rows}))
         found = {(r.transport, r.method): r for r in results_of(files)}
-        assert found["shm", "bf16-psum"].seconds == pytest.approx(12.5)
+        assert found["host memory", "bf16-psum"].seconds == pytest.approx(12.5)
 
     @pytest.mark.parametrize(
         ("change", "complaint"),
@@ -358,3 +360,132 @@ def test_adam_noise_is_that_of_the_errors(monkeypatch):
     noise = {name.strip(): float(value) for name, _, _, value in rows}
     assert 0 <= noise["f32"] < 1e-9 < noise["dynamiq:8"] < 1e-2 < noise["dynamiq:4"] < 0.3
     assert math.isfinite(noise["dynamiq:4"])
+
+
+class TestThePage:
+    """docs/time-to-accuracy.md says what the files of its commands hold."""
+
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    page = (Path(__file__).parents[1] / "docs" / "time-to-accuracy.md").read_text()
+
+    def rows(self, *begin):
+        """Cells of the rows whose first cells are these."""
+        lines = (line for line in self.page.splitlines() if line.startswith("|"))
+        cells = [[c.strip(" *") for c in line.strip("|").split("|")] for line in lines]
+        return [row for row in cells if tuple(row[: len(begin)]) == begin]
+
+    names = {
+        "bf16-psum": "bf16 psum",
+        "bf16": "BF16, hierarchical",
+        "bf16-native": "bf16, beside the backward pass",
+        "mxfp8": "MXFP8",
+        "mxfp4": "MXFP4",
+        "dynamiq-dither:4": "DynamiQ, 4 bits, dither",
+        "dynamiq-dither-axis:4": "DynamiQ, 4 bits, dither, scale axis",
+        "dynamiq-dither:3.5": "DynamiQ, 3.5 bits, dither",
+        "dynamiq-dither-axis:3.5": "DynamiQ, 3.5 bits, dither, scale axis",
+        "dynamiq:5": "DynamiQ, 5 bits",
+    }
+
+    @staticmethod
+    def signed(percent, error):
+        return f"{percent:+.2f} ± {error:.2f}".replace("-", "−")
+
+    def found(self, file, topology):
+        curves = tta.read_curves(
+            [self.results / "time_to_accuracy_losses.json"], "mid", "unit", "direct"
+        )
+        times = tta.read_times(self.results / file, "1b", topology)
+        return tta.combine(curves, times, 0.5)
+
+    @pytest.mark.parametrize(
+        ("file", "topology", "links", "more", "rows"),
+        [
+            ("step_time.json", "direct", "host memory", "", 5),
+            ("step_time_nodes.json", "hierarchical", "two nodes, sockets", ", hierarchical", 1),
+        ],
+    )
+    def test_results(self, file, topology, links, more, rows):
+        carrier, count = {"two nodes, sockets": "sockets between two nodes"}.get(links, links), 0
+        for r in (r for r in self.found(file, topology) if r.transport == carrier):
+            name = self.names[r.method] + ("" if r.method == "bf16-psum" else more)
+            for row in self.rows(links, name):
+                if len(row) < 6:
+                    continue
+                assert row[2] == f"{r.step_ms:.1f}"
+                if r.method != "bf16-psum":
+                    count += 1
+                    assert row[3] == f"{1 - r.step_relative:.1%}"
+                    assert row[4] == (
+                        "not reached" if r.seconds is None else f"{1 - r.relative:.1%}"
+                    )
+                    assert row[5] == f"{r.loss_percent:+.2f} ± {r.loss_error:.2f}".replace("-", "−")
+        assert count == {"host memory": 5}.get(links, 1)
+
+    def test_what_a_step_waits_for(self):
+        kept = json.loads((self.results / "step_time.json").read_text())["runs"]
+        count = 0
+        for run in kept:
+            links = tta.LINKS[
+                next(r for r in run["rows"] if r["method"] == "bf16-psum")["transport"]
+            ]
+            for r in run["rows"]:
+                for row in self.rows(links, self.names.get(r["method"], "")):
+                    if len(row) == 5:
+                        count += 1
+                        share = r["hidden_ms"] / r["transfer_ms"]
+                        figures = (
+                            f"{r['exposed_ms']:.1f}",
+                            f"{r['transfer_ms']:.1f}",
+                            f"{share:.0%}",
+                        )
+                        assert tuple(row[2:]) == figures
+        assert count == 9
+
+    def test_losses(self):
+        kept = json.loads((self.results / "time_to_accuracy_losses.json").read_text())["rows"]
+        summaries = {r["settings"]["method"]: r["summary"]["validation"] for r in kept}
+        text = self.page[self.page.index("## Losses") :]
+        said = re.findall(r"[+−]\d\.\d\d ± \d\.\d\d", text[: text.index("The validation")])
+        del summaries["exact"]
+        figures = [self.signed(s["percent"], s["error"]) for s in summaries.values()]
+        assert sorted(said) == sorted(figures)
+
+
+# --- The order of a step --------------------------------------------------------------------------
+
+PROGRAM = """
+%fused (a: f32[8]) -> f32[8] {
+  %gemm.0 = f32[8]{0} dot(%a, %a), metadata={op_name="jit(step)/dot_general"}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %gemm.1 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="jit(step)/jvp/dot_general"}
+  %c.1 = (f32[8]{0}) custom-call(%p), metadata={op_name="jit(s)/dynamiq_statistics/pallas_call"}
+  %all-reduce-start.1 = bf16[8]{0} all-reduce-start(%c.1), channel_id=1
+  %loop_add.3 = f32[8]{0} fusion(%p), kind=kLoop
+  %loop_add.4 = f32[8]{0} fusion(%p), kind=kLoop
+  %gemm.2 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="a/transpose(jvp)/dot_general"}
+  %all-reduce-done.1 = bf16[8]{0} all-reduce-done(%all-reduce-start.1)
+  %t = (f32[8]{0}) custom-call(%p), metadata={op_name="x"}
+  %h = u32[8]{0} custom-call(%p), metadata={op_name="s/HOP/pallas_call"}
+  ROOT %cp = u32[8]{0} collective-permute(%h), channel_id=2
+}
+"""
+
+
+def test_the_order_of_a_program():
+    kinds = schedule.order(PROGRAM.replace("HOP", "dynamiq_decompress_accumulate_recompress"))
+    assert schedule.short(kinds) == (
+        "product statistics all-reduce-start ~*2 product' all-reduce-done ~ hop collective-permute"
+    )
+    assert schedule.counts(kinds) == (7, 2, 1)
+    assert schedule.counts(["~"]) == (1, 0, 0)
+
+
+def test_without_a_compiler_for_gpus_it_says_what_to_install():
+    if any("cuda" in plugin.name for plugin in metadata.entry_points(group="jax_plugins")):
+        pytest.skip("there is one")
+    ran = invoke(schedule.main, "--layers", 1)
+    assert ran.exit_code == 2 and "pip install 'jax[cuda13]'" in plain(ran.output)

@@ -178,14 +178,21 @@ def test_options_are_empty_where_they_do_not_apply(peers):
         other.setattr(jax, "default_backend", lambda: "cpu")
         assert xla.xla_options() == {}
     with peers.context() as other:
-        other.setenv("NCCL_P2P_DISABLE", "1")
+        other.setattr(jax, "device_count", lambda: 1)
         assert xla.xla_options() == {}
+    with peers.context() as other:
+        other.setattr(xla, "_is_known", lambda name, value: False)
+        assert xla.xla_options() == {}
+    apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
+    with peers.context() as other:
+        other.setenv("NCCL_P2P_DISABLE", "1")
+        assert xla.xla_options() == apart
     with peers.context() as other:
         other.setattr(jax, "process_count", lambda: 2)
-        assert xla.xla_options() == {}
+        assert xla.xla_options() == apart
     with peers.context() as other:
         other.setattr(xla, "_is_known", lambda name, value: "permute_mode" not in name)
-        assert xla.xla_options() == {}
+        assert xla.xla_options() == apart
     assert xla.copy_engines() is None
 
 

@@ -29,6 +29,7 @@ from jaxtyping import Float, Int, UInt
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.methods.base import (
     LARGEST,
+    ROUNDING,
     MatrixMethod,
     Outcome,
     State,
@@ -142,19 +143,20 @@ class ARCTopK(MatrixMethod):
             result = jnp.zeros(shape, x.dtype)
             total = (clipped(total) / divisor).astype(x.dtype)
             result = result.at[chosen].set(total, unique_indices=True)
+            fits = jnp.all(jnp.isfinite(result), axis=1)  # f16 ends early
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
             if not state:
                 return Outcome(result, state)
             residual = None
             if self.error_feedback:
                 left = matrix.at[chosen].add(-sent, unique_indices=True)
-                left = jnp.where(finite[:, None], left, state.residual.reshape(shape))
+                left = jnp.where((finite & fits)[:, None], left, state.residual.reshape(shape))
                 residual = left.reshape(-1)
             return Outcome(result, ARCTopKState(residual, state.step + 1))
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""
-        return math.ceil(self.density * self.shape_of(size)[0])
+        return math.ceil(self.density * self.shape_of(size)[0] - ROUNDING)
 
 
 def _directions(

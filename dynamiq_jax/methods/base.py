@@ -27,6 +27,8 @@ Wire = Literal["bf16", "f32"]
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
+ROUNDING = 1e-9
+"""By which a part of a whole number may miss another one, as 0.07 of 100 does."""
 
 
 class Outcome(NamedTuple):

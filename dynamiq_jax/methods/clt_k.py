@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Integer, UInt
 from dynamiq_jax._compat import AxisNames, axis_index, psum
 from dynamiq_jax.methods.base import (
     LARGEST,
+    ROUNDING,
     BucketedMethod,
     Outcome,
     State,
@@ -139,6 +140,7 @@ class CLTK(BucketedMethod):
             sent, total = native_sum(values, "bf16", axis_name)
             finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
             total = (clipped(total) / divisor).astype(x.dtype)
+            fits = jnp.all(jnp.isfinite(total), axis=1)[:, None]  # f16 ends early
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
             if not state:
@@ -149,13 +151,13 @@ class CLTK(BucketedMethod):
                 left = chunks - _placed(sent, places, self.chunk_size)
                 if self.memory_rate < 1:
                     left = before + self.memory_rate * (left - before)
-                residual = jnp.where(finite, left, before).reshape(-1)[:size]
+                residual = jnp.where(finite & fits, left, before).reshape(-1)[:size]
             return Outcome(result, CLTKState(residual, state.step + 1))
 
     @property
     def _count(self) -> int:
         """Coordinates of a chunk that are sent."""
-        return math.ceil(self.density * self.chunk_size)
+        return math.ceil(self.density * self.chunk_size - ROUNDING)
 
     def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N c"]:
         return jnp.pad(x, (0, -x.shape[0] % self.chunk_size)).reshape(-1, self.chunk_size)

@@ -32,6 +32,7 @@ from dynamiq_jax._compat import AxisNames, assume_invarying
 from dynamiq_jax.buckets import ScaleAxis
 from dynamiq_jax.methods.base import (
     Limits,
+    MatrixMethod,
     Method,
     Outcome,
     State,
@@ -84,10 +85,10 @@ class ErrorFeedback:
     * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
       ever. It holds from step to step: f32 rounding adds up over steps.
 
-    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `BF16` without a topology),
-    whose additions lose what nobody knows, nor where values end at the largest bf16 number.
-    Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy has memory
-    of its outer reduction; its inner sums are native.
+    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `CLTK`, `BF16` without a
+    topology), whose additions lose what nobody knows, nor where values end at the largest bf16
+    number. Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy
+    has memory of its outer reduction; its inner sums are native.
 
     Memories stay bounded where the encodings of one step together lose less than workers send: a
     contraction, as the proofs of all four suppose. Low bits may be none, see
@@ -142,6 +143,16 @@ class ErrorFeedback:
             raise ValueError(
                 f"method={method!r} has error_feedback=True, and errors would be fed back twice; "
                 "pass error_feedback=False to it"
+            )
+        if isinstance(method, MatrixMethod):
+            raise ValueError(
+                f"method={method!r} sums matrices, whose shape is not known here; pass it to "
+                "dq.reduce as it is, with error_feedback=True of its own"
+            )
+        if getattr(method, "memory_rate", 1) != 1:
+            raise ValueError(
+                f"method={method!r} has memory_rate={method.memory_rate}, and would tell that much "
+                "of what it lost; pass memory_rate=1 to it"
             )
         if _remembers(method):
             raise ValueError(
@@ -242,6 +253,8 @@ class ErrorFeedback:
             if state.total is not None:  # the same on all workers, as what was added to it
                 total = assume_invarying(state.total, axis_name)
                 value = jnp.where(good, clipped(total + value), value)
+            result = (value / divisor if divisor != 1 else value).astype(x.dtype)
+            good &= jnp.isfinite(result)  # f16 ends early
 
             def kept(new: Array, old: Any) -> Array:
                 new = clipped(new)
@@ -262,8 +275,7 @@ class ErrorFeedback:
                 after = after._replace(momentum=kept(own, momentum), started=started)
             facts = delivered.facts
             facts = facts._replace(error=facts.error / divisor**2)
-            value = value / divisor if divisor != 1 else value
-            return Outcome(value.astype(x.dtype), after, facts)
+            return Outcome(result, after, facts)
 
     def _to_send(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
         """y, f32: not finite where the gradient is not, and finite elsewhere."""

@@ -136,8 +136,9 @@ class PowerSGD(MatrixMethod):
             finite = jnp.all(jnp.isfinite(left))  # as all workers' matrices are
             left = orthonormal(jnp.where(finite, left, 0))
             sent, right = native_sum(_product(matrix.T, left), self.wire, axis_name)
-            total = clipped(_outer(left, right) * (unit / divisor))
-            result = jnp.where(finite, total, jnp.nan).astype(x.dtype).reshape(-1)
+            total = clipped(_outer(left, right) * (unit / divisor)).astype(x.dtype)
+            result = jnp.where(finite, total, jnp.nan).reshape(-1)
+            finite &= jnp.all(jnp.isfinite(total))  # f16 ends early
             if not state:
                 return Outcome(result, state)
             right = orthonormal(jnp.where(finite, right, 0), instead=start)

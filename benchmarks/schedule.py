@@ -1,0 +1,203 @@
+r"""In what order XLA would run a training step on GPUs, without a GPU.
+
+    pip install 'jax[cuda13]'                                   # the compiler; no driver is needed
+    JAX_PLATFORMS=cpu python benchmarks/schedule.py --layers 4 --method dynamiq:5
+
+Compiles the step of `step_time.py` for H200s that are not there, and prints the order of what
+matters: matrix products of the forward and the backward pass, DynamiQ's kernels, collectives.
+``x*3`` are three in a row, ``~*3`` three other kernels. What it counts:
+
+* *kernels*: launches that are no collectives;
+* *begun early*: collectives that start before the last matrix product, so that they may run beside
+  the backward pass. XLA starts none of them earlier than its order says.
+
+A few layers show what many do. Nothing is tuned without a GPU, so products are other kernels than
+in a real step, and times are not known.
+"""
+
+import dataclasses
+import os
+import re
+from itertools import groupby
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import step_time
+import typer
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax.xla
+import pallas_kernels.backend
+from dynamiq_jax.bench import contenders
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+"""What XLA has to know of an H200: a `GpuTargetConfigProto`."""
+
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = .*? (?P<op>[\w\-]+)\(")
+NOTHING = {"parameter", "get-tuple-element", "tuple", "constant", "bitcast", "copy", "iota"}
+COLLECTIVE = re.compile(
+    r"(all-reduce|all-to-all|all-gather|reduce-scatter|collective-permute)(-start|-done)?$"
+)
+OTHER, FORWARD, BACKWARD = "~", "product", "product'"
+
+
+class Counts(NamedTuple):
+    """What the order comes to."""
+
+    kernels: int
+    collectives: int
+    begun_early: int
+
+
+def kind(line: str) -> str | None:
+    """What one line of the compiled program is; `None` if it does nothing."""
+    found = INSTRUCTION.match(line)
+    if found is None or found["op"] in NOTHING:
+        return None
+    if COLLECTIVE.match(found["op"]):
+        return found["op"]
+    if ours := re.search(r"/dynamiq_(\w+)/pallas_call", line):
+        return ours[1].replace("decompress_accumulate_recompress", "hop")
+    if re.search(r"gemm|dot|cublas", found["name"]):
+        source = re.search(r'op_name="([^"]*)"', line)
+        return BACKWARD if source and "transpose" in source[1] else FORWARD
+    return OTHER
+
+
+def order(program: str) -> list[str]:
+    """The kinds of the lines of the main computation, as XLA has put them."""
+    lines = program[program.index("\nENTRY") :].splitlines()
+    return [found for found in map(kind, lines) if found]
+
+
+def short(kinds: list[str]) -> str:
+    """One after the other, those in a row together."""
+    runs = ((name, len(list(run))) for name, run in groupby(kinds))
+    return " ".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
+
+
+def counts(kinds: list[str]) -> Counts:
+    """Of an order."""
+    starts = [i for i, k in enumerate(kinds) if COLLECTIVE.match(k) and not k.endswith("-done")]
+    last = max((i for i, k in enumerate(kinds) if k in (FORWARD, BACKWARD)), default=-1)
+    kernels = sum(COLLECTIVE.match(k) is None for k in kinds)
+    return Counts(kernels, len(starts), sum(i < last for i in starts))
+
+
+def compiled(method: str, make_run: Any, n_gpus: int, own_options: dict[str, Any]) -> str:
+    """The text of the program, scheduled for so many GPUs of one host."""
+    kind = "NVIDIA H200"
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=kind, target_config=TARGET, topology=f"1x1x{n_gpus}"
+    )
+    mesh = Mesh(np.array(topology.devices), ("gpu",))
+    run = make_run(mesh)
+    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P("gpu"))
+    optimizer = step_time.make_optimizer(step_time.RECIPES[run.model])
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+    params = jax.eval_shape(lambda: step_time.init_params(run.config, jax.random.key(0)))
+    state = placed(params), placed(jax.eval_shape(optimizer.init, params))
+    rows = n_gpus * run.batch, run.config.seq_len + 1
+    tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=own)
+    # As if these GPUs were there: which kernels run and how payloads travel follows from it.
+    with (
+        mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True),
+        mock.patch.object(dynamiq_jax.xla, "_is_known", lambda name, value: True),
+        mock.patch.object(jax, "default_backend", lambda: "gpu"),
+        mock.patch.object(jax, "device_count", lambda *_: n_gpus),
+    ):
+        way = step_time.parse_way(method, run)
+        way = way._replace(options=way.options | own_options)
+        return step_time.make_step(optimizer, mesh, way).lower(state, tokens).compile().as_text()
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Whose shapes.")] = "1b",
+    layers: Annotated[int, typer.Option(min=1, help="Instead of the model's.")] = 4,
+    method: Annotated[str, typer.Option(help="As for step_time.py.")] = "dynamiq:5",
+    topology: Annotated[str, typer.Option(help="direct or ring.")] = "direct",
+    gpus: Annotated[int, typer.Option(min=2, help="Of one host.")] = 4,
+    staged: Annotated[bool, typer.Option(help="Reduce in the backward pass, or after it.")] = True,
+    lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
+    bucket_mib: Annotated[
+        float | None, typer.Option(help="Of leaves that travel together.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
+    ] = None,
+) -> None:
+    """Compiles and prints."""
+    if model not in step_time.CONFIGS:
+        raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(step_time.CONFIGS)}")
+    config = dataclasses.replace(step_time.CONFIGS[model], n_layers=layers, remat=False)
+
+    def make_run(mesh: Mesh) -> step_time.Run:
+        return step_time.Run(
+            model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
+            batch=3, samples=1, steps=1, staged=staged, lag=lag, profiles=None,
+            bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
+        )  # fmt: skip
+
+    own_options = dict(text.split("=", 1) for text in option or ())
+    own_options = {k: int(v) if v.lstrip("-").isdigit() else v for k, v in own_options.items()}
+    try:
+        program = compiled(method, make_run, gpus, own_options)
+    except NotImplementedError as error:
+        raise typer.BadParameter(
+            f"JAX has no compiler for GPUs here: pip install 'jax[cuda13]' ({error})"
+        ) from error
+    kinds = order(program)
+    print(short(kinds))
+    found = counts(kinds)
+    print(
+        f"{found.kernels} kernels; {found.begun_early} of {found.collectives} collectives begun "
+        "before the last matrix product"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
