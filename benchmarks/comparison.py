@@ -1,0 +1,362 @@
+r"""The tables of docs/comparison.md: every method by wire bits, state, error, loss and time.
+
+    python benchmarks/comparison.py            # prints them
+    python benchmarks/comparison.py --write    # puts them into the page, between its markers
+
+It measures nothing. Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``,
+times those of ``dynamiq-jax bench all-reduce``; `LOSSES`, `ERRORS` and `TIMES` say which files of
+``benchmarks/results``. The state is what the method keeps of a model's gradients, from its shapes.
+
+Each table is of one setting: one model on one kind of hardware. Rows are in groups of wire bits,
+and within a group by loss.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import numpy as np
+import typer
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from training_model import INITS, MODELS, init, unstack
+from training_report import panels
+from training_run import BF16, EXACT, exact_mean, library_mean
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
+ERRORS = RESULTS / "comparison_error.json"
+TIMES = RESULTS / "comparison_times.json"
+
+Row = Mapping[str, Any]
+
+
+class Losses(NamedTuple):
+    """Rows of `training.py` that were trained alike, unit initialisation and AdamW."""
+
+    files: Mapping[str, str]
+    """Files in ``results``, and a pattern for the methods to take from each; the first counts."""
+    model: str
+    platform: str
+    steps: int
+
+
+LOSSES: Mapping[str, Losses] = {
+    "small": Losses({"comparison.json": ".*"}, "tiny", "cpu", 200),
+    "seeds": Losses(
+        {"dither.json": ".*", "training.json": "(?!dynamiq(?!-memory))"}, "tiny", "gpu", 200
+    ),
+    "large": Losses({"time_to_accuracy_losses.json": ".*"}, "mid", "gpu", 800),
+}
+"""By the table's name. DynamiQ's rows of training.json, whose groups are of
+other coordinates, count only where there are none of today's: those with error feedback."""
+
+TITLES: Mapping[str, str] = {
+    "bf16-psum": "bf16 psum",
+    "dynamiq": "**DynamiQ**",
+    "dynamiq-dither": "**DynamiQ**, dither",
+    "dynamiq-axis": "**DynamiQ**, `scale_axis`",
+    "dynamiq-dither-axis": "**DynamiQ**, dither, `scale_axis`",
+    "dynamiq-memory": "DynamiQ, error feedback, groups of neighbours",
+    "dynamiq-ef14": "DynamiQ, error feedback EF14",
+    "dynamiq-ef21": "DynamiQ, error feedback EF21",
+    "mxfp8": "MXFP8",
+    "mxfp6": "MXFP6",
+    "mxfp4": "MXFP4",
+    "mxfp4-ef14": "MXFP4, error feedback EF14",
+    "mxfp4-ef21": "MXFP4, error feedback EF21",
+    "thc": "THC",
+    "omnireduce": "OmniReduce",
+    "minmax": "MinMax, random rounding (QSDP's)",
+    "flash": "MinMax, to nearest (Flash Communication's)",
+    "qsgd": "Global-QSGD",
+    "qsgd-exponential": "Global-QSGD, exponential",
+    "marsit": "Marsit",
+    "powersgd": "PowerSGD, rank 4, no memory",
+    "powersgd-memory": "PowerSGD, rank 4",
+    "arc-top-k": "ARC-Top-K, no memory",
+    "arc-top-k-memory": "ARC-Top-K",
+    "clt-k": "CLT-k, no memory",
+    "clt-k-memory": "CLT-k",
+    "perm-k": "PermK",
+}
+"""What the page calls methods, by their names on the command line without bits."""
+
+DEFAULTS = {"thc": "thc:4", "omnireduce": "omnireduce:8"}
+"""What methods without bits in their name mean."""
+
+GROUPS = (
+    (12.0, "not compressed"),
+    (5.9, "6 to 8.5 bits"),
+    (3.95, "4 to 5.3 bits"),
+    (2.9, "3 to 3.8 bits"),
+    (0.0, "below 3 bits"),
+)
+"""Least wire bits, and the group's name."""
+
+PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "large": (
+        ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq-dither-axis:4"), ("minmax:4", "dynamiq:4"),
+        ("flash:5", "dynamiq:5"), ("thc", "dynamiq:5"), ("mxfp6", "dynamiq:5"),
+        ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
+    ),
+    "small": (
+        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("clt-k-memory", "dynamiq:4"),
+        ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
+        ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
+        ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"),
+    ),
+    "seeds": (
+        ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq-dither-axis:4"), ("thc:4", "dynamiq:5"),
+        ("mxfp6", "dynamiq:5"), ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
+    ),
+}  # fmt: skip
+"""What the page compares seed by seed: (a method, the DynamiQ beside it)."""
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def load(file: Path) -> Any:
+    """What a file of JSON holds."""
+    return json.loads(file.read_text())
+
+
+def wanted(row: Row, chosen: Losses, pattern: str) -> bool:
+    """Whether a row belongs to a table."""
+    settings = row["settings"]
+    name = settings["method"].partition(":")[0]
+    return (
+        (settings["model"], settings["platform"]) == (chosen.model, chosen.platform)
+        and (settings["init"], settings["optimiser"]) == ("unit", "adamw")
+        and settings["topology"] in ("direct", "native")
+        and settings["steps"] == chosen.steps
+        and name in TITLES
+        and re.match(pattern, name) is not None
+    )
+
+
+def loss_rows(chosen: Losses) -> list[Row]:
+    """The rows of a table, each with its own exact row's losses as ``exact``, sorted.
+
+    Raises:
+      ValueError: they were not all trained alike.
+    """
+    found: dict[str, Row] = {}
+    for file, pattern in chosen.files.items():
+        rows = load(RESULTS / file)["rows"]
+        for row in rows:
+            if wanted(row, chosen, pattern):
+                (exact,) = [r for r in rows if same_but_mean(r, row, EXACT)]
+                own = {**row, "exact": exact["validation_loss"], "file": file}
+                found.setdefault(row["settings"]["method"], own)
+    if len(panels(list(found.values()))) != 1:
+        raise ValueError(f"{chosen}: rows of several settings in one table")
+    return sorted(found.values(), key=lambda row: (group(row), loss(row)))
+
+
+def same_but_mean(row: Row, other: Row, method: str) -> bool:
+    """Whether ``row`` is of ``method``, and all settings but that are those of ``other``."""
+    of_mean = ("method", "topology", "options")
+    return row["settings"]["method"] == method and all(
+        row["settings"][name] == value
+        for name, value in other["settings"].items()
+        if name not in of_mean
+    )
+
+
+def group(row: Row) -> int:
+    """The index in `GROUPS`."""
+    return next(i for i, (least, _) in enumerate(GROUPS) if row["bits_per_coord"] >= least)
+
+
+def loss(row: Row) -> float:
+    """The difference to the exact mean in %; infinity where a run diverged."""
+    percent = row["summary"]["validation"]["percent"]
+    return math.inf if percent is None else percent
+
+
+def pair_difference(row: Row, other: Row) -> tuple[float, float]:
+    """Mean over seeds of the difference of two rows' differences in %, its standard error."""
+    own, its = (
+        100 * np.asarray(r["validation_loss"], np.float64) / np.asarray(r["exact"], np.float64)
+        for r in (row, other)
+    )
+    apart = own - its
+    return float(apart.mean()), float(apart.std(ddof=1) / math.sqrt(apart.size))
+
+
+def state_bytes_per_coord(method: str, topology: str, model: str, n_workers: int) -> float:
+    """Bytes that every worker keeps from step to step, by coordinate of the model's gradients."""
+    shape = MODELS[model]
+    start = partial(init, shape, kind=np.int32(INITS.index("unit")))
+    grads = jax.eval_shape(lambda key: unstack(start(key)), jax.random.key(0))
+    native = method in (EXACT, BF16)
+    mean = exact_mean() if native else library_mean(method, topology, "jnp")
+    state = jax.eval_shape(lambda: mean.init(grads, n_workers))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return held / n_workers / sum(leaf.size for leaf in jax.tree.leaves(grads))
+
+
+# --- Texts ----------------------------------------------------------------------------------------
+
+
+def signed(value: float, error: float) -> str:
+    """A difference in % with its standard error, two digits of the latter."""
+    digits = 2 if error < 0.995 else 1
+    return f"{value:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+
+
+def loss_text(row: Row) -> str:
+    """A row's difference to the exact mean in %."""
+    difference = row["summary"]["validation"]
+    if difference["percent"] is None:
+        return "diverged"
+    return signed(difference["percent"], difference["error"])
+
+
+def titled(method: str) -> str:
+    """A method's title and its name on the command line."""
+    return f"{TITLES[method.partition(':')[0]]}, `{method}`"
+
+
+def error_texts() -> dict[str, str]:
+    """vNMSE by the method's name."""
+    rows = load(ERRORS)["rows"]
+    return {row["method"]: f"{row['vnmse']:#.2g}" for row in rows}
+
+
+def error_text(method: str, errors: Mapping[str, str]) -> str:
+    """vNMSE of the method, or of what does the same to one flat leaf in its first step."""
+    name, colon, bits = method.partition(":")
+    plain = name.removesuffix("-memory").removesuffix("-axis")
+    choices = (method, plain + colon + bits, DEFAULTS.get(plain, plain))
+    return next((errors[choice] for choice in choices if choice in errors), "")
+
+
+def time_text(method: str) -> str:
+    """Speed-up over bf16 psum, by the columns of the file of times."""
+    timed = [(row["psum_us"], row["us"].get(method)) for row in load(TIMES)["rows"]]
+    if not any(us for _, us in timed):
+        return ""
+    return " / ".join(f"{psum / us:.2f}" if us else "–" for psum, us in timed)
+
+
+def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
+    """The commands, hardware and versions of a table."""
+    settings = rows[0]["settings"]
+    kept = [load(RESULTS / file)["invocations"] for file in chosen.files]
+    machines = {f"{run['device']}; {run['versions']}" for runs in kept for run in runs}
+    if len(machines) != 1:
+        raise ValueError(f"{chosen}: rows of several machines in one table: {machines}")
+    options = f"--models {chosen.model} --inits unit --topologies direct --steps {chosen.steps}"
+    files = " and ".join(f"`benchmarks/results/{file}`" for file in chosen.files)
+    (machine,) = machines
+    machine = machine.replace("; ", ", ").replace("cpu, ", "CPU, ").replace(" jax ", " JAX ")
+    return (
+        f"    python benchmarks/training.py {options} \\\n"
+        f"        --seeds {settings['seeds']} --methods NAME\n\n"
+        f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows:\n{files}."
+    )
+
+
+HEAD = (
+    "method, name", "wire bits", "state, bytes", "vNMSE", "loss, difference in %", "speed-up",
+)  # fmt: skip
+
+
+def table(name: str) -> str:
+    """A table of losses, under its command."""
+    chosen = LOSSES[name]
+    rows, errors = loss_rows(chosen), error_texts()
+    timed = name == "large"
+    width = len(HEAD) - (not timed)
+    lines = [HEAD[:width], ("---",) * width]
+    for number in sorted({group(row) for row in rows}):
+        lines.append((f"*{GROUPS[number][1]}*", *[""] * (width - 1)))
+        for row in (row for row in rows if group(row) == number):
+            settings = row["settings"]
+            method, workers = settings["method"], settings["workers"]
+            state = state_bytes_per_coord(method, settings["topology"], chosen.model, workers)
+            cells = (
+                titled(method), f"{row['bits_per_coord']:.2f}", f"{state:.2g}",
+                error_text(method, errors), loss_text(row), time_text(method),
+            )  # fmt: skip
+            lines.append(cells[:width])
+    return settings_text(chosen, rows) + "\n\n" + markdown(lines)
+
+
+def pair_table(name: str) -> str:
+    """Methods beside a DynamiQ of about the same bits, seed by seed."""
+    rows = {row["settings"]["method"]: row for row in loss_rows(LOSSES[name])}
+    lines = [("method", "bits", "beside", "bits", "loss, difference in %"), ("---",) * 5]
+    for method, other in PAIRS[name]:
+        if method in rows and other in rows:
+            bits, its = (f"{rows[m]['bits_per_coord']:.2f}" for m in (method, other))
+            difference = signed(*pair_difference(rows[method], rows[other]))
+            lines.append((titled(method), bits, f"`{other}`", its, difference))
+    return markdown(lines)
+
+
+def error_origin() -> str:
+    """The command, hardware and versions of the errors."""
+    found = load(ERRORS)
+    row, about = found["rows"][0], found["about"]
+    machine = f"{about['device_kind'].replace('cpu', 'CPU')}, JAX {about['jax']}"
+    return (
+        "    dynamiq-jax error --topology direct --methods NAME\n\n"
+        f"{row['n_workers']} workers, mean of {row['seeds']} seeds; {machine}."
+    )
+
+
+def time_origin() -> str:
+    """Hardware and versions of the times."""
+    found = load(TIMES)
+    return f"{found['hardware']}, {found['versions']}."
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of cells."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def blocks() -> dict[str, str]:
+    """What stands between the page's markers, by the block's name."""
+    tables = {name: table(name) for name in LOSSES}
+    pairs = {f"{name}-pairs": pair_table(name) for name in PAIRS}
+    return tables | pairs | {"errors": error_origin(), "times": time_origin()}
+
+
+def filled(page: str, texts: Mapping[str, str]) -> str:
+    """The page with ``texts`` between its markers.
+
+    Raises:
+      ValueError: the page lacks a block, or has one that is not known.
+    """
+    pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+    names = [match[2] for match in pattern.finditer(page)]
+    if sorted(names) != sorted(texts):
+        raise ValueError(f"the page has the blocks {names}, and there are {list(texts)}")
+    return pattern.sub(lambda match: f"{match[1]}\n{texts[match[2]]}\n\n{match[4]}", page)
+
+
+def main(
+    write: Annotated[bool, typer.Option("--write", help="Put them into the page.")] = False,
+) -> None:
+    """Prints the tables, or writes them into the page."""
+    texts = blocks()
+    if write:
+        PAGE.write_text(filled(PAGE.read_text(), texts))
+    else:
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in texts.items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
