@@ -11,7 +11,7 @@ from dynamiq_jax import hierarchy
 from dynamiq_jax.arguments import AnyMethod, AnyTopology, Resolved, axis_counts, resolve
 from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, Leaf, describe_leaves, group_leaves
 from dynamiq_jax.by_path import by_path
-from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods import DynamiQ, ErrorFeedback
 from dynamiq_jax.placement import placed_leaves
 from dynamiq_jax.topologies import Hierarchical
 
@@ -215,6 +215,8 @@ def _wire_bits(bucket: Bucket, resolved: Resolved) -> tuple[int, int]:
 def _expected_error(resolved: Resolved) -> tuple[float | None, str | None]:
     """The relative error of a super-group, and what to do where it is too large."""
     method, topology, _, sizes = resolved
+    if isinstance(method, ErrorFeedback):
+        method = method.method
     if not isinstance(method, DynamiQ):
         return None, None
     assert topology is not None

@@ -473,3 +473,14 @@ def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
         contenders.check_timed(theirs)
         with pytest.raises(ValueError, match=f"method '{text}' has memory, which is empty here"):
             contenders.check_timed(ours)
+
+
+def test_explain_says_what_the_method_within_may_err():
+    tree = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    alone = dq.DynamiQ(bits=3, **SMALL)
+    options = {"topology": DIRECT, "verbose": False}
+    ours, theirs = (
+        dq.explain(tree, 8, method=method, **options) for method in (dq.ErrorFeedback(alone), alone)
+    )
+    assert ours.relative_error == theirs.relative_error > 0.35
+    assert ours.advice == theirs.advice and "pass bits=" in ours.advice
