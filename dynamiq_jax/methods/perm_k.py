@@ -60,7 +60,7 @@ class PermK(BucketedMethod):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""
-        return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 32 // n_workers
+        return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 64 // n_workers
 
     def all_reduce(
         self,
@@ -78,7 +78,8 @@ class PermK(BucketedMethod):
         with jax.named_scope("perm_k_all_reduce"):
             wide = x.astype(jnp.float32)
             if seed is None:
-                seed = statistics_seed(psum(jnp.sum(wide), axis_name)[None])
+                known = jnp.stack([jnp.sum(wide), jnp.sum(jnp.square(wide))])
+                seed = statistics_seed(psum(known, axis_name))
             sets = jnp.pad(wide, (0, -x.shape[0] % n_workers)).reshape(-1, n_workers)
             shifts = _shifts(seed, sets.shape[0], n_workers)
             place = (axis_index(axis_name) + shifts) % n_workers
