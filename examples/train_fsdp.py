@@ -26,9 +26,8 @@ between, but for models with ``remat`` (1b): these gather a layer once more in i
 and never hold all layers at a time.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -40,9 +39,7 @@ import typer
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import load_corpus
 from llm_model import CONFIGS, Config, init_params, make_loss
-from rich.console import Console
 from rich.table import Column, Table
 
 # Asks for 8 virtual CPU devices, unless the caller did, before JAX looks for any.
@@ -54,13 +51,13 @@ from train_llm import (
     Result,
     Run,
     check_choice,
-    environment,
     fit,
+    introduce,
+    keep,
     lax_psum,
     make_optimizer,
     make_step,
-    make_worker_grads,
-    plot,
+    start,
 )
 
 import dynamiq_jax as dq
@@ -351,39 +348,23 @@ def main(
     )
     out.mkdir(parents=True, exist_ok=True)
 
-    config, console = CONFIGS[model], Console()
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    where = environment()
-    for name, value in where.items():
-        console.print(f"{name}: {value}", highlight=False)
-    loss_fn = make_loss(config)
-    run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
-        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
-        measure_every=recipe.steps, console=console,
-    )  # fmt: skip
+    run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, mesh, AXIS, **reduction)
-    n_params = sum(p.size for p in jax.tree.leaves(params))
-    console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
-    console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
+    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    n_params = introduce(run, model)
 
     results = [train_sharded(run, wire)]
     if compare:
         results += [train_sharded(run, baseline), train_replicated(run)]
-    console.print(table(results))
+    run.console.print(table(results))
 
-    unmeasured = ("vnmse", "mean_vnmse", "worst_leaf", "mean_worst_leaf", "percent_vs_f32")
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "seq_len": config.seq_len, "seed": seed, "bits": bits, "topology": topology,
+        "seq_len": run.model.seq_len, "seed": seed, "bits": bits, "topology": topology,
         "gather": gather, "gather_bits": gather_bits if gather == "dynamiq" else 16,
-        "results": [{k: v for k, v in asdict(r).items() if k not in unmeasured} for r in results],
     }  # fmt: skip
     name = f"{model}-fsdp{'-compare' if compare else ''}"
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
-    plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
-    console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+    keep(run, results, record, name, out)
 
 
 if __name__ == "__main__":

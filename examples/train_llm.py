@@ -444,6 +444,46 @@ def save_gradients(file: Path, step: int, worker_grads: Any) -> None:
     )
 
 
+# --- What the other examples of this model begin and end with -------------------------------------
+
+
+def start(model: str, recipe: Recipe, seed: int) -> tuple[Run, dict[str, str]]:
+    """A run on all devices that measures no errors, and the environment, which is printed."""
+    config, console = CONFIGS[model], Console()
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    where = environment()
+    for name, value in where.items():
+        console.print(f"{name}: {value}", highlight=False)
+    loss_fn = make_loss(config)
+    run = Run(
+        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
+        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
+        measure_every=recipe.steps, console=console,
+    )  # fmt: skip
+    return run, where
+
+
+def introduce(run: Run, model: str) -> int:
+    """Prints the sizes of the model and of a batch; returns the number of parameters."""
+    n_params = sum(p.size for p in jax.tree.leaves(jax.eval_shape(run.init)))
+    run.console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
+    run.console.print(f"batch: {run.rows} x {run.model.seq_len} tokens", highlight=False)
+    return n_params
+
+
+def keep(run: Run, results: Sequence[Any], record: dict[str, Any], name: str, out: Path) -> None:
+    """Writes the record with what the results have measured, and the curves."""
+    unmeasured = {"vnmse", "mean_vnmse", "worst_leaf", "mean_worst_leaf"}
+    if all(r.percent_vs_f32 is None for r in results):
+        unmeasured.add("percent_vs_f32")
+    record |= {
+        "results": [{k: v for k, v in asdict(r).items() if k not in unmeasured} for r in results]
+    }
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+    plot(results, f"{record['model']}, {record['environment']['devices']}", out / f"{name}.png")
+    run.console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+
+
 # --- Reporting ------------------------------------------------------------------------------------
 
 
@@ -670,9 +710,7 @@ def main(
         measure_every=measure_every, console=console,
     )  # fmt: skip
     params = jax.eval_shape(run.init)
-    n_params = sum(p.size for p in jax.tree.leaves(params))
-    console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
-    console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
+    n_params = introduce(run, model)
 
     results = []
     for name in METHODS if compare else (chosen.method,):

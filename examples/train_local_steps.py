@@ -30,9 +30,8 @@ that of their own parameters; the validation loss is that of the parameters afte
 step.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -43,10 +42,8 @@ import numpy as np
 import optax
 import typer
 from jax.sharding import PartitionSpec as P
-from llm_data import load_corpus
-from llm_model import CONFIGS, Loss, make_loss
+from llm_model import CONFIGS, Loss
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 
 # Asks for 8 virtual CPU devices, unless the caller did, before JAX looks for any.
@@ -60,13 +57,13 @@ from train_llm import (
     check_choice,
     compare_losses,
     dynamiq,
-    environment,
     fit,
+    introduce,
+    keep,
     lax_psum,
     make_optimizer,
     make_step,
-    make_worker_grads,
-    plot,
+    start,
 )
 
 import dynamiq_jax as dq
@@ -293,41 +290,25 @@ def main(
         raise typer.BadParameter(str(error)) from error
     out.mkdir(parents=True, exist_ok=True)
 
-    config, console = CONFIGS[model], Console()
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    where = environment()
-    for name, value in where.items():
-        console.print(f"{name}: {value}", highlight=False)
-    loss_fn = make_loss(config)
-    run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
-        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
-        measure_every=recipe.steps, console=console,
-    )  # fmt: skip
+    run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    n_params = sum(p.size for p in jax.tree.leaves(params))
-    console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
-    console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
+    n_params = introduce(run, model)
 
     results = [
         train_local(run, "local, dynamiq", compressed),
         train_local(run, "local, f32", Outer(**rule, method=dq.F32())),
-        train_synchronous(run, dynamiq(loss_fn, params, mesh, SYNCHRONOUS, travels)),
-        train_synchronous(run, lax_psum(loss_fn, params, mesh, "f32")),
+        train_synchronous(run, dynamiq(run.loss_fn, params, run.mesh, SYNCHRONOUS, travels)),
+        train_synchronous(run, lax_psum(run.loss_fn, params, run.mesh, "f32")),
     ]
     compare_losses(results)
-    console.print(table(results))
+    run.console.print(table(results))
 
-    unmeasured = ("vnmse", "mean_vnmse", "worst_leaf", "mean_worst_leaf")
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "seq_len": config.seq_len, "seed": seed, "bits": bits, "topology": topology, **rule,
-        "results": [{k: v for k, v in asdict(r).items() if k not in unmeasured} for r in results],
+        "seq_len": run.model.seq_len, "seed": seed, "bits": bits, "topology": topology, **rule,
     }  # fmt: skip
     name = f"{model}-local-steps"
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
-    plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
-    console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+    keep(run, results, record, name, out)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,9 @@ everything through memory: the time per step says nothing about a network.
 The curves (PNG) and all numbers (JSON) land in ``runs/``.
 """
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -46,9 +45,7 @@ import optax
 import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import load_corpus
 from llm_model import CONFIGS, Config, init_params, make_loss
-from rich.console import Console
 from train_fsdp import (
     TOPOLOGIES,
     Sharded,
@@ -71,11 +68,11 @@ from train_llm import (
     Recipe,
     Run,
     check_choice,
-    environment,
     fit,
+    introduce,
+    keep,
     make_optimizer,
-    make_worker_grads,
-    plot,
+    start,
 )
 
 import dynamiq_jax as dq
@@ -249,22 +246,10 @@ def main(
     )
     out.mkdir(parents=True, exist_ok=True)
 
-    config, console = CONFIGS[model], Console()
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    where = environment()
-    for name, value in where.items():
-        console.print(f"{name}: {value}", highlight=False)
-    loss_fn = make_loss(config)
-    run = Run(
-        model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
-        loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
-        measure_every=recipe.steps, console=console,
-    )  # fmt: skip
+    run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, mesh, AXIS, **reduction)
-    n_params = sum(p.size for p in jax.tree.leaves(params))
-    console.print(f"model: {model}, {n_params:,} parameters", highlight=False)
-    console.print(f"batch: {run.rows} x {config.seq_len} tokens", highlight=False)
+    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    n_params = introduce(run, model)
 
     results = [train_zero(run, Wire("dynamiq", quantised, scatter))]
     if compare:
@@ -273,19 +258,15 @@ def main(
             train_zero(run, Wire("bf16", **in_bf16)),
             train_replicated(run),
         ]
-    console.print(table(results))
+    run.console.print(table(results))
 
-    unmeasured = ("vnmse", "mean_vnmse", "worst_leaf", "mean_worst_leaf", "percent_vs_f32")
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "seq_len": config.seq_len, "seed": seed, "bits": bits, "topology": topology,
+        "seq_len": run.model.seq_len, "seed": seed, "bits": bits, "topology": topology,
         "gather_bits": gather_bits,
-        "results": [{k: v for k, v in asdict(r).items() if k not in unmeasured} for r in results],
     }  # fmt: skip
     name = f"{model}-zero{'-compare' if compare else ''}"
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
-    plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
-    console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+    keep(run, results, record, name, out)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,26 @@ class BucketedMethod(MethodDefaults):
         return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
 
 
-class MatrixMethod(MethodDefaults):
+class NativeSumMethod(MethodDefaults):
+    """What methods share that sum by `lax.psum` alone."""
+
+    __slots__ = ()
+
+    @property
+    def native_by_default(self) -> bool:
+        """It sums by `lax.psum`."""
+        return True
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
+                "topology=None"
+            )
+
+
+class MatrixMethod(NativeSumMethod):
     """What methods share that take leaves as matrices, each alone, by native collectives.
 
     A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
@@ -214,22 +233,9 @@ class MatrixMethod(MethodDefaults):
         """Matrices with fewer rows or columns are summed exactly."""
         raise NotImplementedError
 
-    @property
-    def native_by_default(self) -> bool:
-        """It sums by `lax.psum`."""
-        return True
-
     def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
         """Every leaf by itself."""
         return Limits(self.min_leaf_size, 0, 0, 0, self.min_side)
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
-                "topology=None"
-            )
 
     def of_matrix(self, rows: int, columns: int) -> Self:
         """The method for one leaf."""

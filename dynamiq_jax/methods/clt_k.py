@@ -24,6 +24,7 @@ from dynamiq_jax.methods.base import (
     LARGEST,
     ROUNDING,
     BucketedMethod,
+    NativeSumMethod,
     Outcome,
     State,
     clipped,
@@ -46,7 +47,7 @@ class CLTKState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(BucketedMethod):
+class CLTK(NativeSumMethod, BucketedMethod):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
@@ -87,21 +88,9 @@ class CLTK(BucketedMethod):
         self.check_limits()
 
     @property
-    def native_by_default(self) -> bool:
-        """It sums by `lax.psum`."""
-        return True
-
-    @property
     def needs_state(self) -> bool:
         """Error feedback is nothing without its memory."""
         return self.error_feedback
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: CLTK sums by native psum only; leave topology=None"
-            )
 
     def init(self, size: int, n_workers: int) -> State:
         """Nothing left out yet; the first worker leads."""

@@ -27,6 +27,7 @@ from dynamiq_jax.codecs.thc import scale_of
 from dynamiq_jax.methods.base import (
     LARGEST,
     BucketedMethod,
+    NativeSumMethod,
     Outcome,
     State,
     check_choice,
@@ -54,7 +55,7 @@ class OmniReduceState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniReduce(BucketedMethod):
+class OmniReduce(NativeSumMethod, BucketedMethod):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
@@ -91,21 +92,9 @@ class OmniReduce(BucketedMethod):
         self.check_limits()
 
     @property
-    def native_by_default(self) -> bool:
-        """It sums by `lax.psum`."""
-        return True
-
-    @property
     def needs_state(self) -> bool:
         """Error feedback needs its memory and the union its fraction."""
         return self.error_feedback or self.select == "union"
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: OmniReduce sums by native psum only; leave topology=None"
-            )
 
     def init(self, size: int, n_workers: int) -> State:
         """Nothing left out yet; every worker marks density / n of its blocks."""
