@@ -125,7 +125,7 @@ def counts(kinds: list[str]) -> Counts:
     return Counts(kernels, len(starts), sum(i < last for i in starts))
 
 
-def compiled(method: str, make_run: Any, n_gpus: int, own_options: dict[str, Any]) -> str:
+def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     """The text of the program, scheduled for so many GPUs of one host."""
     kind = "NVIDIA H200"
     topology = topologies.get_topology_desc(
@@ -151,7 +151,6 @@ def compiled(method: str, make_run: Any, n_gpus: int, own_options: dict[str, Any
         mock.patch.object(jax, "device_count", lambda *_: n_gpus),
     ):
         way = step_time.parse_way(method, run)
-        way = way._replace(options=way.options | own_options)
         return step_time.make_step(optimizer, mesh, way).lower(state, tokens).compile().as_text()
 
 
@@ -180,12 +179,11 @@ def main(
             model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
             batch=3, samples=1, steps=1, staged=staged, lag=lag, profiles=None,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
+            xla=step_time.parse_options(option or ()),
         )  # fmt: skip
 
-    own_options = dict(text.split("=", 1) for text in option or ())
-    own_options = {k: int(v) if v.lstrip("-").isdigit() else v for k, v in own_options.items()}
     try:
-        program = compiled(method, make_run, gpus, own_options)
+        program = compiled(method, make_run, gpus)
     except NotImplementedError as error:
         raise typer.BadParameter(
             f"JAX has no compiler for GPUs here: pip install 'jax[cuda13]' ({error})"

@@ -121,6 +121,8 @@ class Run:
     bucket_bytes: int | None
     profiles: Path | None
     """A folder for timelines."""
+    xla: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the compiler, beside `dq.xla_options`."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ class Run:
         return {
             "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
             "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
+            "xla": self.xla,
         }  # fmt: skip
 
 
@@ -142,6 +145,24 @@ COLUMNS = (
     tables.Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}"),
     tables.Column("transport", lambda r: r.transport),
 )
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """XLA's options as it wants them, truths, numbers or text, from texts as ``name=true``.
+
+    Raises:
+      ValueError: a text has no ``=``.
+    """
+    found: dict[str, bool | int | float | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"option {text!r}: pass NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 # --- What is timed --------------------------------------------------------------------------------
@@ -190,7 +211,7 @@ def parse_way(text: str, run: Run) -> Way:
         trees = stages.split(grads) if run.staged else (grads,)
         return sum(dq.explain(t, sizes, **options, verbose=False).wire_bytes for t in trees)
 
-    return Way(value_and_grad, wire_bytes, dq.xla_options())
+    return Way(value_and_grad, wire_bytes, dq.xla_options() | run.xla)
 
 
 def make_step(
@@ -364,6 +385,9 @@ def main(
         bool, typer.Option(help="Reduce in the backward pass (dq.sequential), or after it.")
     ] = True,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Of every method.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
@@ -399,6 +423,7 @@ def main(
             lag=lag,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
             profiles=profiles,
+            xla=parse_options(option or ()),
         )
         for text in chosen:
             parse_way(text, run)

@@ -41,6 +41,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
+    "mxfp4-stochastic": partial(dq.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_mxfp4, "ef14"),
     "mxfp4-ef21": partial(_mxfp4, "ef21"),
     "mxfp4-ef21m": partial(_mxfp4, "ef21m"),

@@ -1,15 +1,18 @@
 """Differences between JAX versions, and what its tracing state can tell. The only such file."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
 
@@ -255,3 +258,24 @@ def several_vmapped(axis_name: AxisNames) -> bool:
 def vmapped(axis_name: AxisNames) -> bool:
     """Whether one of the axes is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
     return any(hasattr(lax.axis_index(name), "batch_dim") for name in axis_tuple(axis_name))
+
+
+def with_constants(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
+    """The jaxprs in an equation's parameters: of calls, loops and branches."""
+    kinds = Jaxpr, ClosedJaxpr
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds))
+    return [value for value in values if isinstance(value, kinds)]
+
+
+def bind_equation(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
+    """What an equation makes of these values, as `jax.core.eval_jaxpr` would run it."""
+    params = equation.primitive.get_bind_params(equation.params)
+    names = str(equation.source_info.name_stack)
+    with jax.named_scope(names) if names else contextlib.nullcontext(), equation.ctx.manager:
+        made = equation.primitive.bind(*args, **params)
+    return made if equation.primitive.multiple_results else [made]

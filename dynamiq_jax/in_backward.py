@@ -26,6 +26,7 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.collectives import Op, reduce
 from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.phases import Progress, Traced, trace
 from dynamiq_jax.seeds import fold_seed, key_words
 
 
@@ -82,7 +83,7 @@ def reduce_in_backward(
     """
     axis_name = check_axis(axis_name)
     options = {"op": op, "method": method, "topology": topology, "specs": specs}
-    backward = _reducer(params, axis_name, "reduce_in_backward", **options)
+    reducer = _Reducer(params, axis_name, "reduce_in_backward", **options)
 
     @jax.custom_vjp
     def passed(params: Any, words: Array | None) -> Any:
@@ -91,7 +92,10 @@ def reduce_in_backward(
     def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
         return passed(params, words), words
 
-    passed.defvjp(forward, lambda words, gradients: (backward(gradients, words), None))
+    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
+        return reducer.joined(gradients, reducer.reduce(reducer.moving(gradients), words)), None
+
+    passed.defvjp(forward, backward)
     return passed(params, key_words(key))
 
 
@@ -119,9 +123,11 @@ def sequential(
 
     XLA's scheduler does not do this of its own accord when gradients are reduced after `jax.grad`:
     it puts the matrix products of the weights' gradients as late as they may be, and reductions of
-    several steps after all of them. Here the order is part of the program (optimization barriers):
-    a function's gradients are complete before the backward pass goes on, and reduced when it has
-    passed ``lag`` more functions.
+    several steps after all of them. Here the order is part of the program (optimization barriers),
+    a pipeline: a function's gradients are complete before the backward pass goes on; while it
+    passes the next function, their statistics travel, in the one after that their first payloads,
+    and so on, while the next functions' reductions follow one round behind (`dynamiq_jax.phases`).
+    Compile with `xla_options()`, or transfers begin late.
 
     All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
     the map, parameters that two functions use pass once, above, by `reduce_in_backward`. Each
@@ -136,8 +142,9 @@ def sequential(
       params: a pytree for every function.
       x: what the first function takes; integers and the like pass.
       axis_name: as for `psum`.
-      lag: functions whose backward pass may begin before the reduction is complete, at least 0. On
-        slow links more hides more; gradients wait in memory for as long.
+      lag: functions whose backward pass a round of transfers may take, at least 0: with 0 the
+        backward pass waits for every reduction. More hides more on slow links; gradients wait in
+        memory for as long.
       op: "mean" or "sum".
       method: as for `psum`; none with memory, which has nowhere to go.
       topology: as for `psum`.
@@ -169,7 +176,7 @@ def sequential(
         raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 2")
     options = {"op": op, "method": method, "topology": topology}
     reducers = [
-        _reducer(own, axis_name, "sequential", specs=spec, **options)
+        _Reducer(own, axis_name, "sequential", specs=spec, **options)
         for own, spec in zip(params, specs, strict=True)
     ]
 
@@ -188,17 +195,85 @@ def sequential(
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, Any, None]:
         pulls, words = kept
-        reduced: list[Any] = []
+        pipeline = _Pipeline(reducers, lag)
         for number, pull in reversed(list(enumerate(pulls))):
             own, gradient = _together(*pull(gradient))
             own_words = None if words is None else fold_seed(words, number)
-            reduced.append(reducers[number](own, own_words))
-            if len(reduced) > lag:
-                gradient, reduced[-1 - lag] = _together(gradient, reduced[-1 - lag])
-        return tuple(reduced[::-1]), gradient, None
+            gradient = pipeline.step(number, own, own_words, gradient)
+        return pipeline.finish(), gradient, None
 
     run.defvjp(forward, backward)
     return run(params, x, key_words(key))
+
+
+class _Pipeline:
+    """Reductions on their way, each with one round of collectives under way at a time."""
+
+    def __init__(self, reducers: Sequence["_Reducer"], lag: int):
+        self._reducers, self._lag = reducers, lag
+        self._whole: list[Any] = [None] * len(reducers)
+        self._progress: dict[int, Progress] = {}
+        self._due: dict[int, int] = {}
+        """When what is under way is to be there, by number of the reduction."""
+        self._traced: list[tuple[Any, Traced]] = []
+        self._now = 0
+
+    def step(self, number: int, gradients: Any, words: Array | None, passing: Any) -> Any:
+        """Begins a reduction; what of the others is due goes on to its next round.
+
+        Returns ``passing``, what the next part of the backward pass takes. It waits for what was
+        due, and for the kernels that make of it what is sent next.
+        """
+        self._whole[number] = gradients
+        self._progress[number] = self._begin(number, gradients, words)
+        self._due[number] = self._now
+        while due := [i for i, time in self._due.items() if time <= self._now]:
+            moving = [self._progress[i] for i in due]
+            passing = _hold(moving, passing)
+            for progress in moving:
+                progress.compute()
+            passing = _hold(moving, passing)
+            for i, progress in zip(due, moving, strict=True):
+                if progress.done:
+                    del self._due[i]
+                else:
+                    progress.exchange()
+                    self._due[i] = self._now + self._lag
+        self._now += 1
+        return passing
+
+    def finish(self) -> tuple[Any, ...]:
+        """Runs all rounds that are left, and returns all reductions' results."""
+        while self._due:
+            for i in list(self._due):
+                self._progress[i].compute()
+                if self._progress[i].done:
+                    del self._due[i]
+                else:
+                    self._progress[i].exchange()
+        return tuple(
+            reducer.joined(whole, self._progress[i].result)
+            for i, (reducer, whole) in enumerate(zip(self._reducers, self._whole, strict=True))
+        )
+
+    def _begin(self, number: int, gradients: Any, words: Array | None) -> Progress:
+        """Functions whose gradients look the same share what is traced."""
+        reducer = self._reducers[number]
+        own = reducer.moving(gradients)
+        likeness = jax.tree.map(jax.typeof, own), words is None, reducer.specs
+        alike = (traced for other, traced in self._traced if other == likeness)
+        if (traced := next(alike, None)) is None:
+            traced = trace(reducer.reduce, own, words)
+            self._traced.append((likeness, traced))
+        return Progress(traced, own, words)
+
+
+def _hold(progresses: Sequence[Progress], passing: Any) -> Any:
+    """``passing``, and with it what the progresses take next: all wait for each other."""
+    passing, held = _together(passing, [progress.ready for progress in progresses])
+    for progress, ready in zip(progresses, held, strict=True):
+        progress.ready = ready
+    return passing
 
 
 def _together(*trees: Any) -> tuple[Any, ...]:
@@ -216,50 +291,71 @@ def _together(*trees: Any) -> tuple[Any, ...]:
     return treedef.unflatten(x if x.dtype == jax.dtypes.float0 else next(held) for x in leaves)
 
 
-def _reducer(
-    params: Any,
-    axis_name: AxisNames,
-    caller: str,
-    *,
-    op: Op,
-    method: AnyMethod | None,
-    topology: AnyTopology | None,
-    specs: Any,
-) -> Callable[[Any, Array | None], Any]:
-    """Reduces gradients of ``params``, given with the words of a key; checks the rest first."""
-    check_choice("op", op, get_args(Op))
-    _check_memory(params, method, topology, axis_sizes(axis_name, caller), caller)
-    own_axes = set(axis_tuple(axis_name))
-    varied = [tuple(varying_axes(x) & own_axes) for x in jax.tree.leaves(params)]
-    by_name = specs is not None or chooses_by_path(method)
+class _Reducer:
+    """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first."""
+
+    def __init__(
+        self,
+        params: Any,
+        axis_name: AxisNames,
+        caller: str,
+        *,
+        op: Op,
+        method: AnyMethod | None,
+        topology: AnyTopology | None,
+        specs: Any,
+    ):
+        check_choice("op", op, get_args(Op))
+        _check_memory(params, method, topology, axis_sizes(axis_name, caller), caller)
+        own_axes = set(axis_tuple(axis_name))
+        self._varied = [tuple(varying_axes(x) & own_axes) for x in jax.tree.leaves(params)]
+        self._by_name = specs is not None or chooses_by_path(method)
+        self._axis_name, self._caller, self.specs = axis_name, caller, specs
+        self._options = {"op": op, "method": method, "topology": topology, "specs": specs}
+
+    def reduce(self, moving: Any, words: Array | None) -> Any:
+        """Of the gradients that move, with the words of a key."""
+        return reduce(moving, self._axis_name, key=words, **self._options).tree
+
+    def moving(self, gradients: Any) -> Any:
+        """The gradients but for those of integers, which are float0."""
+        leaves, treedef = jax.tree.flatten(gradients)
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+        own = [_once(x, self._caller) for x, m in zip(leaves, moves, strict=True) if m]
+        if all(moves):
+            return treedef.unflatten(own)
+        if not self._by_name:
+            return own
+        found = iter(own)
+        return treedef.unflatten(next(found) if m else None for m in moves)
+
+    def joined(self, gradients: Any, reduced: Any) -> Any:
+        """A tree like the gradients, with what was reduced in it.
+
+        The gradient of what came in varying varies, too: in type, with the same bits everywhere.
+        """
+        leaves, treedef = jax.tree.flatten(gradients)
+        found = iter(jax.tree.leaves(reduced))
+        total = [next(found) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
+        pairs = zip(total, self._varied, strict=True)
+        return treedef.unflatten(to_varying(x, axes) if axes else x for x, axes in pairs)
+
+
+def _once(x: Array, caller: str) -> Array:
+    """``x``, which has no derivative."""
 
     @jax.custom_jvp
-    def reduced(own: Any, words: Array | None) -> Any:
-        options = {"op": op, "method": method, "topology": topology, "specs": specs}
-        return reduce(own, axis_name, key=words, **options).tree
+    def same(x):
+        return x
 
-    @reduced.defjvp
+    @same.defjvp
     def _(primals, tangents):
         raise NotImplementedError(
             f"{caller} has derivatives of the first order only; for others reduce after "
             "jax.grad, with dq.pmean"
         )
 
-    def backward(gradients: Any, words: Array | None) -> Any:
-        leaves, treedef = jax.tree.flatten(gradients)
-        moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]  # the others are float0
-        own: Any = [x for x, m in zip(leaves, moving, strict=True) if m]
-        if all(moving):
-            own = gradients
-        elif by_name:
-            own = treedef.unflatten(x if m else None for x, m in zip(leaves, moving, strict=True))
-        found = iter(jax.tree.leaves(reduced(own, words)))
-        total = [next(found) if m else x for x, m in zip(leaves, moving, strict=True)]
-        # The gradient of what came in varying varies, too: in type, with the same bits everywhere.
-        pairs = zip(total, varied, strict=True)
-        return treedef.unflatten(to_varying(x, axes) if axes else x for x, axes in pairs)
-
-    return backward
+    return same(x)
 
 
 def _check_memory(

@@ -12,13 +12,16 @@ from typing import Any
 import jax
 
 _FLAG = "xla_gpu_collective_permute_mode"
+_COPIES: dict[str, Any] = {_FLAG: "COLLECTIVES_PEER_MEMORY"}
 _OPTIONS: dict[str, Any] = {
-    _FLAG: "COLLECTIVES_PEER_MEMORY",
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # XLA combines all-reduces of up to so many bytes. By default it would make one of the light
+    # ones of all buckets, which then wait for the last gradient.
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2**15,
+    # XLA starts a transfer as late as its model of NVLink allows: on a slower link too late.
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
-_APART: dict[str, Any] = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
-"""XLA combines all-reduces of up to so many bytes. By default it would make one of the light ones
-of all buckets, which then wait for the last gradient."""
 _asked_for = False
 
 
@@ -43,12 +46,9 @@ def xla_options() -> dict[str, Any]:
     global _asked_for
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
-    options = {name: value for name, value in _APART.items() if _is_known(name, value)}
-    if _peers():
-        known = {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
-        if _FLAG in known:
-            _asked_for = True
-            options |= known
+    wanted = _OPTIONS | (_COPIES if _peers() else {})
+    options = {name: value for name, value in wanted.items() if _is_known(name, value)}
+    _asked_for = _asked_for or _FLAG in options
     return options
 
 

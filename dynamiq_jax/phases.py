@@ -1,0 +1,170 @@
+"""Cuts a function at its collectives, so that a caller can put other work between them.
+
+A *round* is all collectives of a function that wait for equally many others: a compressed
+all-reduce over `Direct` has three, for the statistics, the payloads of all gradients and those of
+the sums. The function is traced once; then its equations run round by round::
+
+    progress = Progress(trace(function, *args), *args)
+    while not progress.done:
+        progress.compute()      # all that needs no more than what has arrived
+        progress.exchange()     # the collectives of the next round
+    progress.result
+
+Between two of these calls ``progress.ready`` are the arrays that the next one takes, which a caller
+may pass through a barrier, together with arrays of its own.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend.core import JaxprEqn, Literal
+
+from dynamiq_jax._compat import bind_equation, inner_jaxprs, with_constants
+
+COLLECTIVES = frozenset(
+    "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "
+    "all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ragged_all_to_all".split()
+)
+"""Names of JAX's primitives. One that is not here counts as computation: less runs beside it."""
+
+CALLS = frozenset("jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint".split())
+"""Names of primitives that do what their only jaxpr does."""
+
+Slot = int
+"""Number of a value."""
+
+
+class Operation(NamedTuple):
+    """An equation, and which values it takes and makes."""
+
+    equation: JaxprEqn
+    takes: tuple[Slot | Literal, ...]
+    makes: tuple[Slot, ...]
+    round: int
+    """How many rounds come before it."""
+    moves: bool
+    """Whether it is a collective, or a loop around some."""
+
+
+class Traced(NamedTuple):
+    """A function as a list of operations."""
+
+    operations: tuple[Operation, ...]
+    constants: dict[Slot, Any]
+    takes: tuple[Slot, ...]
+    """What its arguments' leaves are."""
+    makes: tuple[Slot | Literal, ...]
+    """What its results' leaves are."""
+    treedef: Any
+    """Of the result."""
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Traced:
+    """Traces a function of pytrees of arrays, for arguments like these."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    numbers = itertools.count()
+    takes = tuple(itertools.islice(numbers, len(jax.tree.leaves(args))))
+    rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
+    operations: list[Operation] = []
+    constants: dict[Slot, Any] = {}
+
+    def fresh(round_number: int) -> Slot:
+        slot = next(numbers)
+        rounds[slot] = round_number
+        return slot
+
+    def walk(closed: Any, given: Sequence[Slot | Literal]) -> list[Slot | Literal]:
+        jaxpr, consts = with_constants(closed)
+        known: dict[Any, Slot | Literal] = dict(zip(jaxpr.invars, given, strict=True))
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            known[variable] = slot = fresh(0)
+            constants[slot] = value
+
+        def read(atom: Any) -> Slot | Literal:
+            return atom if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            own = tuple(map(read, equation.invars))
+            moves = _moves(equation)
+            if moves and (called := _called(equation)) is not None:
+                made = walk(called, own)
+            else:
+                number = max((rounds[s] for s in own if not isinstance(s, Literal)), default=0)
+                made = [fresh(number + moves) for _ in equation.outvars]
+                operations.append(Operation(equation, own, tuple(made), number, moves))
+            known.update(zip(equation.outvars, made, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    makes = walk(closed, takes)
+    return Traced(tuple(operations), constants, takes, tuple(makes), jax.tree.structure(shapes))
+
+
+class Progress:
+    """A traced function on its way from round to round."""
+
+    def __init__(self, traced: Traced, *args: Any):
+        self._traced = traced
+        self._values: dict[Slot, Any] = dict(traced.constants)
+        self._values |= zip(traced.takes, jax.tree.leaves(args), strict=True)
+        self._round = 0
+        self._waits = [slot for slot in traced.takes if hasattr(self._values[slot], "dtype")]
+        moving = [op.round for op in traced.operations if op.moves]
+        self._last = max(moving) + 1 if moving else 0
+        self.done = False
+
+    @property
+    def ready(self) -> list[Array]:
+        """What the next call takes, once it is `done` the leaves of the result."""
+        return [self._values[slot] for slot in self._waits]
+
+    @ready.setter
+    def ready(self, values: Sequence[Array]) -> None:
+        """The same arrays."""
+        self._values.update(zip(self._waits, values, strict=True))
+
+    @property
+    def result(self) -> Any:
+        """The function's."""
+        return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
+
+    def compute(self) -> None:
+        """Runs all that needs no collective but those that have run."""
+        self._run(moves=False)
+        self.done = self._round == self._last
+        next_ones = self._now(moves=True)
+        wanted = self._traced.makes if self.done else [s for op in next_ones for s in op.takes]
+        self._waits = list(dict.fromkeys(s for s in wanted if not isinstance(s, Literal)))
+
+    def exchange(self) -> None:
+        """Runs the next round of collectives."""
+        self._run(moves=True)
+        self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
+        self._round += 1
+
+    def _now(self, *, moves: bool) -> list[Operation]:
+        return [
+            op for op in self._traced.operations if (op.round, op.moves) == (self._round, moves)
+        ]
+
+    def _run(self, *, moves: bool) -> None:
+        for op in self._now(moves=moves):
+            made = bind_equation(op.equation, *map(self._read, op.takes))
+            self._values.update(zip(op.makes, made, strict=True))
+
+    def _read(self, atom: Slot | Literal) -> Any:
+        return atom.val if isinstance(atom, Literal) else self._values[atom]
+
+
+def _moves(equation: JaxprEqn) -> bool:
+    """Whether there is a collective in it."""
+    if equation.primitive.name in COLLECTIVES:
+        return True
+    return any(_moves(own) for jaxpr in inner_jaxprs(equation) for own in jaxpr.eqns)
+
+
+def _called(equation: JaxprEqn) -> Any:
+    """The jaxpr that runs in place of a call; `None` if it is none."""
+    return inner_jaxprs(equation)[0] if equation.primitive.name in CALLS else None

@@ -1,0 +1,128 @@
+"""`phases`: functions run round by round, and give what they give at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, auto_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.phases import Progress, trace
+
+N = 4
+TABLE = np.arange(5, dtype=np.float32)
+
+
+def chained(x, y):
+    """Three collectives, two of which wait for others; one result needs none, one no argument."""
+    total = lax.psum(x * TABLE, "data")
+    largest = lax.pmax(total.sum() + y, "data")
+    moved = lax.ppermute(x, "data", [(i, (i + 1) % N) for i in range(N)])
+    return {"a": largest * x + moved, "b": 2 * y, "c": 3.0}
+
+
+def in_calls(x, y):
+    """Collectives within jit, checkpoint and functions with rules of their own."""
+
+    @jax.custom_jvp
+    def total(x):
+        return lax.psum(x, "data")
+
+    total.defjvp(lambda primals, tangents: (total(*primals), tangents[0]))
+    twice = jax.jit(lambda x: total(x) + TABLE)
+    return twice(twice(x)) + jax.checkpoint(partial(lax.pmax, axis_name="data"))(y)
+
+
+def in_a_loop(x, y):
+    """A loop with collectives is one of them."""
+    return lax.fori_loop(0, 3, lambda i, x: lax.psum(x, "data") / N + y, x) + 1
+
+
+def rounds(function, x, y):
+    """The result and how many rounds it took."""
+    progress = Progress(trace(function, x, y), x, y)
+    progress.compute()
+    count = 0
+    while not progress.done:
+        progress.exchange()
+        progress.compute()
+        count += 1
+    return progress.result, count
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("function", "expected"), [(chained, 2), (in_calls, 2), (in_a_loop, 1), (lambda x, y: x - y, 0)]
+)
+def test_a_function_in_rounds_gives_what_it_gives_at_once(function, expected, check_vma):
+    x = jax.random.normal(jax.random.key(0), (N, 5))
+    y = jnp.arange(N, dtype=jnp.float32)[:, None]
+    counts = []
+
+    def run(x, y):
+        if function is in_a_loop:  # the carry of a loop varies from the start
+            x = x * 1
+        found, count = rounds(function, x[0], y[0, 0])
+        counts.append(count)
+        pairs = zip(*map(jax.tree.leaves, (found, function(x[0], y[0, 0]))), strict=True)
+        return [jnp.stack([a * jnp.ones(5), b * jnp.ones(5)]) + 0 * x for a, b in pairs]
+
+    mapped = jax.shard_map(
+        run, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P(None, "data"), check_vma=check_vma
+    )
+    for pair in jax.tree.leaves(jax.jit(mapped)(x, y)):
+        np.testing.assert_array_equal(pair[0], pair[1])
+        assert np.any(np.asarray(pair) != 0)
+    assert set(counts) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("topology", "count"),
+    [(dq.Direct(), 3), (dq.Ring(unroll_up_to=N), N + 1), (dq.Butterfly(), 4)],
+    ids=["direct", "ring", "butterfly"],
+)
+def test_rounds_of_an_all_reduce(topology, count):
+    """The statistics, every hop, and the sums."""
+    x = jax.random.normal(jax.random.key(0), (N, 2048))
+    reduce = partial(dq.psum, axis_name="data", method=dq.DynamiQ(**SMALL), topology=topology)
+
+    def both(x):
+        found, rounds_taken = rounds(lambda x, y: reduce(x), x, x[0])
+        assert rounds_taken == count
+        return found, reduce(x)
+
+    found, expected = jax.vmap(both, axis_name="data")(x)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_ready_can_be_exchanged():
+    """A caller passes operands and results through operations of its own."""
+    x = jnp.arange(N, dtype=jnp.float32)
+
+    def doubled(x):
+        progress = Progress(trace(lambda x: lax.psum(x + 1, "data"), x), x)
+        progress.compute()
+        progress.ready = [2 * value for value in progress.ready]
+        progress.exchange()
+        progress.ready = [value + 5 for value in progress.ready]
+        progress.compute()
+        assert progress.done
+        return progress.result
+
+    found = jax.vmap(doubled, axis_name="data")(x)
+    np.testing.assert_array_equal(found, np.full(N, 2 * (6 + N) + 5.0))
+
+
+def test_two_calls_of_one_function_have_values_of_their_own():
+    """JAX traces a jitted function once: its equations are the same objects in both calls."""
+    total = jax.jit(lambda x: lax.psum(x, "data") + 1)
+
+    def run(x):
+        return rounds(lambda x, y: total(x) * total(2 * x + y), x, x)[0]
+
+    found = jax.vmap(run, axis_name="data")(jnp.arange(N, dtype=jnp.float32))
+    np.testing.assert_array_equal(found, np.full(N, (6 + 1) * (18 + 1.0)))
