@@ -20,7 +20,7 @@ from dynamiq_jax.configuration import (
 )
 from dynamiq_jax.explanation import Explanation, explain, wire_bits
 from dynamiq_jax.gradients import value_and_grad
-from dynamiq_jax.in_backward import reduce_in_backward, sequential
+from dynamiq_jax.in_backward import reduce_in_backward
 from dynamiq_jax.methods import (
     BF16,
     CLTK,
@@ -41,6 +41,7 @@ from dynamiq_jax.methods import (
     PowerSGD,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
+from dynamiq_jax.sequential import Scanned, sequential
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
@@ -73,6 +74,7 @@ __all__ = [
     "PowerSGD",
     "Reduced",
     "Ring",
+    "Scanned",
     "THC",
     "TensorBoardWriter",
     "Topology",

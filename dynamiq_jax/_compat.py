@@ -52,7 +52,7 @@ def axis_tuple(axis_name: AxisNames) -> tuple[str, ...]:
 
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
@@ -260,7 +260,7 @@ def vmapped(axis_name: AxisNames) -> bool:
     return any(hasattr(lax.axis_index(name), "batch_dim") for name in axis_tuple(axis_name))
 
 
-def with_constants(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 

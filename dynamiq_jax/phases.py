@@ -4,7 +4,7 @@ A *round* is all collectives of a function that wait for equally many others: a 
 all-reduce over `Direct` has three, for the statistics, the payloads of all gradients and those of
 the sums. The function is traced once; then its equations run round by round::
 
-    progress = Progress(trace(function, *args), *args)
+    progress = Progress.start(trace(function, *args), *args)
     while not progress.done:
         progress.compute()      # all that needs no more than what has arrived
         progress.exchange()     # the collectives of the next round
@@ -15,7 +15,7 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,19 +105,21 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
 class Progress:
     """A traced function on its way from round to round."""
 
-    def __init__(self, traced: Traced, *args: Any):
-        self._traced = traced
-        self._values: dict[Slot, Any] = dict(traced.constants)
-        self._values |= zip(traced.takes, jax.tree.leaves(args), strict=True)
-        self._round = 0
-        self._waits = [slot for slot in traced.takes if hasattr(self._values[slot], "dtype")]
+    def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
+        self._traced, self._values, self._waits, self._round = traced, values, waits, round
         moving = [op.round for op in traced.operations if op.moves]
         self._last = max(moving) + 1 if moving else 0
         self.done = False
 
+    @classmethod
+    def start(cls, traced: Traced, *args: Any) -> "Progress":
+        """A call with these arguments, of which nothing has run."""
+        values = dict(zip(traced.takes, jax.tree.leaves(args), strict=True))
+        return cls(traced, values | traced.constants, list(traced.takes))
+
     @property
     def ready(self) -> list[Array]:
-        """What the next call takes, once it is `done` the leaves of the result."""
+        """What the next call takes; once it is `done` the leaves of the result."""
         return [self._values[slot] for slot in self._waits]
 
     @ready.setter
@@ -130,12 +132,27 @@ class Progress:
         """The function's."""
         return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
 
+    @property
+    def values(self) -> dict[Slot, Array]:
+        """All that is known and that what has not run takes; before `exchange`."""
+        traced = self._traced
+        later = [op for op in traced.operations if (op.round, op.moves) >= (self._round, True)]
+        wanted = {atom for op in later for atom in op.takes if not isinstance(atom, Literal)}
+        wanted |= {atom for atom in traced.makes if not isinstance(atom, Literal)}
+        known = wanted & self._values.keys() - traced.constants.keys()
+        return {slot: self._values[slot] for slot in sorted(known)}
+
+    def with_values(self, values: Mapping[Slot, Array]) -> "Progress":
+        """Another call that has come as far as this one, whose `values` these are."""
+        constants = self._traced.constants
+        return Progress(self._traced, {**constants, **values}, self._waits, self._round)
+
     def compute(self) -> None:
         """Runs all that needs no collective but those that have run."""
         self._run(moves=False)
         self.done = self._round == self._last
-        next_ones = self._now(moves=True)
-        wanted = self._traced.makes if self.done else [s for op in next_ones for s in op.takes]
+        sent = [slot for op in self._now(moves=True) for slot in op.takes]
+        wanted = self._traced.makes if self.done else sent
         self._waits = list(dict.fromkeys(s for s in wanted if not isinstance(s, Literal)))
 
     def exchange(self) -> None:

@@ -44,7 +44,7 @@ def in_a_loop(x, y):
 
 def rounds(function, x, y):
     """The result and how many rounds it took."""
-    progress = Progress(trace(function, x, y), x, y)
+    progress = Progress.start(trace(function, x, y), x, y)
     progress.compute()
     count = 0
     while not progress.done:
@@ -104,7 +104,7 @@ def test_what_is_ready_can_be_exchanged():
     x = jnp.arange(N, dtype=jnp.float32)
 
     def doubled(x):
-        progress = Progress(trace(lambda x: lax.psum(x + 1, "data"), x), x)
+        progress = Progress.start(trace(lambda x: lax.psum(x + 1, "data"), x), x)
         progress.compute()
         progress.ready = [2 * value for value in progress.ready]
         progress.exchange()

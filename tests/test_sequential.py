@@ -1,0 +1,309 @@
+"""`sequential`: gradients of functions, one after another, are those of reductions after `grad`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, assert_same_bits, auto_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._compat import to_varying
+
+N, DIM = 4, 128
+METHOD = dq.DynamiQ(**SMALL)
+EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+KEY = jax.random.key(5)
+
+
+def mapped(f, check_vma=True):
+    """``f(params, x)`` of every worker; results come back with a leading axis of workers."""
+
+    def one(params, x):
+        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(params, x[0]))
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
+
+
+def local(params, check_vma):
+    return lax.pcast(params, "data", to="varying") if check_vma else params
+
+
+def embed(w, tokens):
+    return w["table"][tokens], tokens
+
+
+def block(w, x):
+    return jnp.tanh(x[0] @ w["kernel"]) + w["bias"], x[1]
+
+
+def head(w, x):
+    return jnp.mean((x[0] @ w["kernel"] - x[1][:, None]) ** 2)
+
+
+def model(n_layers):
+    """Functions, their parameters, every worker's tokens."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = {
+        "kernel": jax.random.normal(keys[0], (n_layers, DIM, DIM)) / DIM**0.5,
+        "bias": jax.random.normal(keys[1], (n_layers, DIM)),
+    }
+    own = [{name: w[i] for name, w in layers.items()} for i in range(n_layers)]
+    table = jax.random.normal(keys[2], (32, DIM))
+    tokens = jax.random.randint(keys[3], (N, 6), 0, 32)
+    params = [{"table": table}, *own, {"kernel": layers["kernel"][0]}]
+    return [embed, *[block] * n_layers, head], params, tokens
+
+
+def stacked(params):
+    """The same parameters with those of all layers along a leading axis."""
+    return [params[0], jax.tree.map(lambda *w: jnp.stack(w), *params[1:-1]), params[-1]]
+
+
+def plain(functions, params, x):
+    for function, own in zip(functions, params, strict=True):
+        x = function(own, x)
+    return x
+
+
+def grad(functions, params, x, **options):
+    """The loss and the reduced gradients."""
+    run = lambda p: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
+    return jax.value_and_grad(run)(params)
+
+
+@pytest.mark.parametrize(
+    ("method", "lag", "check_vma"),
+    [
+        (METHOD, 1, True),
+        (dq.MinMax(**SMALL), 2, False),
+        (dq.MinMax(**SMALL), 0, False),
+        (dq.MinMax(**SMALL), 9, True),
+        (dq.PermK(**SMALL), 1, True),
+    ],
+    ids=["dynamiq", "minmax, more time", "minmax, at once", "minmax, at the end", "perm-k"],
+)
+def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
+    functions, params, tokens = model(3)
+
+    def after(params, x):
+        loss, own = jax.value_and_grad(partial(plain, functions))(local(params, check_vma), x)
+        words = jax.random.key_data(KEY)
+        keys = [jax.random.fold_in(jax.random.wrap_key_data(words), i) for i in range(len(own))]
+        pairs = zip(own, keys, strict=True)
+        return loss, [dq.pmean(g, "data", method=method, key=key) for g, key in pairs]
+
+    inside = partial(grad, functions, lag=lag, method=method, key=KEY)
+    found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(own, other)
+    for g in jax.tree.leaves(found[1]):
+        assert_same_bits(g, np.broadcast_to(g[:1], g.shape))
+        assert np.any(np.asarray(g) != 0)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "lag", "check_vma", "remat"),
+    [(6, 1, True, False), (5, 1, False, True), (5, 0, True, False), (2, 1, True, False),
+     (5, 2, True, False)],
+    ids=["dynamiq", "remat", "at once", "few layers", "more time"],
+)  # fmt: skip
+def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_vma, remat):
+    """With a key, so that the noise is the same: only the order of additions may differ."""
+    functions, params, tokens = model(n_layers)
+    method = METHOD if n_layers == 6 else dq.MinMax(**SMALL)
+
+    def mean(g, number):
+        key = jax.random.fold_in(jax.random.wrap_key_data(jax.random.key_data(KEY)), number)
+        return dq.pmean(g, "data", method=method, key=key)
+
+    def after(params, x):
+        def loss(params):
+            layers = [jax.tree.map(lambda w, i=i: w[i], params[1]) for i in range(n_layers)]
+            return plain(functions, [params[0], *layers, params[2]], x)
+
+        loss, own = jax.value_and_grad(loss)(local(params, check_vma))
+        numbers = 1 + jnp.arange(n_layers)
+        layers = jax.lax.map(lambda given: mean(*given), (own[1], numbers))
+        return loss, [mean(own[0], 0), layers, mean(own[2], n_layers + 1)]
+
+    each = jax.checkpoint(block) if remat else block
+    options = {"lag": lag, "method": method, "key": KEY}
+    inside = partial(grad, [embed, dq.Scanned(each), head], **options)
+    found, expected = (mapped(f, check_vma)(stacked(params), tokens) for f in (inside, after))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(expected[1])
+    for own, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        assert_same_bits(own, np.broadcast_to(own[:1], own.shape))
+        for mine, theirs in zip(own[0], other[0], strict=True):  # every layer
+            apart = float(dq.vnmse(mine, theirs))
+            assert apart < 1e-4, apart  # another gradient, or other noise, is more than 1e-3
+
+
+def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
+    functions, params, tokens = model(6)
+    x = jax.random.normal(jax.random.key(8), (N, 6, DIM))
+
+    def inside(x, own, params):
+        rest = [dq.Scanned(block), head], params
+        loss = lambda first, p: dq.sequential(rest[0], p, (first, own), "data", method=EXACT)  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(x, params)
+
+    def alone(x, own, params):
+        return jax.grad(lambda x, p: plain(functions[1:], p, (x, own)), argnums=(0, 1))(x, params)
+
+    wanted = [alone(x[i], tokens[i], params[1:]) for i in range(N)]
+    weights = stacked([params[0], *params[1:]])[1:]
+    found = jax.vmap(inside, (0, 0, None), axis_name="data")(x, tokens, weights)
+    for i in range(N):
+        np.testing.assert_allclose(found[0][i], wanted[i][0], rtol=1e-4, atol=1e-7)
+    for layer in range(6):
+        exact = np.mean([w[1][layer]["kernel"] for w in wanted], axis=0)
+        np.testing.assert_allclose(found[1][0]["kernel"][2, layer], exact, rtol=2e-5, atol=1e-6)
+
+
+def test_a_loop_keeps_no_second_copy_of_its_parameters():
+    """What the forward loop stacks are activations; parameters are read where they are."""
+    _, params, tokens = model(6)
+    looped = partial(grad, [embed, dq.Scanned(block), head], method=EXACT)
+    traced = jax.make_jaxpr(looped, axis_env=[("data", N)])(stacked(params), tokens[0])
+    forward = next(e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
+    shapes = [v.aval.shape for v in forward.outvars]
+    assert (6, 6, DIM) in shapes and (6, DIM, DIM) not in shapes
+
+
+def test_in_a_loop_all_rounds_are_under_way_at_a_time():
+    """The body of the backward loop has the rounds of a reduction, each of another layer."""
+    _, params, tokens = model(5)
+    looped = partial(grad, [embed, dq.Scanned(block), head], method=METHOD, topology=dq.Direct())
+    traced = jax.make_jaxpr(looped, axis_env=[("data", N)])(stacked(params), tokens[0])
+    scans = [e.params["jaxpr"].jaxpr for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
+    (body,) = (own for own in scans if any(e.primitive.name == "psum" for e in own.eqns))
+    for name in ("psum", "all_to_all", "all_gather"):
+        moves = [e for e in body.eqns if e.primitive.name == name]
+        assert moves, name
+        for equation in moves:  # they wait for no other of this pass through the loop
+            others = [e for v in equation.invars for e in ancestors(body, v)]
+            assert not {e.primitive.name for e in others} & {"psum", "all_to_all", "all_gather"}
+
+
+def test_it_passes_the_gradient_of_its_input():
+    functions, params, tokens = model(3)
+    x = (jax.random.normal(jax.random.key(8), (N, 6, DIM)), tokens)
+
+    def inside(x, params):
+        def loss(first):
+            rest = functions[1:], params[1:], (first, x[1])
+            return dq.sequential(*rest, "data", method=EXACT)
+
+        return jax.grad(loss)(x[0])
+
+    def of_input(y, own):
+        return plain(functions[1:], params[1:], (y, own))
+
+    for i in range(N):
+        expected = jax.grad(of_input)(x[0][i], x[1][i])
+        found = jax.vmap(inside, (0, None), axis_name="data")(x, params)[i]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_it_has_the_exact_mean_with_f32(remat):
+    functions, params, tokens = model(3)
+    functions = [jax.checkpoint(f) for f in functions] if remat else functions
+    _, found = mapped(partial(grad, functions, method=EXACT))(params, tokens)
+    own = [jax.grad(partial(plain, functions))(params, tokens[i]) for i in range(N)]
+    exact = jax.tree.map(lambda *g: np.mean(g, axis=0), *own)
+    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        for worker in range(N):
+            np.testing.assert_allclose(g[worker], e, rtol=2e-5, atol=1e-6)
+
+
+def ancestors(jaxpr, variable):
+    """Equations that a variable of a jaxpr follows from."""
+    made = {out: i for i, e in enumerate(jaxpr.eqns) for out in e.outvars}
+    waiting, found = [variable], set()
+    while waiting:
+        number = made.get(waiting.pop())
+        if number is not None and number not in found:
+            found.add(number)
+            waiting += [v for v in jaxpr.eqns[number].invars if not hasattr(v, "val")]
+    return [jaxpr.eqns[i] for i in found]
+
+
+@pytest.mark.parametrize(("lag", "waits"), [(0, 4), (1, 3), (3, 1), (8, 0)])
+def test_reductions_go_on_while_the_backward_pass_does(lag, waits):
+    """The cotangent of the input follows from the reductions of all functions but the last ones."""
+    functions, params, _ = model(3)
+
+    def loss(y, params):
+        tokens = jnp.zeros(6, jnp.int32)
+        rest = functions[1:], params[1:], (y, tokens)
+        return dq.sequential(*rest, "data", lag=lag, method=EXACT)
+
+    closed = jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(jnp.ones((6, DIM)), params)
+    (out,) = closed.jaxpr.outvars
+    sums = [e for e in ancestors(closed.jaxpr, out) if "psum" in str(e)]  # also within calls
+    assert len(sums) == waits
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"params": 4}, "5 functions and 4 params"),
+        ({"functions": 0, "params": 0}, "functions is empty"),
+        ({"specs": [None]}, "5 functions and 1 specs"),
+        ({"specs": {"a": None}}, "specs is a mapping, which has no order"),
+        ({"lag": 1.5}, "lag=1.5 must be an integer"),
+        ({"lag": -1}, "lag=-1 must be an integer"),
+        ({"lag": True}, "lag=True must be"),
+        ({"op": "max"}, "op='max'"),
+        ({"key": 3}, "key=3 is not a PRNG key"),
+        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "has memory, and a backward pass"),
+    ],
+)
+def test_what_cannot_be_is_refused(change, complaint):
+    functions, params, tokens = model(3)
+    functions = functions[: change.pop("functions", None)]
+    params = params[: change.pop("params", None)]
+    run = partial(dq.sequential, functions, axis_name="data", **change)
+    with pytest.raises(ValueError, match=complaint):
+        mapped(lambda p, x: run(p, x))(params, tokens)
+
+
+@pytest.mark.parametrize(
+    ("params", "specs", "complaint"),
+    [
+        ({"kernel": jnp.ones((3, 4)), "bias": jnp.ones(2)}, None, r"which have \(2,\), \(3,\)"),
+        ({"kernel": jnp.ones((3, 4)), "bias": jnp.ones(())}, None, r"which have \(\), \(3,\)"),
+        ({}, None, "which have no leaves"),
+        ({"kernel": jnp.ones((3, 4))}, [{"kernel": P("model")}], "specs split it"),
+    ],
+)
+def test_layers_that_are_no_stack_are_refused(params, specs, complaint):
+    def run(params, x):
+        return dq.sequential([dq.Scanned(block)], [params], x, "data", specs=specs)
+
+    with pytest.raises(ValueError, match=rf"functions\[0\].*{complaint}"):
+        mapped(run)(params, jnp.ones((N, 4)))
+
+
+def test_it_has_no_second_derivatives():
+    functions, params, tokens = model(3)
+
+    def curvature(params, x):
+        first = jax.grad(lambda p: dq.sequential(functions, p, x, "data", method=EXACT))
+        return jax.grad(lambda p: jnp.sum(first(p)[1]["kernel"]))(params)
+
+    with pytest.raises(NotImplementedError, match="sequential has derivatives of the first order"):
+        mapped(curvature)(params, tokens)
+
+
+def test_it_names_an_axis_that_is_not_mapped():
+    functions, params, tokens = model(3)
+    with pytest.raises(NameError, match="data.*call sequential under"):
+        dq.sequential(functions, params, tokens, "data")
