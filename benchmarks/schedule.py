@@ -105,10 +105,20 @@ def kind(line: str) -> str | None:
     return OTHER
 
 
-def order(program: str) -> list[str]:
-    """The kinds of the lines of the main computation, as XLA has put them."""
-    lines = program[program.index("\nENTRY") :].splitlines()
-    return [found for found in map(kind, lines) if found]
+def orders(program: str) -> list[list[str]]:
+    """The kinds of the lines of the bodies of loops that send, and of the main computation.
+
+    As XLA has put them.
+    """
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", program))
+    found = []
+    for block in re.split(r"\n(?=%|ENTRY)", program):
+        name = re.match(r"(ENTRY )?%?([\w.\-]+)", block)
+        if name and (name[1] or name[2] in bodies):
+            kinds = [found for found in map(kind, block.splitlines()) if found]
+            if name[1] or any(map(COLLECTIVE.match, kinds)):
+                found.append(kinds)
+    return found
 
 
 def short(kinds: list[str]) -> str:
@@ -139,7 +149,8 @@ def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
-    params = jax.eval_shape(lambda: step_time.init_params(run.config, jax.random.key(0)))
+    split = step_time.make_stages(run.config, run.scanned).split
+    params = jax.eval_shape(lambda: split(step_time.init_params(run.config, jax.random.key(0))))
     state = placed(params), placed(jax.eval_shape(optimizer.init, params))
     rows = n_gpus * run.batch, run.config.seq_len + 1
     tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=own)
@@ -161,6 +172,7 @@ def main(
     topology: Annotated[str, typer.Option(help="direct or ring.")] = "direct",
     gpus: Annotated[int, typer.Option(min=2, help="Of one host.")] = 4,
     staged: Annotated[bool, typer.Option(help="Reduce in the backward pass, or after it.")] = True,
+    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     bucket_mib: Annotated[
         float | None, typer.Option(help="Of leaves that travel together.")
@@ -177,7 +189,7 @@ def main(
     def make_run(mesh: Mesh) -> step_time.Run:
         return step_time.Run(
             model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
-            batch=3, samples=1, steps=1, staged=staged, lag=lag, profiles=None,
+            batch=3, samples=1, steps=1, staged=staged, scanned=scanned, lag=lag, profiles=None,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
             xla=step_time.parse_options(option or ()),
         )  # fmt: skip
@@ -188,9 +200,9 @@ def main(
         raise typer.BadParameter(
             f"JAX has no compiler for GPUs here: pip install 'jax[cuda13]' ({error})"
         ) from error
-    kinds = order(program)
-    print(short(kinds))
-    found = counts(kinds)
+    for kinds in orders(program):
+        print(short(kinds), end="\n\n")
+    found = counts(kinds)  # of the main computation, which is the last one
     print(
         f"{found.kernels} kernels; {found.begun_early} of {found.collectives} collectives begun "
         "before the last matrix product"

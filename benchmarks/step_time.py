@@ -52,7 +52,6 @@ from llm_model import (  # pyright: ignore[reportMissingImports]
     AttentionKernel,
     Config,
     init_params,
-    make_loss,
     make_stages,
     peak_flops,
     training_flops,
@@ -62,7 +61,8 @@ from train_llm import MIN_LEAF_SIZE, RECIPES, make_optimizer  # pyright: ignore[
 NONE, BF16, NATIVE = "none", "bf16-psum", "bf16-native"
 
 ValueAndGrad = Callable[[Any, Array], tuple[Array, Any]]
-"""(one worker's parameters in bf16, its tokens) -> (its own loss, the mean gradients)."""
+"""(one worker's parameters in bf16, those of each stage, and its tokens) -> (its own loss, the mean
+gradients)."""
 
 
 class Way(NamedTuple):
@@ -116,6 +116,8 @@ class Run:
     """In a sample."""
     staged: bool
     """Whether gradients are reduced in the backward pass, or after it."""
+    scanned: bool = False
+    """Whether the blocks are a loop over a stack of their parameters."""
     lag: int
     """See `dq.sequential`."""
     bucket_bytes: int | None
@@ -130,7 +132,7 @@ class Run:
         return {
             "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
             "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
-            "xla": self.xla,
+            "scanned": self.scanned, "xla": self.xla,
         }  # fmt: skip
 
 
@@ -176,14 +178,14 @@ def parse_way(text: str, run: Run) -> Way:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    sizes, loss_fn = run.mesh.devices.shape, make_loss(run.config)
+    sizes, stages = run.mesh.devices.shape, make_stages(run.config, run.scanned)
     names = run.mesh.axis_names
     axes = names if len(names) > 1 else names[0]
     if text in (NONE, BF16):
         sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes) if text == BF16 else 0.0
 
         def plainly(params: Any, tokens: Array) -> tuple[Array, Any]:
-            loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+            loss, grads = jax.value_and_grad(stages.loss)(params, tokens)
             return loss, lax.pmean(grads, axes) if text == BF16 else grads
 
         return Way(
@@ -195,21 +197,28 @@ def parse_way(text: str, run: Run) -> Way:
     native = contenders.native_only(text) or text == NATIVE
     method = contenders.make_method("bf16" if text == NATIVE else text, **limits)
     options: dict[str, Any] = {"method": method, "topology": None if native else run.topology}
-    stages = make_stages(run.config)
 
     def in_stages(params: Any, tokens: Array) -> Array:
-        parts = stages.split(params)
-        return dq.sequential(stages.functions, parts, tokens, axes, lag=run.lag, **options)
+        return dq.sequential(stages.functions, params, tokens, axes, lag=run.lag, **options)
 
     def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
         if run.staged:
             return jax.value_and_grad(in_stages)(params, tokens)
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        loss, grads = jax.value_and_grad(stages.loss)(params, tokens)
         return loss, dq.pmean(grads, axes, **options)
 
     def wire_bytes(grads: Any) -> float:
-        trees = stages.split(grads) if run.staged else (grads,)
-        return sum(dq.explain(t, sizes, **options, verbose=False).wire_bytes for t in trees)
+        told = partial(dq.explain, n_workers=sizes, **options, verbose=False)
+        if not run.staged:
+            return told(grads).wire_bytes
+        total = 0.0
+        for function, own in zip(stages.functions, grads, strict=True):
+            layers = run.config.n_layers if isinstance(function, dq.Scanned) else None
+            one = jax.tree.map(
+                lambda g, n=layers: jax.ShapeDtypeStruct(g.shape[n is not None :], g.dtype), own
+            )
+            total += (layers or 1) * told(one).wire_bytes
+        return total
 
     return Way(value_and_grad, wire_bytes, dq.xla_options() | run.xla)
 
@@ -241,7 +250,7 @@ def make_step(
     return step
 
 
-def random_params(config: Config, sharding: NamedSharding) -> Any:
+def random_params(config: Config, sharding: NamedSharding, seed: int = 0) -> Any:
     """Parameters as they are initialised but for the scale of single matrices.
 
     A program for every shape: initialising all layers in one takes a minute to compile.
@@ -253,7 +262,7 @@ def random_params(config: Config, sharding: NamedSharding) -> Any:
 
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
     return treedef.unflatten(draw(key, x.shape) for key, x in zip(keys, leaves, strict=True))
 
 
@@ -306,7 +315,7 @@ def measure(run: Run, methods: Sequence[str], say: Callable[[str], None]) -> Ite
     init = jax.jit(optimizer.init, out_shardings=whole)
 
     def fresh() -> tuple[Any, Any]:
-        params = random_params(config, whole)
+        params = make_stages(config, run.scanned).split(random_params(config, whole))
         return params, init(params)
 
     state = fresh()
@@ -384,6 +393,7 @@ def main(
     staged: Annotated[
         bool, typer.Option(help="Reduce in the backward pass (dq.sequential), or after it.")
     ] = True,
+    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
@@ -406,7 +416,7 @@ def main(
         raise typer.BadParameter(f"--attention {attention!r}: pass xla or cudnn")
     if profiles and not profiles.is_dir():
         raise typer.BadParameter(f"--profile {profiles}: there is no such folder; create it first")
-    kept = _kept_runs(json_file)
+    kept = kept_runs(json_file)
     if processes:  # ahead of all that looks for devices
         jax.distributed.initialize(coordinator, processes, process_id)
     chosen = contenders.parts(methods)
@@ -420,6 +430,7 @@ def main(
             samples=samples,
             steps=steps,
             staged=staged,
+            scanned=scanned,
             lag=lag,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
             profiles=profiles,
@@ -453,7 +464,7 @@ def main(
     tables.print_table(rows, shown, title)
 
 
-def _kept_runs(json_file: Path | None) -> list[Any]:
+def kept_runs(json_file: Path | None) -> list[Any]:
     """What the file has already; refuses early what could not be added to."""
     if json_file is None or not json_file.exists():
         return []

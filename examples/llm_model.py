@@ -13,7 +13,7 @@ into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
 has norms that multiply by 1 + scale, and GELU for SiLU. ``hf_checkpoint.py`` reads weights of both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
 
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
@@ -319,14 +321,26 @@ def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
 class Stages(NamedTuple):
     """A model as functions that follow each other, for `dq.sequential`."""
 
-    functions: tuple[Callable[[Any, Any], Any], ...]
+    functions: tuple[Callable[[Any, Any], Any] | dq.Scanned, ...]
     """The embedding, every block, and the head with the loss."""
     split: Callable[[nnx.State], tuple[Any, ...]]
     """From the model's parameters to those of each function."""
 
+    def loss(self, parts: Sequence[Any], tokens: jax.Array) -> jax.Array:
+        """The loss of parameters that are split, as `dq.sequential` computes it."""
+        x: Any = tokens
+        for function, own in zip(self.functions, parts, strict=True):
+            if isinstance(function, dq.Scanned):
+                x, _ = jax.lax.scan(lambda x, p, f=function.function: (f(p, x), None), x, own)
+            else:
+                x = function(own, x)
+        return x
 
-def make_stages(config: Config) -> Stages:
+
+def make_stages(config: Config, scanned: bool = False) -> Stages:
     """The same loss as `make_loss`, which the functions compute from ``tokens``.
+
+    With ``scanned`` the blocks are one function that runs in a loop, their parameters a stack.
 
     Raises:
         ValueError: the head is the embedding: two functions would use it.
@@ -356,7 +370,10 @@ def make_stages(config: Config) -> Stages:
 
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
+        if scanned:
+            blocks = [jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)]
         return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
 
     middle = jax.checkpoint(block) if config.remat else block
-    return Stages((embed, *[middle] * config.n_layers, head), split)
+    middles = [dq.Scanned(middle)] if scanned else [middle] * config.n_layers
+    return Stages((embed, *middles, head), split)
