@@ -25,7 +25,7 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "by path", "by step",
+    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "by path", "by step",
     "metrics",
 ]  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loss scaling": 1, "weight": 1,
+        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2, "loss scaling": 1, "weight": 1,
         "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
@@ -166,6 +166,16 @@ def test_layers_reduce_in_the_backward_pass(run, capsys, name):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert all(np.array_equal(copy, copies[0]) for copy in copies)
         assert np.all(np.isfinite(copies[0]))
+
+
+def test_layers_in_a_loop(execute, capsys):
+    """After the recipe that it continues."""
+    code = [START, RECIPES[NAMES.index("sequential")], RECIPES[NAMES.index("loop")]]
+    found = execute("".join(code), "recipes.md: loop")
+    before, after = (float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out))
+    assert after < before  # trained on from there
+    assert found["stacked"]["blocks"]["kernel"].shape == (6, 256, 256)
+    assert np.all(np.isfinite(found["stacked"]["blocks"]["kernel"]))
 
 
 def test_a_worker_that_is_left_out(run, capsys):
