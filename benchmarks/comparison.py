@@ -85,6 +85,8 @@ TITLES: Mapping[str, str] = {
     "arc-top-k-memory": "ARC-Top-K",
     "clt-k": "CLT-k, no memory",
     "clt-k-memory": "CLT-k",
+    "sidco": "SIDCo, no memory",
+    "sidco-memory": "SIDCo",
     "perm-k": "PermK",
 }
 """What the page calls methods, by their names on the command line without bits."""

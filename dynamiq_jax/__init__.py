@@ -39,6 +39,7 @@ from dynamiq_jax.methods import (
     OmniReduce,
     PermK,
     PowerSGD,
+    SIDCo,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sharded import all_gather, psum_scatter
@@ -73,6 +74,7 @@ __all__ = [
     "PowerSGD",
     "Reduced",
     "Ring",
+    "SIDCo",
     "THC",
     "TensorBoardWriter",
     "Topology",

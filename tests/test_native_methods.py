@@ -1,4 +1,4 @@
-"""What THC, OmniReduce and CLTK have in common: native collectives, and memory."""
+"""What THC, OmniReduce, CLTK and SIDCo have in common: native collectives, and memory."""
 
 import functools
 
@@ -22,6 +22,7 @@ import dynamiq_jax as dq
 
 THC = functools.partial(dq.THC, piece_size=1024, **LOW_LIMITS)
 CLTK = functools.partial(dq.CLTK, chunk_size=64, **LOW_LIMITS)
+SIDCo = functools.partial(dq.SIDCo, block_size=64, **LOW_LIMITS)
 OmniReduce = functools.partial(dq.OmniReduce, block_size=64, **LOW_LIMITS)
 METHODS = {
     "thc": THC(),
@@ -34,9 +35,11 @@ METHODS = {
     "omnireduce, union, memory": OmniReduce(density=0.3, select="union", error_feedback=True),
     "clt-k": CLTK(density=0.5, error_feedback=False),
     "clt-k, memory": CLTK(density=0.3),
+    "sidco": SIDCo(density=0.4, error_feedback=False),
+    "sidco, memory": SIDCo(density=0.25),
 }
 SOME = ["thc", "thc, two-shot, memory", "omnireduce", "omnireduce, union, memory"]
-SOME += ["clt-k", "clt-k, memory"]
+SOME += ["clt-k", "clt-k, memory", "sidco", "sidco, memory"]
 MEMORY = [name for name, method in METHODS.items() if method.error_feedback]
 KEY = jax.random.key(1)
 

@@ -47,6 +47,13 @@ def _clt_k(bits: float = 4, **options) -> dq.CLTK:
     return dq.CLTK(density=bits / 24, **options)
 
 
+def _sidco(bits: float = 4, **options) -> dq.SIDCo:
+    """The density that takes ``bits`` with its headroom and the norms; without memory."""
+    options = {"error_feedback": False, "headroom": 1.25, "block_size": 64, **options}
+    density = (bits - 16 / options["block_size"]) / 16 / options["headroom"]
+    return dq.SIDCo(density=density, **options)
+
+
 def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
     """A method of matrices, which has no buckets; without memory, as few benchmarks keep one."""
     options = {k: v for k, v in options.items() if k not in ("min_bucket_size", "bucket_bytes")}
@@ -92,6 +99,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "marsit": partial(dq.Marsit, **_ANY_SIZE),
     "perm-k": partial(dq.PermK, **_ANY_SIZE),
     "clt-k": partial(_clt_k, **_ANY_SIZE),
+    "sidco": partial(_sidco, **_ANY_SIZE),
     "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
     "arc-top-k": partial(arc_top_k, min_leaf_size=0),
 }
@@ -103,7 +111,7 @@ in which it does so, too. "flash" is Flash Communication's min-max quantisation,
 sum uncompressed over the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ,
 "marsit" sums signs: here their memory is empty, as in a first step."""
 
-NATIVE = ("thc", "omnireduce", "perm-k", "clt-k", "powersgd", "arc-top-k")
+NATIVE = ("thc", "omnireduce", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k")
 """Of these, the methods that have native collectives only."""
 
 COLUMNS = 1024
