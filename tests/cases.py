@@ -118,6 +118,10 @@ EVERY_METHOD = {
         dq.THC(form="two-shot", bits=3, error_feedback=True, piece_size=512, **LOW_LIMITS),
         NATIVE, 512, 0.15,
     ),
+    "thc, saturating": Row(
+        dq.THC(form="two-shot", table=False, saturate=True, p=1e-6, piece_size=512, **LOW_LIMITS),
+        NATIVE, 512, 0.15,
+    ),
     "omnireduce": Row(dq.OmniReduce(block_size=64, **LOW_LIMITS), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
         dq.OmniReduce(block_size=64, error_feedback=True, **LOW_LIMITS), NATIVE, 64, 0.15

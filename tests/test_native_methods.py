@@ -29,6 +29,9 @@ METHODS = {
     "thc, two-shot": THC(form="two-shot"),
     "thc, memory": THC(bits=2, error_feedback=True),
     "thc, two-shot, memory": THC(bits=3, form="two-shot", error_feedback=True),
+    "thc, saturating, memory": THC(
+        bits=3, sum_bits=4, form="two-shot", table=False, saturate=True, error_feedback=True
+    ),
     "omnireduce": OmniReduce(),
     "omnireduce, union": OmniReduce(select="union"),
     "omnireduce, memory": OmniReduce(density=0.3, error_feedback=True),

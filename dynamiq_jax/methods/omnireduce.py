@@ -5,7 +5,8 @@ their evaluations keep the top blocks instead. Shapes are static here: K = ceil(
 blocks are summed by a dense psum, the rest comes out zero, or waits in memory with error feedback.
 The K blocks are chosen by what all workers know from small psums:
 
-* ``select="energy"``: those of the largest sum over workers of squared norms. No state.
+* ``select="energy"``: those of the largest sum over workers of squared norms. No state. With blocks
+  of 64 to 128 coordinates and error feedback this is chunked top-k (Han et al., HotNets 2024).
 * ``select="union"``: first those in the *union* U of what single workers mark, their top k N blocks
   each; then as above. The fraction k is state, adapted so that U has about K blocks.
 
@@ -77,6 +78,16 @@ class OmniReduce(BlockMethod):
         """Checks every field; errors name the value, what is allowed and what to pass."""
         check_choice("select", self.select, get_args(Select))
         self.check_blocks()
+
+    @classmethod
+    def top_k_chunked(
+        cls, density: float = 1 / 16, chunk_size: int = 64, **options
+    ) -> "OmniReduce":
+        """Chunked top-k as "Beyond Throughput and Compression Ratios" (HotNets 2024) has it.
+
+        All workers take the chunks of most energy; chunks have 64 to 128 coordinates.
+        """
+        return cls(density=density, block_size=chunk_size, error_feedback=True, **options)
 
     @property
     def needs_state(self) -> bool:
