@@ -3,6 +3,7 @@
 Recipes run after the first block of their page; the blocks of other pages one after the other.
 """
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -25,8 +26,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "by path", "by step",
-    "metrics",
+    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "packets", "by path",
+    "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -208,6 +209,23 @@ def test_a_grid(run, capsys):
     )
     assert all(np.array_equal(other, model) for other in others)
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
+
+
+def test_lost_packets(execute, capsys):
+    """And without loss it is plain training."""
+    code = START + RECIPES[NAMES.index("packets")]
+    found = execute(code, "recipes.md: packets")
+    (promised,) = re.findall(r"# (loss [\d.]+, copies \d+%)$", code, re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised} of their way behind\n"
+    assert len({copy.tobytes() for copy in np.asarray(found["copies"])}) == 8
+    found = execute(code.replace("rate=0.1", "rate=0.0"), "recipes.md: packets")
+    params = jax.device_get(execute(START, "recipes.md: start")["params"])
+    for batch in found["batches"]:
+        grads = jax.jit(jax.grad(found["loss_fn"]))(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    for copy in np.asarray(found["copies"]):
+        own = found["unravel"](jax.numpy.asarray(copy.reshape(-1)[: found["size"]]))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), own, params)
 
 
 def test_by_path(run, capsys):

@@ -193,11 +193,15 @@ def test_full_sums_end_at_their_bits_and_do_not_wrap(sign):
 
 
 def test_sums_that_fit_do_not_saturate():
-    """Sums of 7 x 15 in 7 bits, which begin at 0, whatever saturates."""
-    x = jnp.asarray(lognormal_scaled(7, 5000))
-    options = {**SATURATING, "sum_bits": 7}
-    found = [reduce(dq.THC(**{**options, "saturate": end}), x) for end in (True, False)]
-    assert_same_bits(*found)
+    """Sums of 7 x 15 in 7 bits, of which many are 0 and many 105."""
+    x = lognormal_scaled(1, 5000) * (1 + jnp.arange(7.0)[:, None] / 100)
+    options = {**SATURATING, "sum_bits": 7, "p": 0.5}
+    first, *others = (
+        reduce(dq.THC(**{**options, **changed}), x)
+        for changed in ({}, {"saturate": False}, {"saturate": False, "form": "psum"})
+    )
+    for other in others:
+        assert_same_bits(first, other)
 
 
 @pytest.mark.parametrize(
