@@ -26,8 +26,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "packets", "by path",
-    "by step", "metrics",
+    "scan", "sequential", "loss scaling", "weight", "budget", "grid", "liec", "packets",
+    "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -209,6 +209,12 @@ def test_a_grid(run, capsys):
     )
     assert all(np.array_equal(other, model) for other in others)
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
+
+
+def test_errors_into_ones_own_model(run, capsys):
+    run("liec")
+    (promised,) = re.findall(r"# (loss .* apart)$", RECIPES[NAMES.index("liec")], re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised}\n"
 
 
 def test_lost_packets(execute, capsys):
