@@ -113,7 +113,9 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
     "small": (
-        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("clt-k-memory", "dynamiq:4"),
+        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("thc-saturating", "dynamiq:4"),
+        ("topk-chunked-memory", "dynamiq:4"), ("sidco-memory", "dynamiq:4"),
+        ("clt-k-memory", "dynamiq:4"),
         ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
         ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
         ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"),

@@ -153,9 +153,11 @@ EVERY_METHOD = {
     ),
     "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
     "sidco": Row(
-        dq.SIDCo(density=0.4, block_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.1
+        dq.SIDCo(density=0.5, block_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.1
     ),
-    "sidco, memory": Row(dq.SIDCo(density=0.2, block_size=50, **LOW_LIMITS), NATIVE, 50, 0.5),
+    "sidco, memory": Row(
+        dq.SIDCo(density=0.2, headroom=1.25, block_size=50, **LOW_LIMITS), NATIVE, 50, 0.5
+    ),
     "perm-k": Row(dq.PermK(**LOW_LIMITS), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
     "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),

@@ -38,8 +38,8 @@ METHODS = {
     "omnireduce, union, memory": OmniReduce(density=0.3, select="union", error_feedback=True),
     "clt-k": CLTK(density=0.5, error_feedback=False),
     "clt-k, memory": CLTK(density=0.3),
-    "sidco": SIDCo(density=0.4, error_feedback=False),
-    "sidco, memory": SIDCo(density=0.25),
+    "sidco": SIDCo(density=0.5, error_feedback=False),
+    "sidco, memory": SIDCo(density=0.3),
 }
 SOME = ["thc", "thc, two-shot, memory", "omnireduce", "omnireduce, union, memory"]
 SOME += ["clt-k", "clt-k, memory", "sidco", "sidco, memory"]

@@ -54,10 +54,9 @@ def _clt_k(bits: float = 4, **options) -> dq.CLTK:
 
 
 def _sidco(bits: float = 4, **options) -> dq.SIDCo:
-    """The density that takes ``bits`` with its headroom and the norms; without memory."""
-    options = {"error_feedback": False, "headroom": 1.25, "block_size": 64, **options}
-    density = (bits - 16 / options["block_size"]) / 16 / options["headroom"]
-    return dq.SIDCo(density=density, **options)
+    """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
+    options.setdefault("error_feedback", False)
+    return dq.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
 
 
 def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:

@@ -69,7 +69,7 @@ class SIDCo(BlockMethod):
     Attributes:
       density: the part of blocks that is to be above the threshold, above 0 up to 1.
       headroom: room for this times the density, 1 or more; what is sent, 16 bits per coordinate
-        times both.
+        times both. Of equal bits, a higher density serves better than more headroom.
       block_size: coordinates of a block; their norms take 16 bits each.
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
         Blocks that come out NaN leave this memory as it was, so that it is always finite. It has
@@ -80,7 +80,7 @@ class SIDCo(BlockMethod):
     """
 
     density: float = 0.1
-    headroom: float = 1.25
+    headroom: float = 1.0
     block_size: int = 64
     error_feedback: bool = True
     min_leaf_size: int = 4096

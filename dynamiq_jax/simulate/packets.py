@@ -1,9 +1,10 @@
 """Training while packets get lost, simulated: who waits for none, and goes on with what arrived.
 
-After "Distributed Training under Packet Loss" (Weintraub, Banner and Orda, 2025). Workers own slices of the parameters. All send every owner their share of its slice's gradient, in
-packets. The owner averages what arrived, over how many that was, and updates its slice. It sends
-the slice to all. A worker that misses a packet of it keeps what it had: replicas differ, by steps
-that they will make up for with the next packet that arrives.
+After "Distributed Training under Packet Loss" (Weintraub, Banner and Orda, 2025). Workers own
+slices of the parameters. All send every owner their share of its slice's gradient, in packets. The
+owner averages what arrived, over how many that was, and updates its slice. It sends the slice to
+all. A worker that misses a packet of it keeps what it had: replicas differ, by steps that they will
+make up for with the next packet that arrives.
 
 Real links lose packets below XLA, which waits until everything has arrived. So losses are drawn
 here, at random and independently: `PacketLoss` runs inside a mapped axis, `jax.vmap`'s or
