@@ -114,12 +114,11 @@ EVERY_METHOD = {
     "thc, memory": Row(
         dq.THC(bits=2, error_feedback=True, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.6
     ),
-    "thc, two-shot, memory": Row(
-        dq.THC(form="two-shot", bits=3, error_feedback=True, piece_size=512, **LOW_LIMITS),
-        NATIVE, 512, 0.15,
-    ),
-    "thc, saturating": Row(
-        dq.THC(form="two-shot", table=False, saturate=True, p=1e-6, piece_size=512, **LOW_LIMITS),
+    "thc, saturating, memory": Row(
+        dq.THC(
+            form="two-shot", table=False, p=1e-6, saturate=True, error_feedback=True,
+            piece_size=512, **LOW_LIMITS,
+        ),
         NATIVE, 512, 0.15,
     ),
     "omnireduce": Row(dq.OmniReduce(block_size=64, **LOW_LIMITS), NATIVE, 64, 0.03),
@@ -152,9 +151,6 @@ EVERY_METHOD = {
         dq.CLTK(density=0.5, chunk_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.45
     ),
     "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
-    "sidco": Row(
-        dq.SIDCo(density=0.5, block_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.1
-    ),
     "sidco, memory": Row(
         dq.SIDCo(density=0.2, headroom=1.25, block_size=50, **LOW_LIMITS), NATIVE, 50, 0.5
     ),
