@@ -73,7 +73,10 @@ TITLES: Mapping[str, str] = {
     "mxfp4-ef14": "MXFP4, error feedback EF14",
     "mxfp4-ef21": "MXFP4, error feedback EF21",
     "thc": "THC",
+    "thc-saturating": "THC, saturating sums",
     "omnireduce": "OmniReduce",
+    "topk-chunked": "Chunked top-k, no memory",
+    "topk-chunked-memory": "Chunked top-k",
     "minmax": "MinMax, random rounding (QSDP's)",
     "flash": "MinMax, to nearest (Flash Communication's)",
     "qsgd": "Global-QSGD",
@@ -85,6 +88,8 @@ TITLES: Mapping[str, str] = {
     "arc-top-k-memory": "ARC-Top-K",
     "clt-k": "CLT-k, no memory",
     "clt-k-memory": "CLT-k",
+    "sidco": "SIDCo, no memory",
+    "sidco-memory": "SIDCo",
     "perm-k": "PermK",
 }
 """What the page calls methods, by their names on the command line without bits."""
@@ -108,7 +113,9 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
     "small": (
-        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("clt-k-memory", "dynamiq:4"),
+        ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("thc-saturating", "dynamiq:4"),
+        ("topk-chunked-memory", "dynamiq:4"), ("sidco-memory", "dynamiq:4"),
+        ("clt-k-memory", "dynamiq:4"),
         ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
         ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
         ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"),

@@ -15,7 +15,8 @@ and
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
 * ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
 * ``dynamiq-memory:3``: the default with error feedback over all hops;
-* ``powersgd-memory``, ``arc-top-k-memory:4``, ``clt-k-memory:4``: these with error feedback;
+* ``powersgd-memory``, ``arc-top-k-memory:4``, ``clt-k-memory:4``, ``sidco-memory:4``,
+  ``topk-chunked-memory:4``: these with error feedback;
 * ``dynamiq-axis:4``, ``dynamiq-dither-axis:4``: with ``scale_axis="auto"``;
 * ``dynamiq-dither-axis-companded:4``, ``dynamiq-dither-axis-floor2:3``: the latter with other
   levels, and with floors of 2 bits in all stages;

@@ -53,6 +53,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
     "clt-k-memory": partial(contenders.METHODS["clt-k"], error_feedback=True),
+    "topk-chunked-memory": partial(contenders.METHODS["topk-chunked"], error_feedback=True),
+    "sidco-memory": partial(contenders.METHODS["sidco"], error_feedback=True),
     "powersgd-memory": partial(contenders.of_matrices, dq.PowerSGD, error_feedback=True),
     "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
 }

@@ -39,6 +39,7 @@ from dynamiq_jax.methods import (
     OmniReduce,
     PermK,
     PowerSGD,
+    SIDCo,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
 from dynamiq_jax.sequential import Scanned, sequential
@@ -74,6 +75,7 @@ __all__ = [
     "PowerSGD",
     "Reduced",
     "Ring",
+    "SIDCo",
     "Scanned",
     "THC",
     "TensorBoardWriter",

@@ -47,12 +47,13 @@ from dynamiq_jax.methods import (
     OmniReduce,
     PermK,
     PowerSGD,
+    SIDCo,
 )
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 
 _ALONE = (
     DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit,
-    PowerSGD, ARCTopK, CLTK, PermK,
+    PowerSGD, ARCTopK, CLTK, SIDCo, PermK,
 )  # fmt: skip
 METHODS = {c.__name__: c for c in (*_ALONE, ErrorFeedback)}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}

@@ -114,8 +114,11 @@ EVERY_METHOD = {
     "thc, memory": Row(
         dq.THC(bits=2, error_feedback=True, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.6
     ),
-    "thc, two-shot, memory": Row(
-        dq.THC(form="two-shot", bits=3, error_feedback=True, piece_size=512, **LOW_LIMITS),
+    "thc, saturating, memory": Row(
+        dq.THC(
+            form="two-shot", table=False, p=1e-6, saturate=True, error_feedback=True,
+            piece_size=512, **LOW_LIMITS,
+        ),
         NATIVE, 512, 0.15,
     ),
     "omnireduce": Row(dq.OmniReduce(block_size=64, **LOW_LIMITS), NATIVE, 64, 0.03),
@@ -148,6 +151,9 @@ EVERY_METHOD = {
         dq.CLTK(density=0.5, chunk_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.45
     ),
     "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
+    "sidco, memory": Row(
+        dq.SIDCo(density=0.2, headroom=1.25, block_size=50, **LOW_LIMITS), NATIVE, 50, 0.5
+    ),
     "perm-k": Row(dq.PermK(**LOW_LIMITS), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
     "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),

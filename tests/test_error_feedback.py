@@ -367,6 +367,8 @@ F16 = {
     "ef21": dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21"),
     "arc": dq.ARCTopK(density=1, min_leaf_size=0),  # rows that are not sent wait
     "clt": dq.CLTK(**SMALL),
+    "omnireduce": dq.OmniReduce(density=1, error_feedback=True, **SMALL),
+    "sidco": dq.SIDCo(density=1, **SMALL),
     "powersgd": dq.PowerSGD(min_leaf_size=0),
 }
 

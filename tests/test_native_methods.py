@@ -1,4 +1,4 @@
-"""What THC, OmniReduce and CLTK have in common: native collectives, and memory."""
+"""What THC, OmniReduce, CLTK and SIDCo have in common: native collectives, and memory."""
 
 import functools
 
@@ -22,21 +22,27 @@ import dynamiq_jax as dq
 
 THC = functools.partial(dq.THC, piece_size=1024, **LOW_LIMITS)
 CLTK = functools.partial(dq.CLTK, chunk_size=64, **LOW_LIMITS)
+SIDCo = functools.partial(dq.SIDCo, block_size=64, **LOW_LIMITS)
 OmniReduce = functools.partial(dq.OmniReduce, block_size=64, **LOW_LIMITS)
 METHODS = {
     "thc": THC(),
     "thc, two-shot": THC(form="two-shot"),
     "thc, memory": THC(bits=2, error_feedback=True),
     "thc, two-shot, memory": THC(bits=3, form="two-shot", error_feedback=True),
+    "thc, saturating, memory": THC(
+        bits=3, sum_bits=4, form="two-shot", table=False, saturate=True, error_feedback=True
+    ),
     "omnireduce": OmniReduce(),
     "omnireduce, union": OmniReduce(select="union"),
     "omnireduce, memory": OmniReduce(density=0.3, error_feedback=True),
     "omnireduce, union, memory": OmniReduce(density=0.3, select="union", error_feedback=True),
     "clt-k": CLTK(density=0.5, error_feedback=False),
     "clt-k, memory": CLTK(density=0.3),
+    "sidco, memory": SIDCo(density=0.3),
 }
 SOME = ["thc", "thc, two-shot, memory", "omnireduce", "omnireduce, union, memory"]
-SOME += ["clt-k", "clt-k, memory"]
+SOME += ["clt-k", "clt-k, memory", "sidco, memory"]
+WITH_STATE = [name for name in SOME if METHODS[name].needs_state]
 MEMORY = [name for name, method in METHODS.items() if method.error_feedback]
 KEY = jax.random.key(1)
 
@@ -56,7 +62,7 @@ def total_of(x):
     return np.sum(np.asarray(x, np.float64), axis=0)
 
 
-@pytest.mark.parametrize("name", SOME[1::2])
+@pytest.mark.parametrize("name", WITH_STATE)
 def test_several_axes_count_as_one(name):
     method, x = METHODS[name], draw(1, 6)
     state = first_state(method, x, 6)
@@ -101,7 +107,7 @@ def test_what_is_not_delivered_is_in_memory(name, mean):
     assert relative_error(sum(once) / steps, exact) < relative_error(once[0], exact) / 4
 
 
-@pytest.mark.parametrize("name", SOME[1::2])
+@pytest.mark.parametrize("name", WITH_STATE)
 def test_states_travel_through_shard_map_and_scan(name):
     """Three steps in one program with check_vma=True, as in a training loop; as in vmap."""
     n, method = 2, METHODS[name]

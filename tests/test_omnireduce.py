@@ -74,6 +74,22 @@ def test_blocks_of_most_energy_are_summed_and_others_are_zero(density, size):
     check_sum(found[0], x, sent)
 
 
+def test_chunked_top_k_is_its_definition():
+    """J chunks of the largest sum of squared norms, whole, and the rest in memory for later."""
+    x, method = draw(7, 4 * 40), dq.OmniReduce.top_k_chunked(density=0.25, **SMALL)
+    assert (method.block_size, method.error_feedback) == (4 * BLOCK, True)
+    chunks = x.reshape(N, 40, 64)
+    order = np.argsort(-np.sum(chunks**2, axis=(0, 2), dtype=np.float64))
+    found, state = stepper(method)(x, start(method, x))
+    sent = np.any(np.asarray(found[0]).reshape(40, 64) != 0, axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(sent), np.sort(order[:10]))
+    left = np.asarray(state[0].residual).reshape(N, 40, 64)
+    np.testing.assert_array_equal(left[:, ~sent], chunks[:, ~sent])
+    leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    bits = dq.explain(leaf, N, method=dq.OmniReduce.top_k_chunked(1 / 16), verbose=False)
+    assert bits.bits_per_coord == 16 / 16 + 16 / 64  # 16 J C / d + 16 / C
+
+
 def test_devices_send_the_blocks_that_vmap_sends():
     x, method = draw(1, 128), OmniReduce()
     one, other = reduce(method, x), np.asarray(sharded(method, None)(jnp.asarray(x), KEY))

@@ -25,8 +25,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "by path", "by step",
-    "metrics",
+    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "liec", "packets",
+    "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -218,6 +218,19 @@ def test_a_grid(run, capsys):
     )
     assert all(np.array_equal(other, model) for other in others)
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
+
+
+def test_errors_into_ones_own_model(run, capsys):
+    run("liec")
+    (promised,) = re.findall(r"# (loss .* apart)$", RECIPES[NAMES.index("liec")], re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised}\n"
+
+
+def test_lost_packets(run, capsys):
+    found = run("packets")
+    (promised,) = re.findall(r"# (loss .*%)$", RECIPES[NAMES.index("packets")], re.MULTILINE)
+    assert capsys.readouterr().out == f"{promised} of their way behind\n"
+    assert len({copy.tobytes() for copy in np.asarray(found["copies"])}) == 8
 
 
 def test_by_path(run, capsys):

@@ -56,6 +56,7 @@ NATIVE = [
     dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
     dq.ErrorFeedback(dq.THC(piece_size=256, **SMALL), kind="ef21"),
     dq.CLTK(density=0.2, **SMALL),
+    dq.SIDCo(density=0.2, block_size=32, **SMALL),
     POWER,
     dq.ARCTopK(density=0.5, rank=2, min_leaf_size=1),
 ]

@@ -1,5 +1,6 @@
 """THC end to end: two forms of one sum, its error, overflow, odd inputs."""
 
+from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "wide sums": {"bits": 8, "granularity": 300, "p": 1e-4, "rounding": "antithetic"},
 }
 KEY = jax.random.key(1)
+SEED = jnp.array([7, 8], jnp.uint32)
 
 
 def reduce(method, x, key=KEY):
@@ -135,9 +137,80 @@ def test_sums_that_would_overflow_are_refused():
     assert reduce(dq.THC(sum_bits=9, **SHORT), x).shape == x.shape
 
 
+SATURATING: dict[str, Any] = {"form": "two-shot", "table": False, "saturate": True, **SHORT}
+
+
+def with_seed(method, x):
+    """Every worker's sum in standard deviations of one worker, rotated; f64."""
+    pieces = x.shape[1] // 1024
+
+    def one(own):
+        found = method.all_reduce(own, "data", n_workers=len(x), topology=None, seed=SEED)[0]
+        return hadamard.rotate(found.reshape(pieces, -1), SEED)
+
+    return np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x), np.float64)
+
+
+def ends_of(method, n):
+    """The least and the largest sum in standard deviations of one worker, and the step."""
+    step = 2 * thc.clip_threshold(method.p) / method.g
+    room = 2**method.sum_bits - 1
+    low = -(-(n * method.g - room) // 2)  # half an integer above the middle where that is none
+    return (low - n * method.g / 2) * step, (low + room - n * method.g / 2) * step, step
+
+
+@pytest.mark.parametrize(
+    ("n", "bits", "sum_bits", "p"),
+    [(4, 6, 6, 1e-3), (16, 8, 8, 1e-17)],
+)
+def test_sums_saturate_as_often_as_normal_numbers_exceed_them(n, bits, sum_bits, p):
+    """Workers of equal norms: their rotated coordinates are normal, and add up as sqrt(n)."""
+    method = dq.THC(bits=bits, sum_bits=sum_bits, p=p, **SATURATING)
+    x = np.random.default_rng(n).standard_normal((n, 32, 1024))
+    x /= np.sqrt(np.mean(x**2, axis=2, keepdims=True))
+    sums = with_seed(method, jnp.asarray(x.reshape(n, -1), jnp.float32))
+    assert_replicas_equal(sums)
+    least, most, step = ends_of(method, n)
+    assert (sums.min(), sums.max()) == pytest.approx((least, most), rel=1e-3)
+    at_end = (sums[0] < least + step / 4) | (sums[0] > most - step / 4)
+    # What rounds to an end is there, too; rounding adds its own variance.
+    spread = NormalDist(0, np.sqrt(n * (1 + step**2 / 6)))
+    expected = spread.cdf(least + step / 2) + spread.cdf(step / 2 - most)
+    assert 0.02 < expected < 0.2
+    assert at_end.mean() == pytest.approx(expected, rel=0.07)
+    # All other sums err by rounding alone.
+    exact = np.asarray(hadamard.rotate(jnp.asarray(x.sum(axis=0), jnp.float32), SEED), np.float64)
+    error = (sums[0] - exact)[~at_end & (np.abs(exact) < most - step)]
+    assert np.mean(error**2) == pytest.approx(n * step**2 / 6, rel=0.1)
+
+
+def test_full_sums_end_at_their_bits_and_do_not_wrap():
+    """Every coordinate of every worker clips, the first half at the bottom."""
+    method = dq.THC(p=0.5, sum_bits=5, **SATURATING)
+    sign = np.where(np.arange(1024) < 512, -1, 1).astype(np.float32)
+    x = hadamard.unrotate(jnp.asarray(sign)[None], SEED)
+    sums = with_seed(method, jnp.broadcast_to(x, (8, 1024)))
+    least, most, _ = ends_of(method, 8)
+    expected = np.broadcast_to(np.where(sign < 0, least, most), sums.shape)
+    np.testing.assert_allclose(sums.reshape(expected.shape), expected, rtol=1e-3)
+
+
+def test_sums_that_fit_do_not_saturate():
+    """Sums of 7 x 15 in 7 bits, of which many are 0 and many 105."""
+    x = lognormal_scaled(1, 5000) * (1 + jnp.arange(7.0)[:, None] / 100)
+    options = {**SATURATING, "sum_bits": 7, "p": 0.5}
+    first, *others = (
+        reduce(dq.THC(**{**options, **changed}), x)
+        for changed in ({}, {"saturate": False}, {"saturate": False, "form": "psum"})
+    )
+    for other in others:
+        assert_same_bits(first, other)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"saturate": True}, "saturate=True with form='psum': native sums wrap; pass form='two"),
         ({"bits": 4.0}, "bits=4.0 must be an integer from 1 to 8"),
         ({"granularity": 14}, "granularity=14 must be 15 to 1023 with bits=4 and table=True"),
         ({"granularity": 16, "table": False}, "granularity=16 must be 1 to 15"),
@@ -184,3 +257,6 @@ def test_bits_per_coordinate():
     assert [bits(n, table=False) for n in (2, 4, 8, 17, 32)] == [5.33, 6.4, 8, 8, 10.67]
     # 4 up, and 8, 9 and 12 down.
     assert [bits(n, form="two-shot") for n in (8, 9, 136)] == [6, 6.5, 8]
+    saturating = {"form": "two-shot", "saturate": True}
+    assert [bits(n, **saturating) for n in (8, 136)] == [4, 4]
+    assert bits(136, sum_bits=6, **saturating) == 5

@@ -128,6 +128,9 @@ def test_methods_and_their_routes_by_name():
         "arc-top-k:4": False,
         "arc-top-k-memory:8": True,
         "clt-k-memory:4": True,
+        "topk-chunked-memory:4": True,
+        "sidco:4": False,
+        "sidco-memory:4": True,
     }
     parsed = dict(training_run.parse_method(text, "jnp") for text in texts.split())
     assert list(parsed) == texts.replace("4.50", "4.5").split()

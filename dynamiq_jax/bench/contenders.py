@@ -34,6 +34,12 @@ def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
     return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
 
 
+def _top_k_chunked(bits: float = 4, **options) -> dq.OmniReduce:
+    """The density that takes ``bits`` with chunks of 64; without memory."""
+    options.setdefault("error_feedback", False)
+    return replace(dq.OmniReduce.top_k_chunked((bits - 16 / 64) / 16), **options)
+
+
 def _remembered(
     kind: Any, method: Callable[..., Any] = dq.DynamiQ, bits: float = 5, **options
 ) -> dq.ErrorFeedback:
@@ -45,6 +51,12 @@ def _clt_k(bits: float = 4, **options) -> dq.CLTK:
     """The density that takes ``bits``, places included; without memory, as of `of_matrices`."""
     options.setdefault("error_feedback", False)
     return dq.CLTK(density=bits / 24, **options)
+
+
+def _sidco(bits: float = 4, **options) -> dq.SIDCo:
+    """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
+    options.setdefault("error_feedback", False)
+    return dq.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
 
 
 def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
@@ -68,6 +80,11 @@ LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
 """What this library takes for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 
+SATURATING: Mapping[str, Any] = {
+    "form": "two-shot", "table": False, "saturate": True, "p": 1e-6,
+}  # fmt: skip
+"""THC with as many bits for sums as for indices; p is what 4 bits and 8 workers need."""
+
 METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": partial(dq.DynamiQ, **_ANY_SIZE),
     "dynamiq-dither": partial(dq.DynamiQ, **_ANY_SIZE, dither=True),
@@ -84,7 +101,9 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE),
     "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, **_ANY_SIZE, levels="exponential"),
     "thc": partial(_whole_bits, dq.THC, **_ANY_SIZE),
+    "thc-saturating": partial(_whole_bits, dq.THC, **_ANY_SIZE, **SATURATING),
     "omnireduce": partial(_omnireduce, **_ANY_SIZE),
+    "topk-chunked": partial(_top_k_chunked, **_ANY_SIZE),
     "dynamiq-ef14": partial(_remembered, "ef14", **_ANY_SIZE),
     "dynamiq-ef21": partial(_remembered, "ef21", **_ANY_SIZE),
     "dynamiq-ef21m": partial(_remembered, "ef21m", **_ANY_SIZE),
@@ -92,6 +111,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "marsit": partial(dq.Marsit, **_ANY_SIZE),
     "perm-k": partial(dq.PermK, **_ANY_SIZE),
     "clt-k": partial(_clt_k, **_ANY_SIZE),
+    "sidco": partial(_sidco, **_ANY_SIZE),
     "powersgd": partial(of_matrices, dq.PowerSGD, min_leaf_size=0),
     "arc-top-k": partial(arc_top_k, min_leaf_size=0),
 }
@@ -99,11 +119,15 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random; "qsgd" is Global-QSGD. "powersgd" has rank 4. "bf16" and "f32"
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "thc-saturating" keeps sums to the bits
+of an index, "topk-chunked" is OmniReduce with chunks of 64. "powersgd" has rank 4. "bf16" and "f32"
 sum uncompressed over the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ,
 "marsit" sums signs: here their memory is empty, as in a first step."""
 
-NATIVE = ("thc", "omnireduce", "perm-k", "clt-k", "powersgd", "arc-top-k")
+NATIVE = (
+    "thc", "thc-saturating", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd",
+    "arc-top-k",
+)  # fmt: skip
 """Of these, the methods that have native collectives only."""
 
 COLUMNS = 1024

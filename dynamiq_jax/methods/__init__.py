@@ -12,6 +12,7 @@ from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.methods.omnireduce import OmniReduce
 from dynamiq_jax.methods.perm_k import PermK
 from dynamiq_jax.methods.powersgd import PowerSGD
+from dynamiq_jax.methods.sidco import SIDCo
 from dynamiq_jax.methods.thc import THC
 from dynamiq_jax.methods.uncompressed import BF16, F32
 
@@ -34,6 +35,7 @@ __all__ = [
     "OmniReduce",
     "PermK",
     "PowerSGD",
+    "SIDCo",
     "ShardedMethod",
     "State",
     "THC",

@@ -5,7 +5,8 @@ their evaluations keep the top blocks instead. Shapes are static here: K = ceil(
 blocks are summed by a dense psum, the rest comes out zero, or waits in memory with error feedback.
 The K blocks are chosen by what all workers know from small psums:
 
-* ``select="energy"``: those of the largest sum over workers of squared norms. No state.
+* ``select="energy"``: those of the largest sum over workers of squared norms. No state. With blocks
+  of 64 to 128 coordinates and error feedback this is chunked top-k (Han et al., HotNets 2024).
 * ``select="union"``: first those in the *union* U of what single workers mark, their top k N blocks
   each; then as above. The fraction k is state, adapted so that U has about K blocks.
 
@@ -23,17 +24,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Integer, UInt
 
 from dynamiq_jax._compat import AxisNames, psum
-from dynamiq_jax.codecs.thc import scale_of
-from dynamiq_jax.methods.base import (
-    LARGEST,
-    BucketedMethod,
-    NativeSumMethod,
-    Outcome,
-    State,
-    check_choice,
-    clipped,
-    with_memory,
-)
+from dynamiq_jax.methods.base import Outcome, State, check_choice
+from dynamiq_jax.methods.blocks import BlockMethod
 from dynamiq_jax.topologies import Topology
 
 Select = Literal["energy", "union"]
@@ -55,7 +47,7 @@ class OmniReduceState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniReduce(NativeSumMethod, BucketedMethod):
+class OmniReduce(BlockMethod):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
@@ -84,12 +76,18 @@ class OmniReduce(NativeSumMethod, BucketedMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.5")
-        if not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
         check_choice("select", self.select, get_args(Select))
-        self.check_limits()
+        self.check_blocks()
+
+    @classmethod
+    def top_k_chunked(
+        cls, density: float = 1 / 16, chunk_size: int = 64, **options
+    ) -> "OmniReduce":
+        """Chunked top-k as "Beyond Throughput and Compression Ratios" (HotNets 2024) has it.
+
+        All workers take the chunks of most energy; chunks have 64 to 128 coordinates.
+        """
+        return cls(density=density, block_size=chunk_size, error_feedback=True, **options)
 
     @property
     def needs_state(self) -> bool:
@@ -100,9 +98,8 @@ class OmniReduce(NativeSumMethod, BucketedMethod):
         """Nothing left out yet; every worker marks density / n of its blocks."""
         if not self.needs_state:
             return ()
-        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
         fraction = jnp.float32(self.density / n_workers) if self.select == "union" else None
-        return OmniReduceState(residual, fraction)
+        return OmniReduceState(self.first_residual(size), fraction)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -124,13 +121,11 @@ class OmniReduce(NativeSumMethod, BucketedMethod):
         metrics: bool = False,
     ) -> Outcome:
         """See `methods.base.Method`."""
-        size, fraction = x.shape[0], None
-        count = self._shape(size)[1]
+        count, residual, fraction = self._shape(x.shape[0])[1], None, None
         with jax.named_scope("omnireduce_all_reduce"):
-            y = with_memory(x, state.residual) if self.error_feedback else x
-            blocks = self._cut(y)
-            scale = scale_of(blocks)
-            energy = psum(_energy(scale, n_workers), axis_name)
+            if self.error_feedback:
+                residual = state.residual
+            blocks, scale, energy = self.measured(x, residual, axis_name, n_workers)
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             if self.select == "union":
@@ -140,33 +135,16 @@ class OmniReduce(NativeSumMethod, BucketedMethod):
                 fraction = self._adapt(state.fraction, union)
             else:
                 chosen = lax.top_k(priority, count)[1]
-            # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if self.error_feedback else LARGEST
-            sent = jnp.clip(blocks[chosen], -room, room)
-            # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
-            sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)
-            total = psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
-            total = clipped(total) / divisor
-            result = jnp.zeros(blocks.shape, x.dtype)
-            result = result.at[chosen].set(total.astype(x.dtype), unique_indices=True)
-            result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
+            options = {"axis_name": axis_name, "n_workers": n_workers, "divisor": divisor}
+            result, residual = self.sum_of(blocks, chosen, finite, x, residual, **options)
             if not self.needs_state:
                 return Outcome(result, state)
-            residual = None
-            if self.error_feedback:
-                left = blocks.at[chosen].add(-sent, unique_indices=True)
-                left = jnp.where(finite[:, None], left, self._cut(state.residual))
-                residual = left.reshape(-1)[:size]
             return Outcome(result, OmniReduceState(residual, fraction))
 
     def _shape(self, size: int) -> tuple[int, int]:
         """Blocks, and how many of them are sent."""
-        blocks = -(-size // self.block_size)
+        blocks = self.n_blocks(size)
         return blocks, math.ceil(self.density * blocks)
-
-    def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N b"]:
-        spare = self._shape(x.shape[0])[0] * self.block_size - x.shape[0]
-        return jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
 
     def _adapt(self, fraction: Float[Array, ""], union: Bool[Array, " N"]) -> Float[Array, ""]:
         """The next step's k: k / r for a union r times as large as it should be, in small steps.
@@ -180,13 +158,6 @@ class OmniReduce(NativeSumMethod, BucketedMethod):
 
 def _count_dtype(n_workers: int) -> jnp.dtype:
     return jnp.dtype(jnp.uint8 if n_workers <= MAX_UINT8_WORKERS else jnp.int32)
-
-
-def _energy(scale: Float[Array, " N"], n_workers: int) -> Float[Array, " N"]:
-    """Mean squares in bf16, such that a sum over workers is finite if all ``scale`` are."""
-    largest = 2.0**126 / n_workers
-    energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
-    return energy.astype(jnp.bfloat16)
 
 
 def _marks(

@@ -7,6 +7,12 @@ forms return the same bits:
 * ``form="psum"``: one native all-reduce of lanes wide enough for the sum, both ways.
 * ``form="two-shot"``: an all-to-all of indices in ``bits`` bits, table look-up and sum at the
   owner, an all-gather of sums in ceil(log2(n g + 1)) bits: 4 up and 8 down for up to 8 workers.
+
+With ``saturate`` sums keep to fewer bits (Han et al., HotNets 2024), by default those of an index.
+Rotated coordinates have signs of their own on every worker, so that their sum grows as sqrt(n): of
+z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``sum_bits`` can say,
+``H = (2**sum_bits - 1) T / g`` on either side. These end there. A sum saturates once, at its owner:
+`lax.psum` would wrap. The owner's memory has what was beyond.
 """
 
 from dataclasses import dataclass
@@ -80,7 +86,12 @@ class THC(BucketedMethod):
         twice that (30 at 4 bits); without one at most that, which is the default.
       p: the fraction of coordinates that is clipped if they are normal.
       form: which native collectives run, see the module.
-      sum_bits: bits of a sum on the wire, the fewest that will do if `None`.
+      sum_bits: bits of a sum on the wire; `None`: the fewest that will do, or ``bits`` where sums
+        saturate.
+      saturate: whether sums that ``sum_bits`` have no room for end at the largest they have, which
+        takes ``form="two-shot"``; else they are refused. What loses least then has ``table=False``
+        and a ``p`` that leaves room for the sum: for 8 workers with 4 bits 1e-6, or 1e-2 with
+        ``sum_bits=6``.
       error_feedback: whether each worker adds to its gradient what was lost of earlier ones. Pieces
         that come out NaN leave this memory as it was, so that it is always finite. It has the
         gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
@@ -97,6 +108,7 @@ class THC(BucketedMethod):
     p: float = 1 / 32
     form: Form = "psum"
     sum_bits: int | None = None
+    saturate: bool = False
     error_feedback: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
@@ -121,6 +133,10 @@ class THC(BucketedMethod):
         check_choice("rounding", self.rounding, get_args(Rounding))
         if self.sum_bits is not None and not 1 <= self.sum_bits <= MAX_SUM_BITS:
             raise ValueError(f"sum_bits={self.sum_bits} must be 1 to {MAX_SUM_BITS}, or None")
+        if self.saturate and self.form != "two-shot":
+            raise ValueError(
+                f"saturate=True with form={self.form!r}: native sums wrap; pass form='two-shot'"
+            )
         self.check_limits()
 
     @property
@@ -155,12 +171,14 @@ class THC(BucketedMethod):
                 "and choose these by dq.THC(form='psum') or dq.THC(form='two-shot')"
             )
         most, room = n_workers * self.g, self.sum_bits or MAX_SUM_BITS
+        if self.saturate:
+            room = MAX_SUM_BITS
         if most >= 1 << room:
             fits = ((1 << room) - 1) // n_workers
             raise ValueError(
                 f"sums of {n_workers} workers of granularity={self.g} reach {most}, which exceeds "
                 f"the {(1 << room) - 1} of {room} bits; pass "
-                + (f"sum_bits={most.bit_length()}, or " if self.sum_bits else "")
+                + (f"sum_bits={most.bit_length()}, or " if room < MAX_SUM_BITS else "")
                 + f"a granularity of at most {fits}"
             )
 
@@ -209,10 +227,12 @@ class THC(BucketedMethod):
                 z = thc.dequantize_sum(total, n, self.g, threshold)
                 return clipped(thc.unstandardize(hadamard.unrotate(z, seed), scale))
 
-            mean = decode(self._total(index, axis_name, n_workers), n_workers)
+            total, beyond = self._total(index, axis_name, n_workers)
+            mean = decode(total, n_workers)
             result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / divisor))
             if self.error_feedback:
-                lost = clipped(pieces - decode(thc.lookup(index, self.integers), 1))
+                delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
+                lost = clipped(pieces - decode(delivered.astype(jnp.uint32), 1))
                 before = hadamard.cut(state.residual, piece_size=self.piece_size)
                 lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
                 state = THCState(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
@@ -230,21 +250,38 @@ class THC(BucketedMethod):
             seed = seed ^ statistics_seed(facts[-1:])
         return facts[: pieces.shape[0]], seed
 
-    def _total(self, index: UInt32[Array, "p D"], axis_name, n: int) -> UInt32[Array, "p D"]:
-        """The sum of all workers' integers."""
+    def _total(
+        self, index: UInt32[Array, "p D"], axis_name, n: int
+    ) -> tuple[UInt32[Array, "p D"], Int[Array, "p D"] | int]:
+        """The sum of all workers' integers, and what saturation took from it at this worker."""
         width, flat = self._sum_bits(n), index.reshape(-1)
         if self.form == "psum":
             words = pack_lanes(thc.lookup(flat, self.integers), width, max_sum=n * self.g)
-            return unpack_lanes(psum(words, axis_name), flat.size, width).reshape(index.shape)
+            total = unpack_lanes(psum(words, axis_name), flat.size, width)
+            return total.reshape(index.shape), 0
         part = _part_size(flat.size, n)
         parts = jnp.pad(flat, (0, n * part - flat.size)).reshape(n, part)
         arrived = all_to_all(pack_bits(parts, self.bits), axis_name)
         integers = thc.lookup(unpack_bits(arrived, part, self.bits), self.integers)
-        words = pack_bits(jnp.sum(integers, axis=0, dtype=jnp.uint32), width)
-        total = unpack_bits(all_gather_invarying(words, axis_name), part, width)
-        return total.reshape(-1)[: flat.size].reshape(index.shape)
+        exact = jnp.sum(integers, axis=0, dtype=jnp.uint32)
+        # What fits lies around the middle, n g / 2; `low` is zero where all of it does.
+        most = (1 << width) - 1
+        low = jnp.uint32(max(0, n * self.g - most + 1) // 2)
+        total = jnp.clip(exact, low, low + most) if self.saturate else exact
+        words = pack_bits(total - low, width)
+        gathered = unpack_bits(all_gather_invarying(words, axis_name), part, width) + low
+
+        def back(all_parts: Array) -> Array:
+            return all_parts.reshape(-1)[: flat.size].reshape(index.shape)
+
+        if not self.saturate:
+            return back(gathered), 0
+        mine = axis_index(axis_name) == jnp.arange(n)[:, None]
+        return back(gathered), back(jnp.where(mine, (exact - total).astype(jnp.int32), 0))
 
     def _sum_bits(self, n_workers: int) -> int:
+        if self.saturate:
+            return self.sum_bits or self.bits
         return self.sum_bits or lane_bits_for(self.g, n_workers)
 
 
