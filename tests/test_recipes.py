@@ -103,8 +103,9 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2, "loss scaling": 1, "weight": 1,
-        "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
+        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2, "loss scaling": 1,
+        "weight": 1, "budget": 1, "grid": 1, "liec": 2, "packets": 2, "by path": 0, "by step": 3,
+        "metrics": 0,
     }  # fmt: skip
 
 
