@@ -293,10 +293,13 @@ class _Once:
         self, function: Function, own: Any, spec: Any, axis_name: AxisNames, options: dict
     ):
         self._reducer = Reducer(own, axis_name, "sequential", specs=spec, **options)
-        self.run = function
+        self._function = function
+
+    def run(self, own: Any, x: Any) -> Any:
+        return self._function(own, x)
 
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        return jax.vjp(self.run, own, x)
+        return jax.vjp(self._function, own, x)
 
     def backward(
         self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
