@@ -42,7 +42,7 @@ from dynamiq_jax.methods import (
     SIDCo,
 )
 from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
-from dynamiq_jax.sequential import Scanned, sequential
+from dynamiq_jax.pipeline import Scanned, sequential
 from dynamiq_jax.sharded import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
