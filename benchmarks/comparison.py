@@ -70,6 +70,7 @@ TITLES: Mapping[str, str] = {
     "mxfp8": "MXFP8",
     "mxfp6": "MXFP6",
     "mxfp4": "MXFP4",
+    "mxfp4-stochastic": "MXFP4, random rounding",
     "mxfp4-ef14": "MXFP4, error feedback EF14",
     "mxfp4-ef21": "MXFP4, error feedback EF21",
     "thc": "THC",

@@ -143,6 +143,9 @@ the error of one encoding by (n + 1)/2.
 
 Ring, n = {n}. The paper's figures: range over {workloads}.
 
+Methods that the paper does not compare are in [docs/comparison.md](../docs/comparison.md), with wire
+bits, state, error and loss.
+
 {methods}
 
 Ratios of these errors; the paper's: range over the same workloads.

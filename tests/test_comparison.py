@@ -1,9 +1,11 @@
 """docs/comparison.md has what the files of benchmarks/results say. Nothing is trained here."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -121,3 +123,34 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "PAGE", page)
     assert invoke("--write").exit_code == 0
     assert page.read_text() == comparison.filled(empty, texts)
+
+
+def test_learning_rates_are_those_of_the_files():
+    """The table of docs/training-quality.md."""
+    rows = {}
+    for name in ("time_to_accuracy_losses.json", "learning_rates.json"):
+        for row in json.loads((comparison.RESULTS / name).read_text())["rows"]:
+            rows[row["settings"]["method"], row["settings"]["learning_rate"]] = row
+    page = (comparison.PAGE.parent / "training-quality.md").read_text()
+    page = page[page.index("## Learning rates") : page.index("## Error feedback")]
+    titles = {"DynamiQ, 5 bits": "dynamiq:5", "MXFP4": "mxfp4", "MXFP8": "mxfp8"}
+    titles |= {"DynamiQ, 3.5 bits, dither, scale axis": "dynamiq-dither-axis:3.5"}
+    titles |= {"MXFP4, random rounding": "mxfp4-stochastic"}
+    titles |= {"MXFP4, error feedback EF14": "mxfp4-ef14"}
+    rate, count = None, 0
+    for line in re.findall(r"^\| *(.*?) *\|$", page, re.M)[2:]:
+        peak, exact, title, *said = (cell.strip() for cell in line.split("|"))
+        rate = float(peak) if peak else rate
+        base, row = rows["exact", rate], rows[titles[title], rate]
+
+        def last(row):
+            return np.array(row["training_loss"])[:, -1]
+
+        apart = 100 * (last(row) / last(base) - 1)
+        training = comparison.signed(apart.mean(), apart.std(ddof=1) / apart.size**0.5)
+        assert said == [comparison.loss_text(row), training]
+        if peak:
+            values = np.mean(base["validation_loss"]), last(base).mean()
+            assert exact == " / ".join(f"{value:.3f}" for value in values)
+        count += 1
+    assert count == 10

@@ -105,15 +105,16 @@ class TestStepTime:
         optimizer = step_time.make_optimizer(step_time.RECIPES["tiny"])
         tokens = jax.random.randint(jax.random.key(1), (8, LAYER.seq_len + 1), 0, 256)
 
-        def run(staged):
+        def run(staged, scanned):
             return step_time.Run(
                 model="tiny", config=LAYER, mesh=mesh, topology=dq.Direct(), batch=1, samples=1,
-                steps=1, staged=staged, lag=1, bucket_bytes=None, profiles=None,
+                steps=1, staged=staged, scanned=scanned, lag=1, bucket_bytes=None, profiles=None,
             )  # fmt: skip
 
-        def after(text, staged):
+        def after(text, staged, scanned=False):
             params = step_time.random_params(LAYER, whole)
-            way = step_time.parse_way(text, run(staged))
+            params = step_time.make_stages(LAYER, scanned).split(params)
+            way = step_time.parse_way(text, run(staged, scanned))
             step = step_time.make_step(optimizer, mesh, way)
             state, loss = step((params, optimizer.init(params)), tokens)
             return state[1], float(loss)
@@ -126,6 +127,10 @@ class TestStepTime:
         sizes = [np.concatenate([np.asarray(x, np.float64).ravel() for x in m]) for m in moments]
         apart = [np.linalg.norm(s - sizes[0]) / np.linalg.norm(sizes[0]) for s in sizes[1:]]
         assert max(apart[:3]) < 0.02 < apart[3]
+        state, loss = after("f32", True, scanned=True)
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+        looped = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state)[1:]])
+        np.testing.assert_allclose(np.linalg.norm(looped), np.linalg.norm(sizes[0]), rtol=1e-4)
 
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
@@ -379,6 +384,7 @@ class TestThePage:
         "bf16": "BF16, hierarchical",
         "bf16-native": "bf16, beside the backward pass",
         "mxfp8": "MXFP8",
+        "mxfp6": "MXFP6",
         "mxfp4": "MXFP4",
         "dynamiq-dither:4": "DynamiQ, 4 bits, dither",
         "dynamiq-dither-axis:4": "DynamiQ, 4 bits, dither, scale axis",
@@ -442,6 +448,42 @@ class TestThePage:
                         assert tuple(row[2:]) == figures
         assert count == 9
 
+    def test_a_pipeline(self):
+        kept = json.loads((self.results / "step_time_pipeline.json").read_text())["runs"]
+        count = 0
+        for run in (run for run in kept if run["options"]["lag"] == 1):
+            if run["options"]["scanned"]:
+                continue
+            psum = next(r for r in run["rows"] if r["method"] == "bf16-psum")
+            links = f"{tta.LINKS[psum['transport']]}, 2 GPUs"
+            for r in run["rows"]:
+                for row in self.rows(links, self.names.get(r["method"], "")):
+                    count += 1
+                    less = f"{1 - r['step_ms'] / psum['step_ms']:.1%}".replace("-", "−")
+                    share = r["hidden_ms"] / r["transfer_ms"]
+                    times = [f"{r[name]:.1f}" for name in ("exposed_ms", "transfer_ms")]
+                    assert row[2] == f"{r['step_ms']:.1f}"
+                    assert row[3].strip("*") == ("" if r is psum else less)
+                    assert row[4:] == [*times, f"{share:.0%}"]
+        assert count == 9
+
+    def test_against_the_clock(self):
+        (run,) = json.loads((self.results / "against_the_clock.json").read_text())["runs"]
+        first = run["rows"][0]
+        text = self.page[self.page.index("## Against the clock") :]
+        for r in run["rows"]:
+            assert len(r["seconds"]) == len(r["losses"]) == 400
+            (row,) = re.findall(rf"^\| {re.escape(self.names[r['method']])} \|(.*)\|$", text, re.M)[
+                :1
+            ]
+            found = [cell.strip(" *") for cell in row.split("|")]
+            less = 1 - r["target_seconds"] / first["target_seconds"]
+            assert found == [
+                f"{r['seconds'][-1]:.1f}", f"{r['target_seconds']:.1f}",
+                f"{less:.1%}" if less else "", f"{np.mean(r['losses'][-25:]):.3f}",
+                f"{r['validation_loss']:.3f}",
+            ]  # fmt: skip
+
     def test_losses(self):
         kept = json.loads((self.results / "time_to_accuracy_losses.json").read_text())["rows"]
         summaries = {r["settings"]["method"]: r["summary"]["validation"] for r in kept}
@@ -476,7 +518,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_the_order_of_a_program():
-    kinds = schedule.order(PROGRAM.replace("HOP", "dynamiq_decompress_accumulate_recompress"))
+    program = PROGRAM.replace("HOP", "dynamiq_decompress_accumulate_recompress")
+    (kinds,) = schedule.orders(program)
     assert schedule.short(kinds) == (
         "product statistics all-reduce-start ~*2 product' all-reduce-done ~ hop collective-permute"
     )
