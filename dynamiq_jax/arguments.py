@@ -20,7 +20,7 @@ from dynamiq_jax._compat import (
     tracks_varying,
     vmapped,
 )
-from dynamiq_jax.buckets import Bucket, Grouping, Leaf
+from dynamiq_jax.buckets import Bucket, Grouping, Leaf, ScaleAxis
 from dynamiq_jax.methods import DynamiQ, Limits, MatrixMethod, Method, ShardedMethod
 from dynamiq_jax.topologies import (
     Hierarchical,
@@ -50,6 +50,11 @@ class Resolved(NamedTuple):
     def n_workers(self) -> int:
         """Workers on all axes."""
         return math.prod(self.sizes)
+
+    @property
+    def scale_axis(self) -> ScaleAxis:
+        """Along which axis of leaves coordinates follow each other, if the method has a choice."""
+        return getattr(self.method, "scale_axis", None)
 
     def limits(self) -> Limits:
         """What `buckets.group_leaves` needs to know."""

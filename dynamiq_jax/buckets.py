@@ -197,26 +197,31 @@ def with_scale_axes(leaves: list[Leaf], scale_axis: ScaleAxis) -> list[Leaf]:
 
 def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
     """The bucket's flat array, from leaves by index."""
-    flat = [jnp.reshape(_with_axis_last(values[leaf.index], leaf), (-1,)) for leaf in bucket.leaves]
+    flat = [to_flat(jnp.asarray(values[leaf.index]), leaf) for leaf in bucket.leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
-
-
-def _with_axis_last(x: Array, leaf: Leaf) -> Array:
-    return x if leaf.scale_axis is None else jnp.moveaxis(x, leaf.scale_axis, -1)
 
 
 def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
     """The inverse of `concatenate`: (leaf index, leaf) pairs."""
     ends = np.cumsum([leaf.size for leaf in bucket.leaves])
     return [
-        (leaf.index, _from_flat(flat[end - leaf.size : end], leaf))
+        (leaf.index, from_flat(flat[end - leaf.size : end], leaf))
         for leaf, end in zip(bucket.leaves, ends, strict=True)
     ]
 
 
-def _from_flat(flat: Array, leaf: Leaf) -> Array:
+def to_flat(x: Array, leaf: Leaf) -> Array:
+    """[..., *shape of the leaf] to [..., its size]: its scale axis last, then row after row."""
+    n_axes = len(leaf.shape)
+    if leaf.scale_axis is not None:
+        x = jnp.moveaxis(x, leaf.scale_axis - n_axes, -1)
+    return x.reshape(*x.shape[: x.ndim - n_axes], leaf.size)
+
+
+def from_flat(flat: Array, leaf: Leaf) -> Array:
+    """The inverse: [..., size] to [..., *shape]."""
+    leading, shape = flat.shape[:-1], list(leaf.shape)
     if leaf.scale_axis is None:
-        return jnp.reshape(flat, leaf.shape)
-    shape = [size for i, size in enumerate(leaf.shape) if i != leaf.scale_axis]
-    moved = jnp.reshape(flat, (*shape, leaf.shape[leaf.scale_axis]))
-    return jnp.moveaxis(moved, -1, leaf.scale_axis)
+        return flat.reshape(*leading, *shape)
+    shape.append(shape.pop(leaf.scale_axis))
+    return jnp.moveaxis(flat.reshape(*leading, *shape), -1, leaf.scale_axis - len(shape))

@@ -192,8 +192,7 @@ def reduce(
     resolved = resolve(method, topology, axis_sizes(axis_name))
     values, treedef = jax.tree.flatten(tree)
     around, limits = surroundings(axis_name), resolved.limits()._asdict()
-    scale_axis = getattr(resolved.method, "scale_axis", None)
-    leaves = with_scale_axes(around.leaves(tree, specs), scale_axis)
+    leaves = with_scale_axes(around.leaves(tree, specs), resolved.scale_axis)
     grouping = group_leaves(leaves, **limits)
     fixed = fixed_leaves(leaves, values, axis_name)
     if len(fixed) < len(leaves):

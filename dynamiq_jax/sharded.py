@@ -1,6 +1,7 @@
 """`psum_scatter` and `all_gather`: the halves of an all-reduce, for training with shards."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar, get_args
 
 import jax
@@ -27,7 +28,10 @@ from dynamiq_jax.buckets import (
     Leaf,
     concatenate,
     describe_leaves,
+    from_flat,
     group_leaves,
+    to_flat,
+    with_scale_axes,
 )
 from dynamiq_jax.by_path import by_path, join_trees
 from dynamiq_jax.collectives import with_tangent
@@ -63,7 +67,8 @@ def psum_scatter(
 
     Args:
       x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
-        along dimension 0, and slices that are no multiple of 256 coordinates, cost a copy.
+        along dimension 0, slices that are no multiple of 256 coordinates, and a ``scale_axis`` that
+        is not the last one cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
       scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
         last.
@@ -87,7 +92,7 @@ def psum_scatter(
     resolved = resolve(method, topology, axis_sizes(axis_name, "psum_scatter"), hierarchies=False)
     n = resolved.n_workers
     values, treedef = jax.tree.flatten(x)
-    leaves = describe_leaves(x)
+    leaves = with_scale_axes(describe_leaves(x), resolved.scale_axis)
     check_groups(axis_name, all_reduce=False)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
@@ -116,16 +121,15 @@ def _scatter_leaves(
 ) -> list[Array]:
     n, words, values = resolved.n_workers, key_words(key), list(values)
 
-    def rows(value):
-        """Slices as rows: [n, coordinates of a slice]."""
-        return jnp.moveaxis(value, scatter_dimension, 0).reshape(n, -1)
+    def rows(leaf: Leaf) -> Array:
+        """Slices of a leaf as rows: [n, coordinates of a slice]."""
+        dimension, shape = scatter_dimension % len(leaf.shape), list(leaf.shape)
+        shape[dimension : dimension + 1] = [n, shape[dimension] // n] if tiled else [n]
+        slices = jnp.moveaxis(values[leaf.index].reshape(shape), dimension, 0)
+        return to_flat(slices, slice_of(leaf))
 
-    def back(leaf: Leaf, part):
-        shape = list(leaf.shape)
-        length = shape.pop(scatter_dimension)
-        if not tiled:
-            return part.reshape(shape)
-        return jnp.moveaxis(part.reshape(length // n, *shape), 0, scatter_dimension)
+    def slice_of(leaf: Leaf) -> Leaf:
+        return _slice_of(leaf, scatter_dimension % len(leaf.shape), n, tiled=tiled)
 
     def exact(x):
         return _compat.psum_scatter(x, axis_name)
@@ -137,16 +141,28 @@ def _scatter_leaves(
         return chosen.reduce_scatter(x, axis_name, n_workers=n, topology=route, seed=seed)
 
     for leaf, _ in grouping.exact:
-        values[leaf.index] = back(leaf, exact(rows(values[leaf.index])))
+        values[leaf.index] = from_flat(exact(rows(leaf)), slice_of(leaf))
     for bucket in grouping.buckets:
-        parts = [rows(values[leaf.index]) for leaf in bucket.leaves]
+        parts = [rows(leaf) for leaf in bucket.leaves]
         x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         total = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
         start = 0
         for leaf, part in zip(bucket.leaves, parts, strict=True):
             stop = start + part.shape[1]
-            values[leaf.index], start = back(leaf, total[start:stop]), stop
+            values[leaf.index], start = from_flat(total[start:stop], slice_of(leaf)), stop
     return values
+
+
+def _slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
+    """What one worker is left with. Where its scale axis is gone, that is the last one."""
+    shape, axis = list(leaf.shape), leaf.scale_axis
+    if tiled:
+        shape[dimension] //= n_workers
+    else:
+        del shape[dimension]
+        if axis is not None:
+            axis = None if axis == dimension else axis - (axis > dimension)
+    return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
 
 _scatter_compiled = inlined(
@@ -202,7 +218,7 @@ def all_gather(
         return x
     resolved = resolve(method, None, axis_sizes(axis_name, "all_gather"), hierarchies=False)
     values, treedef = jax.tree.flatten(x)
-    leaves = describe_leaves(x)
+    leaves = with_scale_axes(describe_leaves(x), resolved.scale_axis)
     check_groups(axis_name, all_reduce=False)
     if to != "varying" and isinstance(axis_name, Groups):
         raise NotImplementedError(
@@ -243,7 +259,7 @@ def _gather_leaves(
     def back(leaf: Leaf, gathered):
         ndim = len(leaf.shape) + 1
         at = axis % ndim if not tiled else axis % (ndim - 1)
-        whole = jnp.moveaxis(gathered.reshape(n, *leaf.shape), 0, at)
+        whole = jnp.moveaxis(gathered, 0, at)
         if not tiled:
             return whole
         shape = list(leaf.shape)
@@ -267,7 +283,8 @@ def _gather_leaves(
         start = 0
         for leaf in bucket.leaves:
             stop = start + leaf.size
-            values[leaf.index], start = back(leaf, gathered[:, start:stop]), stop
+            own = from_flat(gathered[:, start:stop], leaf)
+            values[leaf.index], start = back(leaf, own), stop
     return values
 
 

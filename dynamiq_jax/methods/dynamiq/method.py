@@ -90,10 +90,10 @@ class DynamiQ(HopMethod):
       dither: whether decoders repeat the encoders' noise and subtract what it says of the rounding
         error, over levels of which none is lost on a second zero. It halves the error and more, on
         the same wire and without bias; decoding computes more. Not for "geometric" levels.
-      scale_axis: the axis of leaves along which neighbours share scales and widths, in `psum`,
-        `pmean`, `reduce` and what is made of them: an integer, or "auto", the axis whose size most
-        matrices of the tree have, which in a transformer is that of the residual stream (of equally
-        common ones the last; layers and heads, shorter than 64, do not count). `None`: the last
+      scale_axis: the axis of leaves along which neighbours share scales and widths: an integer, or
+        "auto", the axis whose size most matrices of the tree have, which in a transformer is that
+        of the residual stream (of equally common ones the last; layers and heads, shorter than 64,
+        do not count). In `all_gather` leaves are the shards that are gathered. `None`: the last
         one, which costs no transposition. Gradients vary along tokens and neurons much more than
         along the residual stream: docs/training-quality.md, "Near coordinates".
       subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
