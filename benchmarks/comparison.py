@@ -34,6 +34,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
 ERRORS = RESULTS / "comparison_error.json"
 TIMES = RESULTS / "comparison_times.json"
+TRANSPORTS = RESULTS / "comparison_transports.json"
 
 Row = Mapping[str, Any]
 
@@ -330,6 +331,28 @@ def time_origin() -> str:
     return f"{found['hardware']}, {found['versions']}."
 
 
+def transport_table() -> str:
+    """All-reduces of all methods over several transports, over bf16 psum, and their command."""
+    runs = load(TRANSPORTS)["runs"]
+    sizes = [f"{run['rows'][0]['size_bytes'] >> 20} MiB" for run in runs]
+    found = [{row["method"].split()[0]: row for row in run["rows"][1:]} for run in runs]
+    psum = [run["rows"][0] for run in runs]
+    heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
+    lines = [("method, name", "MB sent", *heads), ("---",) * (2 + len(runs))]
+    times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
+    lines.append((f"bf16 psum, `{BF16}`", f"{psum[0]['wire_bytes'] / 1e6:.0f}", *times))
+    for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
+        speedups = (f"{rows[name]['speedup']:.2f}" for rows in found)
+        lines.append((titled(name), f"{found[0][name]['wire_bytes'] / 1e6:.3g}", *speedups))
+    about = runs[0]["about"]
+    machine = f"{about['n_devices']} × {about['device_kind']}, NVLink multicast off"
+    return (
+        f"    {runs[0]['command'].partition('--methods')[0]}--methods NAME --sizes 256MiB\n\n"
+        f"{machine}, JAX {about['jax']}; all rows and commands:\n"
+        f"`benchmarks/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
+    )
+
+
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table of cells."""
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -339,7 +362,9 @@ def blocks() -> dict[str, str]:
     """What stands between the page's markers, by the block's name."""
     tables = {name: table(name) for name in LOSSES}
     pairs = {f"{name}-pairs": pair_table(name) for name in PAIRS}
-    return tables | pairs | {"errors": error_origin(), "times": time_origin()}
+    return tables | pairs | {
+        "errors": error_origin(), "times": time_origin(), "transports": transport_table(),
+    }  # fmt: skip
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
