@@ -17,8 +17,8 @@ if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` 
 SLOW = """
     psum multihost kernels schedules topologies reduce accuracy ring optimized allocation
     every_method wire_bytes drop_in recipes sharded corruption simulate hierarchical bench_error
-    training_benchmark cli mx_methods soak meshes train_meshes gradients_on_meshes error_feedback
-    marsit
+    training_benchmark cli mx_methods soak meshes train_meshes gradients_on_meshes sequential
+    error_feedback scale_axis phases marsit
 """.split()
 """Files of more than 20 seconds of a core, in the order in which they start, before all others:
 what starts last should be short. `make quick` leaves them out."""
