@@ -133,6 +133,11 @@ class Progress:
         return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
 
     @property
+    def rounds_left(self) -> int:
+        """How many more calls of `exchange` there are."""
+        return self._last - self._round
+
+    @property
     def values(self) -> dict[Slot, Array]:
         """All that is known and that what has not run takes; before `exchange`."""
         traced = self._traced

@@ -359,9 +359,11 @@ class _Loop:
         begun: dict[int, Progress] = {}
 
         def same_from_here() -> bool:
-            """Whether only layers are under way: then each of the others does what the last did."""
-            own = list(begun.values())
-            return bool(own) and all(any(p is q for q in own) for p in pipeline.under_way)
+            """Whether the pipeline is full of layers: one begins, and the oldest of them ends."""
+            own, moving = list(begun.values()), pipeline.under_way
+            if not own or not all(any(p is q for q in own) for p in moving):
+                return False
+            return not moving or moving[0].rounds_left == 1
 
         layer = self.count - 1
         while layer >= 0 and not same_from_here():
@@ -369,19 +371,19 @@ class _Loop:
                 self._reducer, kept(layer), first + layer, gradient
             )
             layer -= 1
-        left = layer + 1
+        left, open_ones = layer + 1, len(pipeline.ready)
         ended = None
         if left:
             ended, gradient = self._loop(pipeline, kept, first, left, gradient)
-            begun = {i: p for i, p in begun.items() if i >= left + len(pipeline.ready)}
+            begun = {i: p for i, p in begun.items() if i >= open_ones + left}
             begun |= enumerate(reversed(pipeline.ready))
         pipeline.lag = lag
 
         def result() -> Any:
             found = {i: jax.tree.leaves(begun[i].result) for i in sorted(begun)}
             parts = [[x[None] for x in leaves] for leaves in found.values()]
-            if ended is not None:
-                parts.insert(sum(i < left for i in found), ended)
+            if ended is not None:  # those of as many layers, after the ones still open then
+                parts.insert(open_ones, ended)
             whole = [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
             return self._reducer.joined(whole)
 

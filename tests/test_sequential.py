@@ -166,6 +166,46 @@ def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
         np.testing.assert_allclose(found[1][0]["kernel"][2, layer], exact, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("last", ["head", "none", "loop"])
+@pytest.mark.parametrize(("topology", "lag"), [(dq.Direct(), 1), (dq.Ring(unroll_up_to=N), 2)])
+def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, lag, last):
+    """A pipeline that other reductions leave full, half full or empty, of two and four rounds."""
+    head = {"kernel": jnp.eye(8) + 1}
+    tokens = jnp.zeros((N, 2), jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (N, 2, 8))
+
+    def layers(n, seed):
+        return {"kernel": jax.random.normal(jax.random.key(seed), (n, 8, 8)), "bias": jnp.ones(n)}
+
+    ends = {
+        "head": ([lambda w, x: jnp.mean((x[0] @ w["kernel"]) ** 2)], [head]),
+        "none": ([lambda w, x: jnp.mean(x[0] ** 2)], [{}]),
+        "loop": ([dq.Scanned(block), lambda w, x: jnp.mean(x[0] ** 2)], [layers(3, 2), {}]),
+    }
+    for n_layers in (1, 2, 4, 5, 7):
+        functions = [dq.Scanned(block), *ends[last][0]]
+        params = [layers(n_layers, 3), *ends[last][1]]
+
+        def both(x, tokens, functions=functions, params=params):
+            options = {"lag": lag, "topology": topology, "method": EXACT}
+            run = lambda p: dq.sequential(functions, p, (x, tokens), "data", **options)  # noqa: E731
+
+            def loss(params):
+                found = x, tokens
+                for f, p in zip(functions, params, strict=True):
+                    if isinstance(f, dq.Scanned):
+                        found, _ = lax.scan(lambda x, w: (block(w, x), None), found, p)
+                    else:
+                        found = f(p, found)
+                return found
+
+            return jax.grad(run)(params), lax.pmean(jax.grad(loss)(params), "data")
+
+        found, expected = jax.jit(jax.vmap(both, axis_name="data"))(x, tokens)
+        for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_loop_keeps_no_second_copy_of_its_parameters():
     """What the forward loop stacks are activations; parameters are read where they are."""
     _, params, tokens = model(6)
