@@ -273,7 +273,7 @@ class _Part(Protocol):
     count: int
     """How often it runs."""
 
-    def run(self, own: Any, x: Any) -> Any:
+    def run(self, own: Any, x: Any, /) -> Any:
         """The function of parameters that vary."""
         ...
 
@@ -340,15 +340,17 @@ class _Loop:
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
         layer = jax.tree.map(lambda w: lax.index_in_dim(w, 0, keepdims=False), own)
         origins = _origins(self._function, layer, x)
-        given, fixed = ([at for at in origins if isinstance(at, k)] for k in (_Given, _Fixed))
-        places, values = [at.place for at in given], [at.value for at in fixed]
+        kinds = [type(at) for at in origins]
+        places = [at.place for at in origins if isinstance(at, _Given)]
+        values = [at.value for at in origins if isinstance(at, _Fixed)]
         treedef: Any = None
 
         def body(x: Any, layer: Any) -> tuple[Any, list[Array]]:
             nonlocal treedef
             x, pull = jax.vjp(self._function, layer, x)
             leaves, treedef = jax.tree.flatten(pull)
-            return x, [leaf for leaf, at in zip(leaves, origins, strict=True) if at is None]
+            own = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is type(None)]
+            return x, own
 
         x, stacked = lax.scan(body, x, own)
 
@@ -360,7 +362,7 @@ class _Loop:
                 for leaves in (stacked, [leaves[place] for place in places])
             )
             rest = {type(None): iter(kept), _Given: iter(given), _Fixed: iter(values)}
-            return treedef.unflatten(next(rest[type(at)]) for at in origins)
+            return treedef.unflatten(next(rest[kind]) for kind in kinds)
 
         return x, jax.tree_util.Partial(pull_of, stacked, own, values)
 
