@@ -30,7 +30,7 @@ COLLECTIVES = frozenset(
 )
 """Names of JAX's primitives. One that is not here counts as computation: less runs beside it."""
 
-CALLS = frozenset("jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint".split())
+CALLS = frozenset("jit closed_call core_call custom_jvp_call custom_vjp_call remat2".split())
 """Names of primitives that do what their only jaxpr does."""
 
 Slot = int
@@ -131,6 +131,11 @@ class Progress:
     def result(self) -> Any:
         """The function's."""
         return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
+
+    @property
+    def rounds_left(self) -> int:
+        """How many more calls of `exchange` there are."""
+        return self._last - self._round
 
     @property
     def values(self) -> dict[Slot, Array]:

@@ -13,15 +13,23 @@ backward pass of one function, and reductions of several functions are under way
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._compat import AxisNames, assume_invarying, to_varying, varying_axes
+from dynamiq_jax._compat import (
+    AxisNames,
+    assume_invarying,
+    bind_equation,
+    to_varying,
+    varying_axes,
+    with_constants,
+)
 from dynamiq_jax.arguments import AnyMethod, AnyTopology, check_axis
 from dynamiq_jax.collectives import Op
 from dynamiq_jax.in_backward import Reducer
@@ -194,7 +202,8 @@ class _Pipeline:
         for progress in self.ready:
             progress.exchange()
             self._due.append((self._now + self.lag, progress))
-        own, gradient = _together(*pull(gradient))
+        own, gradient = pull(gradient)
+        own, gradient = _together(reducer.moving(own), gradient)
         self._now += 1
         begun = self._begin(reducer, own, number)
         moving = [*(progress for time, progress in self._due if time <= self._now), begun]
@@ -222,10 +231,9 @@ class _Pipeline:
                 progress.exchange()
             arriving, self.ready = moving, []
 
-    def _begin(self, reducer: Reducer, gradients: Any, number: Array | int) -> Progress:
-        own = reducer.moving(gradients)
+    def _begin(self, reducer: Reducer, own: Any, number: Array | int) -> Progress:
         words = None if self.words is None else fold_seed(self.words, number)
-        likeness = jax.tree.map(jax.typeof, own), reducer.specs
+        likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), reducer.specs))
         alike = (traced for other, traced in self.traced if other == likeness)
         if (traced := next(alike, None)) is None:
             traced = trace(reducer.reduce, own, words)
@@ -265,7 +273,7 @@ class _Part(Protocol):
     count: int
     """How often it runs."""
 
-    def run(self, own: Any, x: Any) -> Any:
+    def run(self, own: Any, x: Any, /) -> Any:
         """The function of parameters that vary."""
         ...
 
@@ -322,6 +330,8 @@ class _Loop:
                 "stack all layers along a leading axis of the same size"
             )
         ((self.count,),) = leading
+        if not self.count:
+            raise ValueError(f"{name} is scanned over 0 layers; pass at least one, or leave it out")
         self._function = scanned.function
         spec = _without_layers(spec, name)
         options = options | {"specs": spec, "layers": self.count}
@@ -331,29 +341,33 @@ class _Loop:
         return lax.scan(lambda x, layer: (self._function(layer, x), None), x, own)[0]
 
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        where: list[int | None] = []
+        layer = jax.tree.map(lambda w: lax.index_in_dim(w, 0, keepdims=False), own)
+        origins = _origins(self._function, layer, x)
+        kinds = [type(at) for at in origins]
+        places = [at.place for at in origins if isinstance(at, _Given)]
+        values = [at.value for at in origins if isinstance(at, _Fixed)]
         treedef: Any = None
 
         def body(x: Any, layer: Any) -> tuple[Any, list[Array]]:
             nonlocal treedef
             x, pull = jax.vjp(self._function, layer, x)
             leaves, treedef = jax.tree.flatten(pull)
-            given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(layer))}
-            where[:] = [given.get(id(leaf)) for leaf in leaves]
-            return x, [leaf for leaf, place in zip(leaves, where, strict=True) if place is None]
+            own = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is type(None)]
+            return x, own
 
         x, stacked = lax.scan(body, x, own)
 
-        def pull_of(stacked: Any, own: Any, layer: Array | int) -> Callable:
-            """What was kept of one layer; of parameters there is no second copy."""
+        def pull_of(stacked: Any, own: Any, values: Any, layer: Array | int) -> Callable:
+            """What was kept of one layer; of what all layers share there is one copy."""
+            leaves = jax.tree.leaves(own)
             kept, given = (
                 [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in leaves]
-                for leaves in (stacked, jax.tree.leaves(own))
+                for leaves in (stacked, [leaves[place] for place in places])
             )
-            rest = iter(kept)
-            return treedef.unflatten(next(rest) if at is None else given[at] for at in where)
+            rest = {type(None): iter(kept), _Given: iter(given), _Fixed: iter(values)}
+            return treedef.unflatten(next(rest[kind]) for kind in kinds)
 
-        return x, jax.tree_util.Partial(pull_of, stacked, own)
+        return x, jax.tree_util.Partial(pull_of, stacked, own, values)
 
     def backward(
         self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
@@ -362,9 +376,11 @@ class _Loop:
         begun: dict[int, Progress] = {}
 
         def same_from_here() -> bool:
-            """Whether only layers are under way: then each of the others does what the last did."""
-            own = list(begun.values())
-            return bool(own) and all(any(p is q for q in own) for p in pipeline.under_way)
+            """Whether the pipeline is full of layers: one begins, and the oldest of them ends."""
+            own, moving = list(begun.values()), pipeline.under_way
+            if not own or not all(any(p is q for q in own) for p in moving):
+                return False
+            return not moving or moving[0].rounds_left == 1
 
         layer = self.count - 1
         while layer >= 0 and not same_from_here():
@@ -372,19 +388,19 @@ class _Loop:
                 self._reducer, kept(layer), first + layer, gradient
             )
             layer -= 1
-        left = layer + 1
+        left, open_ones = layer + 1, len(pipeline.ready)
         ended = None
         if left:
             ended, gradient = self._loop(pipeline, kept, first, left, gradient)
-            begun = {i: p for i, p in begun.items() if i >= left + len(pipeline.ready)}
+            begun = {i: p for i, p in begun.items() if i >= open_ones + left}
             begun |= enumerate(reversed(pipeline.ready))
         pipeline.lag = lag
 
         def result() -> Any:
             found = {i: jax.tree.leaves(begun[i].result) for i in sorted(begun)}
             parts = [[x[None] for x in leaves] for leaves in found.values()]
-            if ended is not None:
-                parts.insert(sum(i < left for i in found), ended)
+            if ended is not None:  # those of as many layers, after the ones still open then
+                parts.insert(open_ones, ended)
             whole = [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
             return self._reducer.joined(whole)
 
@@ -419,6 +435,53 @@ class _Loop:
         return ended, _joined(gradient, moving)
 
 
+class _Given(NamedTuple):
+    """A leaf of the layer's own parameters."""
+
+    place: int
+
+
+class _Fixed(NamedTuple):
+    """The same in all layers."""
+
+    value: Any
+
+
+def _origins(function: Function, layer: Any, x: Any) -> list[_Given | _Fixed | None]:
+    """Where the leaves come from that the backward pass of a layer needs; `None`: from its own run.
+
+    Loops of JAX keep no copies for every layer, either, of what follows from constants and from
+    leaves of ``x`` that pass.
+    """
+
+    def run(layer: Any, x: Any) -> tuple[Any, list[Array]]:
+        x, pull = jax.vjp(function, layer, x)
+        return x, jax.tree.leaves(pull)
+
+    jaxpr, constants = with_constants(jax.make_jaxpr(run)(layer, x))
+    own, given = jaxpr.invars[: len(jax.tree.leaves(layer))], jax.tree.leaves(x)
+    carried = jaxpr.invars[len(own) :]
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    known |= {a: v for a, b, v in zip(carried, jaxpr.outvars, given, strict=False) if a is b}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        if not equation.effects and all(
+            isinstance(a, Literal) or a in known for a in equation.invars
+        ):
+            made = bind_equation(equation, *map(read, equation.invars))
+            known.update(zip(equation.outvars, made, strict=True))
+
+    def origin(atom: Any) -> _Given | _Fixed | None:
+        if isinstance(atom, Literal) or atom in known:
+            return _Fixed(read(atom))
+        return _Given(own.index(atom)) if atom in own else None
+
+    return [origin(atom) for atom in jaxpr.outvars[len(given) :]]
+
+
 def _moving(tree: Any) -> list[Array]:
     """The leaves but for the gradients of integers, which no loop carries."""
     return [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
@@ -437,7 +500,9 @@ def _without_layers(specs: Any, name: str) -> Any:
       ValueError: one of them splits the axis of layers.
     """
 
-    def of_layer(spec: PartitionSpec) -> PartitionSpec:
+    def of_layer(spec: Any) -> Any:
+        if not isinstance(spec, PartitionSpec):
+            return spec  # which the reduction refuses
         if len(spec) and spec[0] is not None:
             raise ValueError(
                 f"{name} is scanned over the leading axis of its parameters, and specs split it: "

@@ -1,5 +1,6 @@
 """`sequential`: gradients of functions, one after another, are those of reductions after `grad`."""
 
+import importlib
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._compat import to_varying
+from dynamiq_jax.phases import trace
 
 N, DIM = 4, 128
 METHOD = dq.DynamiQ(**SMALL)
@@ -166,6 +168,46 @@ def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
         np.testing.assert_allclose(found[1][0]["kernel"][2, layer], exact, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("last", ["head", "none", "loop"])
+@pytest.mark.parametrize(("topology", "lag"), [(dq.Direct(), 1), (dq.Ring(unroll_up_to=N), 2)])
+def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, lag, last):
+    """A pipeline that other reductions leave full, half full or empty, of two and four rounds."""
+    head = {"kernel": jnp.eye(8) + 1}
+    tokens = jnp.zeros((N, 2), jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (N, 2, 8))
+
+    def layers(n, seed):
+        return {"kernel": jax.random.normal(jax.random.key(seed), (n, 8, 8)), "bias": jnp.ones(n)}
+
+    ends = {
+        "head": ([lambda w, x: jnp.mean((x[0] @ w["kernel"]) ** 2)], [head]),
+        "none": ([lambda w, x: jnp.mean(x[0] ** 2)], [{}]),
+        "loop": ([dq.Scanned(block), lambda w, x: jnp.mean(x[0] ** 2)], [layers(3, 2), {}]),
+    }
+    for n_layers in (1, 2, 4, 5, 7):
+        functions = [dq.Scanned(block), *ends[last][0]]
+        params = [layers(n_layers, 3), *ends[last][1]]
+
+        def both(x, tokens, functions=functions, params=params):
+            options = {"lag": lag, "topology": topology, "method": EXACT}
+            run = lambda p: dq.sequential(functions, p, (x, tokens), "data", **options)  # noqa: E731
+
+            def loss(params):
+                found = x, tokens
+                for f, p in zip(functions, params, strict=True):
+                    if isinstance(f, dq.Scanned):
+                        found, _ = lax.scan(lambda x, w: (block(w, x), None), found, p)
+                    else:
+                        found = f(p, found)
+                return found
+
+            return jax.grad(run)(params), lax.pmean(jax.grad(loss)(params), "data")
+
+        found, expected = jax.jit(jax.vmap(both, axis_name="data"))(x, tokens)
+        for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_loop_keeps_no_second_copy_of_its_parameters():
     """What the forward loop stacks are activations; parameters are read where they are."""
     _, params, tokens = model(6)
@@ -174,6 +216,70 @@ def test_a_loop_keeps_no_second_copy_of_its_parameters():
     forward = next(e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
     shapes = [v.aval.shape for v in forward.outvars]
     assert (6, 6, DIM) in shapes and (6, DIM, DIM) not in shapes
+
+
+def test_a_loop_keeps_one_copy_of_what_layers_share():
+    """As `lax.scan`: what a function closes over, and what travels in ``x`` unchanged."""
+    _, params, _ = model(5)
+    mask = jnp.tril(jnp.ones((DIM, DIM)))
+
+    def masked(w, x):
+        angle = jnp.cos(jnp.arange(7 * DIM) / 9).reshape(7, DIM)
+        hidden = jnp.tanh(x["h"] @ mask @ w["kernel"] @ x["mask"]) * angle.sum(0)
+        return {"h": hidden + w["bias"], "mask": x["mask"]}
+
+    def loss(params, mask):
+        x = {"h": jnp.ones((3, DIM)), "mask": mask}
+        functions = [dq.Scanned(masked), lambda _, x: jnp.mean(x["h"] ** 2)]
+        return dq.sequential(functions, [params, ()], x, "data", method=EXACT)
+
+    layers = stacked(params)[1]
+    traced = jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(layers, mask)
+    forward = next(e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
+    stacks = [v.aval.shape for v in forward.outvars if v.aval.shape[:1] == (5,)]
+    assert set(stacks) == {(5, 3, DIM)}
+
+    def plainly(params, mask):
+        x = {"h": jnp.ones((3, DIM)), "mask": mask}
+        x, _ = lax.scan(lambda x, w: (masked(w, x), None), x, params)
+        return jnp.mean(x["h"] ** 2)
+
+    found = jax.vmap(jax.grad(loss), (None, 0), axis_name="data")(layers, mask[None])
+    pairs = zip(*map(jax.tree.leaves, (found, jax.grad(plainly)(layers, mask))), strict=True)
+    for own, other in pairs:
+        np.testing.assert_allclose(own[0], other, rtol=1e-4, atol=1e-6)
+
+
+@jax.tree_util.register_pytree_node_class
+class Weights:
+    """A pytree that compares by identity, as most classes do."""
+
+    def __init__(self, kernel, bias):
+        self.kernel, self.bias = kernel, bias
+
+    def tree_flatten(self):
+        return (self.kernel, self.bias), ["not hashable"]
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
+    traced = []
+    own = importlib.import_module("dynamiq_jax.sequential")
+    monkeypatch.setattr(own, "trace", lambda *args: traced.append(args) or trace(*args))
+    layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
+    each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
+    layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias  # noqa: E731
+    functions, params = ([dq.Scanned(layer)], [layers]) if scanned else ([layer] * 5, each)
+
+    def loss(params, x):
+        return dq.sequential(functions, params, x, "data", method=EXACT).sum()
+
+    jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(params, jnp.ones((2, 8)))
+    assert len(traced) == 1
 
 
 def test_in_a_loop_all_rounds_are_under_way_at_a_time():
@@ -281,6 +387,7 @@ def test_what_cannot_be_is_refused(change, complaint):
         ({"kernel": jnp.ones((3, 4)), "bias": jnp.ones(2)}, None, r"which have \(2,\), \(3,\)"),
         ({"kernel": jnp.ones((3, 4)), "bias": jnp.ones(())}, None, r"which have \(\), \(3,\)"),
         ({}, None, "which have no leaves"),
+        ({"kernel": jnp.ones((0, 4))}, None, "scanned over 0 layers"),
         ({"kernel": jnp.ones((3, 4))}, [{"kernel": P("model")}], "specs split it"),
     ],
 )
@@ -299,8 +406,13 @@ def test_it_has_no_second_derivatives():
         first = jax.grad(lambda p: dq.sequential(functions, p, x, "data", method=EXACT))
         return jax.grad(lambda p: jnp.sum(first(p)[1]["kernel"]))(params)
 
-    with pytest.raises(NotImplementedError, match="sequential has derivatives of the first order"):
-        mapped(curvature)(params, tokens)
+    def of_replicated_input(params, x):
+        run = lambda p: dq.sequential([block], [p], (jnp.ones((6, DIM)), x), "data")[0].sum()  # noqa: E731
+        return jax.grad(lambda p: jnp.sum(jax.grad(run)(p)["kernel"]))(params[1])
+
+    for second in (curvature, of_replicated_input):
+        with pytest.raises(NotImplementedError, match="sequential has derivatives of the first"):
+            mapped(second)(params, tokens)
 
 
 def test_it_names_an_axis_that_is_not_mapped():
