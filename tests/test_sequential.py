@@ -268,7 +268,7 @@ class Weights:
 @pytest.mark.parametrize("scanned", [True, False])
 def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
     traced = []
-    own = importlib.import_module("dynamiq_jax.sequential")
+    own = importlib.import_module("dynamiq_jax.pipeline")
     monkeypatch.setattr(own, "trace", lambda *args: traced.append(args) or trace(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
