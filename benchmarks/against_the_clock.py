@@ -30,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from rich.console import Console
 
-import dynamiq_jax as dq
 from dynamiq_jax.bench import contenders, tables
 from dynamiq_jax.bench.all_reduce import make_mesh, transport
 from dynamiq_jax.bench.timing import compile_together
@@ -135,7 +134,6 @@ def main(
         ways = {text: step_time.parse_way(text, run) for text in chosen}
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
-    dq.xla_options()  # steps are compiled with them
     console = Console(stderr=True)
     recipe = step_time.RECIPES[model]._replace(steps=steps)
     recipe = recipe._replace(learning_rate=learning_rate or recipe.learning_rate)

@@ -137,10 +137,10 @@ def counts(kinds: list[str]) -> Counts:
 
 def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     """The text of the program, scheduled for so many GPUs of one host."""
-    kind = "NVIDIA H200"
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=kind, target_config=TARGET, topology=f"1x1x{n_gpus}"
-    )
+        platform="cuda", topology_name="NVIDIA H200", target_config=TARGET,
+        topology=f"1x1x{n_gpus}",
+    )  # fmt: skip
     mesh = Mesh(np.array(topology.devices), ("gpu",))
     run = make_run(mesh)
     whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P("gpu"))

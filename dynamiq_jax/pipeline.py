@@ -46,7 +46,8 @@ class Scanned:
 
     As layers in `jax.lax.scan`: compiled once, however many there are. Leaves of the parameters
     have a leading axis of layers; ``x`` keeps its types. The first few layers of the backward pass
-    are not in the loop: they fill the pipeline.
+    are not in the loop: they fill the pipeline. What the backward pass needs is kept for every
+    layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
 
     Attributes:
       function: of (one layer's parameters, x), to x.
@@ -109,7 +110,8 @@ def sequential(
       method: as for `psum`; none with memory, which has nowhere to go.
       topology: as for `psum`.
       key: as for `psum`; the number of the function, counting layers, is folded in.
-      specs: a tree as for `psum` for every function; of `Scanned` ones with the layers' axis.
+      specs: a tree as for `psum` for every function; of `Scanned` ones with the layers' axis. Where
+        axes are automatic, all collectives of a reduction are one round.
 
     Returns:
       What the last function returns.
@@ -124,6 +126,8 @@ def sequential(
     for name, given in (("functions", functions), ("params", params), ("specs", specs or ())):
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
+    if callable(functions) or isinstance(functions, Scanned):
+        raise ValueError(f"functions={functions} is one function; pass a list: [function]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
     for name, given in (("params", params), ("specs", specs)):

@@ -399,6 +399,12 @@ def test_layers_that_are_no_stack_are_refused(params, specs, complaint):
         mapped(run)(params, jnp.ones((N, 4)))
 
 
+@pytest.mark.parametrize("function", [head, dq.Scanned(block)])
+def test_one_function_is_no_list(function):
+    with pytest.raises(ValueError, match=r"is one function; pass a list: \[function\]"):
+        jax.vmap(lambda x: dq.sequential(function, [x], x, "data"), axis_name="data")(jnp.ones(4))
+
+
 def test_it_has_no_second_derivatives():
     functions, params, tokens = model(3)
 

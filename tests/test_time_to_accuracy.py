@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import adam_noise
+import against_the_clock
 import llm_data
 import llm_model
 import schedule
@@ -181,6 +182,51 @@ def test_the_host_waits_for_the_loss_of_so_many_steps_before(ahead):
     assert [event for event in events[:read] if event[0] == "start"] == [
         ("start", i) for i in range(ahead + 1)
     ]
+
+
+# --- Against the clock ----------------------------------------------------------------------------
+
+
+class TestAgainstTheClock:
+    def test_it_trains_every_method_on_the_same_text(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(llm_model.CONFIGS, "tiny", LAYER)
+        file = tmp_path / "clock.json"
+        options = ["--batch", 1, "--steps", 40, "--window", 10, "--learning-rate", 1e-2]
+        chosen = ["--model", "tiny", "--methods", "bf16-psum,minmax:4", *options, "--json", file]
+        ran = invoke(against_the_clock.main, *chosen)
+        assert ran.exit_code == 0, ran.output
+        ((psum, coded),) = (run["rows"] for run in json.loads(file.read_text())["runs"])
+        for row in (psum, coded):
+            assert len(row["losses"]) == len(row["seconds"]) == 40
+            assert row["seconds"] == sorted(row["seconds"])
+            assert row["losses"][0] == pytest.approx(np.log(256), abs=0.2)
+            assert np.mean(row["losses"][-10:]) < 4.5
+            assert row["validation_loss"] == pytest.approx(row["losses"][-1], abs=1)
+            assert row["target_seconds"] == pytest.approx(row["seconds"][-1], rel=0.7)
+        assert psum["losses"] != coded["losses"]
+        np.testing.assert_allclose(psum["losses"][:5], coded["losses"][:5], rtol=0.05)
+
+    def test_the_target_is_the_mean_of_a_window(self):
+        losses, seconds = [9.0, 5.0, 7.0, 3.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]
+        run = against_the_clock.Training(
+            method="x", seconds=seconds, losses=losses, validation_loss=0.0
+        )
+        assert against_the_clock.time_to(run, 5.0, 2) == 4.0
+        assert against_the_clock.time_to(run, 5.0, 1) == 2.0
+        assert against_the_clock.time_to(run, 1.5, 2) is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--model", "tny"], "--model 'tny': pass one of tiny"),
+            (["--model", "tiny", "--steps", "5"], "--window 25 is more than --steps 5"),
+            (["--model", "tiny", "--methods", "mxfp8:5"], "mxfp8 has no choice of bits"),
+        ],
+    )
+    def test_wrong_options_are_refused(self, arguments, complaint):
+        ran = invoke(against_the_clock.main, *arguments)
+        assert ran.exit_code == 2
+        assert complaint in plain(ran.output)
 
 
 # --- Time to a loss -------------------------------------------------------------------------------
