@@ -143,7 +143,7 @@ the error of one encoding by (n + 1)/2.
 
 Ring, n = {n}. The paper's figures: range over {workloads}.
 
-Methods that the paper does not compare are in [docs/comparison.md](../docs/comparison.md), with
+Methods that the paper does not compare are in `docs/comparison.md`, with
 wire bits, state, error and loss.
 
 {methods}
