@@ -22,7 +22,8 @@ more closely, since Adam takes equal steps in leaves of large and of small gradi
 
 The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``runs/``, where
 ``dynamiq-jax plot runs`` draws all runs together. Losses depend a little on the Python
-version, whose standard library is the training text. ``--init unit`` starts from other weights, see
+version, whose standard library is the training text, and DynamiQ's on the processor: the noise
+follows from the last bits of the gradients. ``--init unit`` starts from other weights, see
 ``llm_model.py``.
 
     python examples/train_llm.py --mesh data=4,model=2
