@@ -13,15 +13,16 @@ import jax
 
 _FLAG = "xla_gpu_collective_permute_mode"
 _COPIES: dict[str, Any] = {_FLAG: "COLLECTIVES_PEER_MEMORY"}
-_OPTIONS: dict[str, Any] = {
-    # XLA combines all-reduces of up to so many bytes. By default it would make one of the light
-    # ones of all buckets, which then wait for the last gradient.
-    "xla_gpu_all_reduce_combine_threshold_bytes": 2**15,
+_APART: dict[str, Any] = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
+"""XLA combines all-reduces of up to so many bytes. By default it would make one of the light ones
+of all buckets, which then wait for the last gradient."""
+_EARLY: dict[str, Any] = {
     # XLA starts a transfer as late as its model of NVLink allows: on a slower link too late.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
+"""In one process; between several it was not tried."""
 _asked_for = False
 
 
@@ -33,7 +34,8 @@ def xla_options() -> dict[str, Any]:
         step = jax.jit(step, compiler_options=dq.xla_options())
 
     On GPUs they keep the light all-reduces of different buckets apart, so that a bucket need not
-    wait for all gradients. Where the GPUs of one process may read each other's memory, payloads are
+    wait for all gradients. In one process transfers start as early as they may, several at a time:
+    `sequential` needs that. Where its GPUs may read each other's memory, payloads are
     copied by engines. XLA reads options per program and a library cannot see them. So this call
     counts as the word that programs of this process are compiled with them: from then on topologies
     whose ``transport`` is `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS`
@@ -46,7 +48,7 @@ def xla_options() -> dict[str, Any]:
     global _asked_for
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
-    wanted = _OPTIONS | (_COPIES if _peers() else {})
+    wanted = _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
     options = {name: value for name, value in wanted.items() if _is_known(name, value)}
     _asked_for = _asked_for or _FLAG in options
     return options
