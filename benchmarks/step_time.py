@@ -211,14 +211,14 @@ def parse_way(text: str, run: Run) -> Way:
         told = partial(dq.explain, n_workers=sizes, **options, verbose=False)
         if not run.staged:
             return told(grads).wire_bytes
-        total = 0.0
-        for function, own in zip(stages.functions, grads, strict=True):
-            layers = run.config.n_layers if isinstance(function, dq.Scanned) else None
-            one = jax.tree.map(
-                lambda g, n=layers: jax.ShapeDtypeStruct(g.shape[n is not None :], g.dtype), own
-            )
-            total += (layers or 1) * told(one).wire_bytes
-        return total
+
+        def of_stage(function: Any, own: Any) -> float:
+            if not isinstance(function, dq.Scanned):
+                return told(own).wire_bytes
+            layer = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), own)
+            return run.config.n_layers * told(layer).wire_bytes
+
+        return sum(map(of_stage, stages.functions, grads))
 
     return Way(value_and_grad, wire_bytes, dq.xla_options() | run.xla)
 

@@ -60,6 +60,8 @@ class Traced(NamedTuple):
     """What its results' leaves are."""
     treedef: Any
     """Of the result."""
+    rounds: int
+    """Of collectives."""
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
@@ -99,7 +101,9 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
         return [read(atom) for atom in jaxpr.outvars]
 
     makes = walk(closed, takes)
-    return Traced(tuple(operations), constants, takes, tuple(makes), jax.tree.structure(shapes))
+    count = max((op.round + 1 for op in operations if op.moves), default=0)
+    treedef = jax.tree.structure(shapes)
+    return Traced(tuple(operations), constants, takes, tuple(makes), treedef, count)
 
 
 class Progress:
@@ -107,8 +111,6 @@ class Progress:
 
     def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
         self._traced, self._values, self._waits, self._round = traced, values, waits, round
-        moving = [op.round for op in traced.operations if op.moves]
-        self._last = max(moving) + 1 if moving else 0
         self.done = False
 
     @classmethod
@@ -135,7 +137,7 @@ class Progress:
     @property
     def rounds_left(self) -> int:
         """How many more calls of `exchange` there are."""
-        return self._last - self._round
+        return self._traced.rounds - self._round
 
     @property
     def values(self) -> dict[Slot, Array]:
@@ -155,7 +157,7 @@ class Progress:
     def compute(self) -> None:
         """Runs all that needs no collective but those that have run."""
         self._run(moves=False)
-        self.done = self._round == self._last
+        self.done = not self.rounds_left
         sent = [slot for op in self._now(moves=True) for slot in op.takes]
         wanted = self._traced.makes if self.done else sent
         self._waits = list(dict.fromkeys(s for s in wanted if not isinstance(s, Literal)))

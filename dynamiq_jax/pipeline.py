@@ -49,11 +49,17 @@ class Scanned:
     are not in the loop: they fill the pipeline. What the backward pass needs is kept for every
     layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
 
+    Called with all layers' parameters and x it is that loop, without reductions.
+
     Attributes:
       function: of (one layer's parameters, x), to x.
     """
 
     function: Function
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        """The x after all layers."""
+        return lax.scan(lambda x, layer: (self.function(layer, x), None), x, params)[0]
 
 
 def sequential(
@@ -126,7 +132,7 @@ def sequential(
     for name, given in (("functions", functions), ("params", params), ("specs", specs or ())):
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
-    if callable(functions) or isinstance(functions, Scanned):
+    if callable(functions):
         raise ValueError(f"functions={functions} is one function; pass a list: [function]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
@@ -336,13 +342,13 @@ class _Loop:
         ((self.count,),) = leading
         if not self.count:
             raise ValueError(f"{name} is scanned over 0 layers; pass at least one, or leave it out")
-        self._function = scanned.function
+        self._function, self._scanned = scanned.function, scanned
         spec = _without_layers(spec, name)
         options = options | {"specs": spec, "layers": self.count}
         self._reducer = Reducer(own, axis_name, "sequential", **options)
 
     def run(self, own: Any, x: Any) -> Any:
-        return lax.scan(lambda x, layer: (self._function(layer, x), None), x, own)[0]
+        return self._scanned(own, x)
 
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
         layer = jax.tree.map(lambda w: lax.index_in_dim(w, 0, keepdims=False), own)

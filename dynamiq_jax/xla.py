@@ -35,11 +35,11 @@ def xla_options() -> dict[str, Any]:
 
     On GPUs they keep the light all-reduces of different buckets apart, so that a bucket need not
     wait for all gradients. In one process transfers start as early as they may, several at a time:
-    `sequential` needs that. Where its GPUs may read each other's memory, payloads are
-    copied by engines. XLA reads options per program and a library cannot see them. So this call
-    counts as the word that programs of this process are compiled with them: from then on topologies
-    whose ``transport`` is `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS`
-    with ``--xla_gpu_collective_permute_mode=peer`` counts as well.
+    `sequential` needs that. Where its GPUs may read each other's memory, payloads are copied by
+    engines. XLA reads options per program and a library cannot see them. So this call counts as the
+    word that programs of this process are compiled with them: from then on topologies whose
+    ``transport`` is `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS` with
+    ``--xla_gpu_collective_permute_mode=peer`` counts as well.
 
     Returns:
       Names and values, without those that this JAX does not know. No copy engines: in several

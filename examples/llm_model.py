@@ -321,7 +321,7 @@ def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
 class Stages(NamedTuple):
     """A model as functions that follow each other, for `dq.sequential`."""
 
-    functions: tuple[Callable[[Any, Any], Any] | dq.Scanned, ...]
+    functions: tuple[Callable[[Any, Any], Any], ...]
     """The embedding, every block, and the head with the loss."""
     split: Callable[[nnx.State], tuple[Any, ...]]
     """From the model's parameters to those of each function."""
@@ -330,10 +330,7 @@ class Stages(NamedTuple):
         """The loss of parameters that are split, as `dq.sequential` computes it."""
         x: Any = tokens
         for function, own in zip(self.functions, parts, strict=True):
-            if isinstance(function, dq.Scanned):
-                x, _ = jax.lax.scan(lambda x, p, f=function.function: (f(p, x), None), x, own)
-            else:
-                x = function(own, x)
+            x = function(own, x)
         return x
 
 

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compiler import AS_USERS
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._compat import to_varying
 
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
@@ -304,3 +306,31 @@ def bias(total, total_squared, samples: int, sign, blocks: int) -> Bias:
     up = total.sum(axis=1) / np.sqrt(variance)
     outward = (total * sign).sum(axis=1) / np.sqrt(variance)
     return Bias(up, outward, (total**2).sum(axis=1) / variance)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
+
+
+def problem(steps):
+    """Parameters, and a batch of 32 rows for every step."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "in": jax.random.normal(keys[0], (16, 64)) / 4,
+        "out": jax.random.normal(keys[1], (64, 4)) / 8,
+    }
+    return params, jax.random.normal(keys[2], (steps, 32, 16))
+
+
+def mapped(f, check_vma=True):
+    """``f(params, x)`` of each of four workers; results have a leading axis of workers."""
+
+    def one(params, x):
+        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(params, x[0]))
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs))
+
+
+def local(params, check_vma):
+    return lax.pcast(params, "data", to="varying") if check_vma else params

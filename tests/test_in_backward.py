@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh
+from cases import SMALL, assert_same_bits, local, mapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._compat import to_varying
 
 N, DIM, LAYERS = 4, 128, 3
 METHOD = dq.DynamiQ(**SMALL)
@@ -43,20 +42,6 @@ def inputs():
         "bias": jax.random.normal(keys[1], (LAYERS, DIM)),
     }
     return layers, jax.random.normal(keys[2], (N, 6, DIM))
-
-
-def mapped(f, check_vma):
-    """``f(layers, x)`` of every worker; gradients come back with a leading axis of workers."""
-
-    def one(layers, x):
-        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(layers, x[0]))
-
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
-
-
-def local(layers, check_vma):
-    return lax.pcast(layers, "data", to="varying") if check_vma else layers
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import SMALL, assert_replicas_equal, auto_mesh, first_state, stepper
+from cases import (
+    SMALL,
+    assert_replicas_equal,
+    auto_mesh,
+    first_state,
+    loss_fn,
+    problem,
+    stepper,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -88,20 +96,6 @@ def test_what_is_not_finite_leaves_owners_errors_alone():
     np.testing.assert_array_equal(kept[sick[0]], before[sick[0]])
     assert np.all(np.isfinite(kept))
     assert np.mean(kept != before) > 0.5
-
-
-def loss_fn(params, x):
-    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
-
-
-def problem(steps):
-    """Parameters, and a batch of 32 rows for every step."""
-    keys = jax.random.split(KEY, 3)
-    params = {
-        "in": jax.random.normal(keys[0], (16, 64)) / 4,
-        "out": jax.random.normal(keys[1], (64, 4)) / 8,
-    }
-    return params, jax.random.normal(keys[2], (steps, 32, 16))
 
 
 def train(optimizer, every, steps):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh, compilations, gradient
+from cases import SMALL, assert_same_bits, auto_mesh, compilations, gradient, loss_fn, problem
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
@@ -24,20 +24,6 @@ MEMORY = dq.OmniReduce(block_size=64, error_feedback=True, **SMALL)
 POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 KEY = jax.random.key(0)
-
-
-def loss_fn(params, x):
-    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
-
-
-def problem(steps):
-    """Parameters, and a batch of 32 rows for every step."""
-    keys = jax.random.split(KEY, 3)
-    params = {
-        "in": jax.random.normal(keys[0], (16, 64)) / 4,
-        "out": jax.random.normal(keys[1], (64, 4)) / 8,
-    }
-    return params, jax.random.normal(keys[2], (steps, 32, 16))
 
 
 def make_step(optimizer, specs, mesh, *, check_vma=True, **extra):

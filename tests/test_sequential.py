@@ -7,32 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh
+from cases import SMALL, assert_same_bits, local, mapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._compat import to_varying
 from dynamiq_jax.phases import trace
 
 N, DIM = 4, 128
 METHOD = dq.DynamiQ(**SMALL)
 EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
-
-
-def mapped(f, check_vma=True):
-    """``f(params, x)`` of every worker; results come back with a leading axis of workers."""
-
-    def one(params, x):
-        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(params, x[0]))
-
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
-
-
-def local(params, check_vma):
-    return lax.pcast(params, "data", to="varying") if check_vma else params
 
 
 def embed(w, tokens):
