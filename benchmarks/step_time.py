@@ -291,7 +291,10 @@ def time_steps(
 def profile_step(
     step: Callable, state: Any, tokens: Array, folder: Path, title: str
 ) -> tuple[Any, timeline.Overlap]:
-    """The state after some steps, and what the last of them hid; its picture is in the folder."""
+    """The state after some steps, and what the last of them hid.
+
+    The folder gets its picture, and its kernels as CSV.
+    """
 
     def call() -> Any:
         nonlocal state
@@ -300,7 +303,9 @@ def profile_step(
 
     spans = timeline.profile(call)
     if jax.process_index() == 0:
-        timeline.draw(spans, title, folder / f"{title.replace(' ', '-').replace(':', '-')}.png")
+        file = folder / f"{title.replace(' ', '-').replace(':', '-')}.png"
+        timeline.draw(spans, title, file)
+        timeline.write(spans, file.with_suffix(".csv"))
     return state, timeline.overlap(spans)
 
 

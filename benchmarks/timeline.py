@@ -7,6 +7,7 @@ kernels and copies in order of time, with what part of each ran beside others, a
 """
 
 import collections
+import csv
 import pathlib
 import re
 import tempfile
@@ -132,6 +133,14 @@ def overlap(spans: list[Span]) -> Overlap:
     transfers = union(s for s in spans if is_transfer(s))
     kernels = union(s for s in spans if not is_transfer(s))
     return Overlap(length(transfers) / 1e3, both(transfers, kernels) / 1e3)
+
+
+def write(spans: list[Span], file: pathlib.Path) -> None:
+    """All of them as CSV."""
+    with file.open("w", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(Span._fields)
+        rows.writerows((s.stream, s.name, f"{s.start_us:.2f}", f"{s.end_us:.2f}") for s in spans)
 
 
 def draw(spans: list[Span], title: str, file: pathlib.Path) -> None:

@@ -222,8 +222,8 @@ class _Pipeline:
             gradient = _hold(moving, gradient)
             for progress in moving:
                 progress.compute()
-            gradient = _hold(moving, gradient)
             self.ready = [progress for progress in moving if not progress.done]
+            gradient = _hold(self.ready, gradient)
             if self.lag or not self.ready:
                 return begun, gradient
             moving = self.ready
