@@ -149,7 +149,7 @@ def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
-    split = step_time.make_stages(run.config, run.scanned).split
+    split = step_time.make_stages(run.config, run.scanned, run.together).split
     params = jax.eval_shape(lambda: split(step_time.init_params(run.config, jax.random.key(0))))
     state = placed(params), placed(jax.eval_shape(optimizer.init, params))
     rows = n_gpus * run.batch, run.config.seq_len + 1
@@ -173,6 +173,7 @@ def main(
     gpus: Annotated[int, typer.Option(min=2, help="Of one host.")] = 4,
     staged: Annotated[bool, typer.Option(help="Reduce in the backward pass, or after it.")] = True,
     scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
+    together: Annotated[int, typer.Option(min=1, help="Blocks to a function.")] = 1,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     bucket_mib: Annotated[
         float | None, typer.Option(help="Of leaves that travel together.")
@@ -189,7 +190,8 @@ def main(
     def make_run(mesh: Mesh) -> step_time.Run:
         return step_time.Run(
             model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
-            batch=3, samples=1, steps=1, staged=staged, scanned=scanned, lag=lag, profiles=None,
+            batch=3, samples=1, steps=1, staged=staged, scanned=scanned,
+            together=together, lag=lag, profiles=None,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
             xla=step_time.parse_options(option or ()),
         )  # fmt: skip

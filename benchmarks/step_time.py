@@ -118,6 +118,8 @@ class Run:
     """Whether gradients are reduced in the backward pass, or after it."""
     scanned: bool = False
     """Whether the blocks are a loop over a stack of their parameters."""
+    together: int = 1
+    """Blocks to a function of `dq.sequential`."""
     lag: int
     """See `dq.sequential`."""
     bucket_bytes: int | None
@@ -132,7 +134,7 @@ class Run:
         return {
             "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
             "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
-            "scanned": self.scanned, "xla": self.xla,
+            "scanned": self.scanned, "together": self.together, "xla": self.xla,
         }  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def parse_way(text: str, run: Run) -> Way:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    sizes, stages = run.mesh.devices.shape, make_stages(run.config, run.scanned)
+    sizes, stages = run.mesh.devices.shape, make_stages(run.config, run.scanned, run.together)
     names = run.mesh.axis_names
     axes = names if len(names) > 1 else names[0]
     if text in (NONE, BF16):
@@ -320,7 +322,7 @@ def measure(run: Run, methods: Sequence[str], say: Callable[[str], None]) -> Ite
     init = jax.jit(optimizer.init, out_shardings=whole)
 
     def fresh() -> tuple[Any, Any]:
-        params = make_stages(config, run.scanned).split(random_params(config, whole))
+        params = make_stages(config, run.scanned, run.together).split(random_params(config, whole))
         return params, init(params)
 
     state = fresh()
@@ -399,6 +401,7 @@ def main(
         bool, typer.Option(help="Reduce in the backward pass (dq.sequential), or after it.")
     ] = True,
     scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
+    together: Annotated[int, typer.Option(min=1, help="Blocks to a function.")] = 1,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
@@ -436,6 +439,7 @@ def main(
             steps=steps,
             staged=staged,
             scanned=scanned,
+            together=together,
             lag=lag,
             bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
             profiles=profiles,

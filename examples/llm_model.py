@@ -334,14 +334,23 @@ class Stages(NamedTuple):
         return x
 
 
-def make_stages(config: Config, scanned: bool = False) -> Stages:
+def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Stages:
     """The same loss as `make_loss`, which the functions compute from ``tokens``.
 
-    With ``scanned`` the blocks are one function that runs in a loop, their parameters a stack.
+    Args:
+        config: of the model.
+        scanned: whether the blocks are one function that runs in a loop, their parameters a stack.
+        together: blocks to a function, whose gradients are reduced together.
 
     Raises:
-        ValueError: the head is the embedding: two functions would use it.
+        ValueError: the head is the embedding: two functions would use it; or the blocks of a loop
+            are no multiple of ``together``.
     """
+    if scanned and config.n_layers % together:
+        raise ValueError(
+            f"n_layers={config.n_layers} blocks in a loop with {together} at a time: pass a "
+            "together that divides them"
+        )
     if config.tied:
         raise ValueError("tied=True: the head is the embedding; pass a model with its own head")
     whole = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
@@ -367,10 +376,18 @@ def make_stages(config: Config, scanned: bool = False) -> Stages:
 
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
+        groups = [tuple(blocks[i : i + together]) for i in range(0, config.n_layers, together)]
         if scanned:
-            blocks = [jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)]
-        return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
+            groups = [jax.tree.map(lambda *layers: jnp.stack(layers), *groups)]
+        return params["embed"], *groups, {name: params[name] for name in ("norm", "head")}
 
-    middle = jax.checkpoint(block) if config.remat else block
-    middles = [dq.Scanned(middle)] if scanned else [middle] * config.n_layers
+    one = jax.checkpoint(block) if config.remat else block
+
+    def several(params: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        for own in params:
+            carry = one(own, carry)
+        return carry
+
+    count = -(-config.n_layers // together)
+    middles = [dq.Scanned(several)] if scanned else [several] * count
     return Stages((embed, *middles, head), split)

@@ -13,18 +13,29 @@ from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,
     make_plan,
+    octave_end,
     pack_statistics,
     plan_widths,
     statistics_seed,
+    steps_below,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 
 WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
 
 
-@functools.partial(jax.jit, static_argnames=("payload_words", "fmt"))
-def assigned(energy, payload_words, fmt):
-    return assign_widths(energy, (payload_words,), fmt, (None,))[0]
+@functools.partial(jax.jit, static_argnames=("payload_words", "fmt", "floor"))
+def assigned(energy, payload_words, fmt, floor=None):
+    """Widths of tiles of these energies, which the plan sorts first; checks their offsets."""
+    order = jnp.argsort(-energy, stable=True)
+    level = steps_below(energy[order], octave_end(energy))
+    (offset,), (width,) = assign_widths(level, (payload_words,), fmt, (floor,))
+    words = jnp.asarray([fmt.tile_words(w) for w in range(17)])[width]
+    return (
+        jnp.zeros_like(width)
+        .at[order]
+        .set(jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1))
+    )
 
 
 def words_of(fmt, widths):
@@ -55,8 +66,8 @@ def test_no_assignment_of_the_same_size_has_less_error(widths, seed):
     used = words_of(fmt, chosen)
     every = itertools.product(widths, repeat=tiles)
     best = min(error_of(fmt, energy, w) for w in every if words_of(fmt, w) <= used)
-    # Gains are compared in steps of 1/16 octave, 4.4%.
-    assert best <= error_of(fmt, energy, chosen) <= 1.045 * best
+    # Gains are compared in steps of 1/4 octave, 19%.
+    assert best <= error_of(fmt, energy, chosen) <= 1.19 * best
     # What is left unused is less than the one upgrade that no longer fitted.
     _, upgrades = width_upgrades(fmt)
     assert 0 <= payload_words - used < max(u.words for u in upgrades)
@@ -81,14 +92,31 @@ def test_widths_fit_the_budget_and_use_it(widths, kind):
     narrowest, upgrades = width_upgrades(fmt)
     spare = payload_words - words_of(fmt, chosen)
     assert 0 <= spare < max((u.words for u in upgrades), default=1)
-    # More energy, never fewer bits: compared in steps of 1/16 octave, 64 octaves deep (of which
-    # the gains of different upgrades take some).
-    order = np.argsort(energy, kind="stable")
-    told_apart = np.diff(energy[order]) > 0.045 * energy[order][1:]
-    told_apart &= energy[order][1:] > energy.max() * 2.0**-40
-    assert not np.any((np.diff(chosen[order]) < 0) & told_apart)
+    # More energy, never fewer bits.
+    order = np.argsort(-energy, kind="stable")
+    assert np.all(np.diff(chosen[order]) <= 0)
     if kind == "one" and upgrades:
         assert chosen[11] == max(u.width for u in upgrades)
+
+
+@pytest.mark.parametrize("floor", [None, 4])
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_many_tiles_err_no_more_than_half_a_percent_beyond_the_optimum(spread, floor):
+    """The optimum by energies that are not rounded, upgrade by upgrade."""
+    fmt, tiles = WireFormat(widths=(3, 4, 5, 6, 8, 10)), 2000
+    energy = np.random.default_rng(0).lognormal(0.0, spread, tiles).astype(np.float32)
+    payload_words = tiles * fmt.tile_words(5)
+    narrowest, upgrades = width_upgrades(fmt, floor)
+    gain = np.array([u.gain for u in upgrades]) * energy[:, None]
+    above = np.broadcast_to([u.width > (floor or 0) for u in upgrades], gain.shape)
+    order = np.lexsort((-gain.ravel(), above.ravel()))
+    words = np.broadcast_to([u.words for u in upgrades], gain.shape).ravel()[order]
+    fits = np.cumsum(words) <= payload_words - tiles * fmt.tile_words(narrowest)
+    removed = np.sum((gain.ravel()[order] * words)[fits])
+    optimum = np.sum(energy, dtype=np.float64) * distortion(fmt, narrowest) - removed
+    chosen = np.asarray(assigned(energy, payload_words, fmt, floor))
+    assert words_of(fmt, chosen) <= payload_words
+    assert 0.9999 * optimum <= error_of(fmt, energy, chosen) <= 1.005 * optimum
 
 
 def test_a_budget_for_everything_gives_everything():

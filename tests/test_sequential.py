@@ -342,6 +342,17 @@ def test_reductions_go_on_while_the_backward_pass_does(lag, waits):
     assert len(sums) == waits
 
 
+def test_finished_reductions_pass_no_barrier():
+    """What passes one has to be written: no slice of a bucket could be part of the optimizer."""
+    functions, params, tokens = model(6)
+    run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
+    jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    held = {out for e in barriers for out in e.outvars}
+    assert len(barriers) > len(functions)
+    assert not held & set(jaxpr.outvars)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

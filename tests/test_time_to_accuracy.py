@@ -133,6 +133,23 @@ class TestStepTime:
         looped = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state)[1:]])
         np.testing.assert_allclose(np.linalg.norm(looped), np.linalg.norm(sizes[0]), rtol=1e-4)
 
+    @pytest.mark.parametrize(("scanned", "together", "count"), [(False, 3, 2), (True, 2, 1)])
+    def test_blocks_of_one_function_compute_what_each_would(self, scanned, together, count):
+        config = dataclasses.replace(LAYER, n_layers=4)
+        params = step_time.random_params(
+            config, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
+        tokens = jax.random.randint(jax.random.key(1), (2, LAYER.seq_len + 1), 0, 256)
+        alone, grouped = (
+            step_time.make_stages(config, *choice) for choice in ((), (scanned, together))
+        )
+        assert len(alone.functions) == 4 + 2
+        assert len(grouped.functions) == count + 2
+        losses = [stages.loss(stages.split(params), tokens) for stages in (alone, grouped)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+        with pytest.raises(ValueError, match="n_layers=4 blocks in a loop with 3 at a time"):
+            step_time.make_stages(config, True, 3)
+
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [

@@ -21,10 +21,10 @@ from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.seeds import statistics_seed
 from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
-from pallas_kernels.format import MAX_WIDTH
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
-_LEVELS = 1024  # of energy, 1/16 octave each
+_LEVELS = 256  # of energy, 1/4 octave each
+_MANTISSA_BITS = 2  # of an energy, which tell its level
 
 
 class Plan(NamedTuple):
@@ -59,14 +59,12 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
 
 
 class UpgradeOrder(NamedTuple):
-    """All (energy level, upgrade) pairs in the order in which they are taken."""
+    """In what order tiles are widened: E + 1 states, each one upgrade of one level further."""
 
-    level: np.ndarray
-    """int32[E]"""
-    words: np.ndarray
-    """int32[E]: what the upgrade of one tile takes."""
-    place: np.ndarray
-    """int32[levels, U]: where in the order a level's upgrades are."""
+    taken: np.ndarray
+    """int32[E + 1, U]: how many levels, those of most energy, have each upgrade by then."""
+    next: np.ndarray
+    """int32[E + 1]: which upgrade is next; 0 after the last one."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,29 +76,30 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
     """
     _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(_LEVELS)
-    middle = 1 + (15 - step % 16 + 0.5) / 16  # of 16 equal parts of an octave, from its end
-    energy = middle * 2.0 ** -(step // 16)
+    parts = 1 << _MANTISSA_BITS  # of an octave, all equal, counted from its end
+    middle = 1 + (parts - 1 - step % parts + 0.5) / parts
+    energy = middle * 2.0 ** -(step // parts)
     gain = energy[:, None] * np.array([u.gain for u in upgrades])
-    above_floor = np.array([floor is None or u.width > floor for u in upgrades])
+    above_floor = np.array([floor is None or u.width > floor for u in upgrades], bool)
     order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
-    place = np.empty(gain.size, np.int32)
-    place[order] = np.arange(gain.size)
-    words = np.array([u.words for u in upgrades], np.int32)
-    level, upgrade = np.divmod(order.astype(np.int32), len(upgrades))
-    return UpgradeOrder(level, words[upgrade], place.reshape(gain.shape))
+    upgrade = order % max(len(upgrades), 1)
+    taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
+    return UpgradeOrder(
+        np.pad(taken, ((1, 0), (0, 0))).astype(np.int32), np.pad(upgrade, (0, 1)).astype(np.int32)
+    )
 
 
 class _Tables(NamedTuple):
     """`upgrade_order` of several floors, padded to equal lengths."""
 
-    level: np.ndarray
-    """int32[F, E]"""
+    taken: np.ndarray
+    """int32[F, E + 1, U]"""
+    next: np.ndarray
+    """int32[F, E + 1]"""
+    states: np.ndarray
+    """int32[F]: how many are no padding."""
     words: np.ndarray
-    """int32[F, E], at least 1"""
-    entries: np.ndarray
-    """int32[F]: how many are no padding; fewer than E."""
-    place: np.ndarray
-    """int32[F, levels, U]; E - 1 for upgrades that there are not."""
+    """int32[F, U]: what an upgrade of one tile takes; at least 1."""
     widths: np.ndarray
     """int32[F, U + 1]: the width after so many upgrades."""
 
@@ -109,31 +108,34 @@ class _Tables(NamedTuple):
 def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor) for floor in floors]
-    entries = np.array([len(order.level) for order in orders], np.int32)
-    n_entries, n_upgrades = entries.max() + 1, max(len(u) for _, u in upgrades)
-    level = np.zeros((len(floors), n_entries), np.int32)
-    words, place = np.ones_like(level), np.full((len(floors), _LEVELS, n_upgrades), n_entries - 1)
+    states = np.array([len(order.next) for order in orders], np.int32)
+    n_states, n_upgrades = states.max(), max(1, *(len(u) for _, u in upgrades))
+    taken = np.zeros((len(floors), n_states, n_upgrades), np.int32)
+    following = np.zeros((len(floors), n_states), np.int32)
+    words = np.ones((len(floors), n_upgrades), np.int32)
     widths = np.zeros((len(floors), n_upgrades + 1), np.int32)
     for i, (order, (narrowest, own)) in enumerate(zip(orders, upgrades, strict=True)):
-        level[i, : entries[i]], words[i, : entries[i]] = order.level, order.words
-        place[i, :, : len(own)] = order.place
+        taken[i, : states[i], : len(own)], following[i, : states[i]] = order
+        words[i, : len(own)] = [u.words for u in own]
         widths[i, : len(own) + 1] = [narrowest, *(u.width for u in own)]
-    return _Tables(level, words, entries, place.astype(np.int32), widths)
+    return _Tables(taken, following, states, words, widths)
 
 
 def assign_widths(
-    energy: Float[Array, " T"],
+    level: Int[Array, " T"],
     payload_words: tuple[int, ...],
     fmt: WireFormat,
     floors: tuple[int | None, ...],
-) -> Int[Array, "F T"]:
-    """The width of each tile: the floor, and above it the least expected squared error.
+) -> tuple[Int[Array, "F T"], Int[Array, "F T"]]:
+    """Word offset and width of each tile: the floor, and above it the least expected squared error.
 
-    Energies are told apart in steps of 1/16 octave, down to 2^64 below the largest. Of the upgrade
-    that no longer fits for all tiles of a level, the first tiles get it.
+    Tiles are in the order of their energies, so that an upgrade is for the first so many of them.
+    These numbers, not more than ten, are all that depends on the data: offsets and widths follow
+    from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
+    tiles get it.
 
     Args:
-      energy: the energy of each tile, summed over chunks and workers; not negative.
+      level: the energy of each tile, summed over chunks and workers, as `steps_below`, ascending.
       payload_words: budgets, in 32-bit words: of F assignments, made together, since what takes
         time is the number of kernels.
       fmt: its widths are the choice.
@@ -141,34 +143,42 @@ def assign_widths(
         small for that, those of least energy do without. `None` is the narrowest.
     """
     tables = _tables(fmt, floors)
-    budgets = np.array(payload_words) - energy.shape[0] * fmt.tile_words(min(fmt.widths))
-    level = _steps_below_largest(energy, mantissa_bits=4, steps=_LEVELS)
-    is_level = level[:, None] == jnp.arange(_LEVELS, dtype=jnp.int32)
-    tiles_at = jnp.sum(is_level, axis=0, dtype=jnp.int32)
+    tile, narrowest = jnp.arange(level.shape[0], dtype=jnp.int32), fmt.tile_words(min(fmt.widths))
+    budgets = np.array(payload_words) - level.shape[0] * narrowest
+    below = level[:, None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)
+    tiles_of = jnp.sum(below, axis=0, dtype=jnp.int32)  # of the first so many levels
 
     def assign(budget, table: Any):
-        spent = jnp.cumsum(tiles_at[table.level] * table.words)
-        fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.entries)
-        taken = jnp.sum(fits[table.place], axis=1, dtype=jnp.int32)[level]
-        # What is left pays for the next entry in part.
-        cut = jnp.sum(fits, dtype=jnp.int32)
-        left = budget - jnp.where(cut > 0, spent[jnp.maximum(cut - 1, 0)], 0)
-        affordable = jnp.where(cut < table.entries, left // table.words[cut], 0)
-        marginal = level == table.level[cut]
-        return table.widths[taken + (marginal & (jnp.cumsum(marginal) <= affordable))]
+        spent = jnp.sum(tiles_of[table.taken] * table.words, axis=1)
+        fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.states)
+        state = jnp.maximum(jnp.sum(fits, dtype=jnp.int32) - 1, 0)
+        upgraded = tiles_of[table.taken[state]]
+        # What is left pays for the next upgrade in part.
+        left = budget - jnp.sum(upgraded * table.words)
+        following = table.next[state]
+        affordable = jnp.where(state < table.states - 1, left // table.words[following], 0)
+        is_next = jnp.arange(upgraded.shape[0]) == following
+        upgraded = upgraded + jnp.where(is_next, jnp.maximum(affordable, 0), 0)
+        before = jnp.minimum(tile[:, None], upgraded) * table.words
+        width = table.widths[jnp.sum(tile[:, None] < upgraded, axis=1, dtype=jnp.int32)]
+        return tile * narrowest + jnp.sum(before, axis=1, dtype=jnp.int32), width
 
     return jax.vmap(assign)(jnp.asarray(budgets, jnp.int32), jax.tree.map(jnp.asarray, tables))
 
 
-def _steps_below_largest(x: Array, *, mantissa_bits: int, steps: int) -> Array:
-    """How many steps of 2^-mantissa_bits octave x >= 0 lies below the octave of the largest's end.
+def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
+    """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
+    bits = lax.bitcast_convert_type(jnp.max(x, axis=-1, keepdims=True), jnp.int32)
+    return bits >> (23 - _MANTISSA_BITS) | ((1 << _MANTISSA_BITS) - 1)
 
-    int32, at most steps - 1: what lies further below is not told apart.
+
+def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, "*k s"]:
+    """How many steps of 1/4 octave x >= 0 lies below the end of an octave.
+
+    0 to `_LEVELS` - 1: what lies further below is not told apart.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32) >> (23 - mantissa_bits)
-    bits = bits.astype(jnp.int32)
-    end = jnp.max(bits) | ((1 << mantissa_bits) - 1)
-    return jnp.minimum(end - bits, steps - 1)
+    bits = lax.bitcast_convert_type(x, jnp.int32) >> (23 - _MANTISSA_BITS)
+    return jnp.clip(end - bits, 0, _LEVELS - 1)
 
 
 def make_plan(stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout) -> Plan:
@@ -202,41 +212,39 @@ def order_and_tiles(
 ) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...], Float[Array, "shards T"]]:
     """``(order, tiles, energy)`` of a plan for super-groups of the given energies.
 
-    Energies are sorted in steps of 1/4 octave (down to 2^64 below the largest): one radix sort
-    of 8-bit keys, at a cost in error of less than 1%.
+    Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest): one radix
+    sort of 8-bit keys, at a cost in error of less than 1%. The mean energies of tiles have the same
+    steps, so that they ascend as well.
     """
     shards, rows = layout.shards, layout.shard_rows
     per_shard = layout.super_groups // shards
     energy = jnp.pad(energy.reshape(shards, rows), ((0, 0), (0, per_shard - rows)))
-    key = _steps_below_largest(energy, mantissa_bits=2, steps=256)
-    key = key + 256 * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    end = octave_end(energy)
+    key = steps_below(energy, end) + _LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
     key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
     index = jnp.arange(energy.size, dtype=jnp.int32)
     _, order = lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
     tile_energy = energy.reshape(-1)[order].reshape(shards, layout.chunk_tiles, -1)
     tile_energy = jnp.sum(tile_energy * (1.0 / tile_energy.shape[2]), axis=2)
+    tiles = _tiles_of_stages(steps_below(tile_energy, end), layout)
     if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
         shard, local = order // per_shard, order % per_shard
         spare = layout.rows + shard * (per_shard - rows) + local - rows
         order = jnp.where(local < rows, shard * rows + local, spare)
     order = order.reshape(shards, layout.chunk_super_groups, layout.shard_chunks)
     order = order.transpose(0, 2, 1).reshape(layout.chunks, layout.chunk_super_groups)
-    return order, _tiles_of_stages(tile_energy, layout), tile_energy
+    return order, tiles, tile_energy
 
 
 def _tiles_of_stages(
-    energy: Float[Array, "shards T"], layout: Layout
+    level: Int[Array, "shards T"], layout: Layout
 ) -> tuple[Int[Array, "C T"], ...]:
     """Offsets and widths for every stage; stages of equal budgets and floors share them."""
-    fmt = layout.fmt
-    table = jnp.asarray([fmt.tile_words(w) for w in range(MAX_WIDTH + 1)], jnp.int32)
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
     payload_words, floors = zip(*different, strict=True)
-    width = jax.vmap(lambda e: assign_widths(e, payload_words, fmt, floors))(energy)
-    words = table[width]
-    tiles = pack_tiles(jnp.cumsum(words, axis=2) - words, width)
-    tiles = jnp.repeat(tiles, layout.shard_chunks, axis=0)
+    found = jax.vmap(lambda own: assign_widths(own, payload_words, layout.fmt, floors))(level)
+    tiles = jnp.repeat(pack_tiles(*found), layout.shard_chunks, axis=0)
     return tuple(tiles[:, different.index(stage)] for stage in stages)
 
 
