@@ -7,8 +7,9 @@ It measures nothing. Losses are rows of `training.py`, errors those of ``dynamiq
 times those of ``dynamiq-jax bench all-reduce``; `LOSSES`, `ERRORS` and `TIMES` say which files of
 ``benchmarks/results``. The state is what the method keeps of a model's gradients, from its shapes.
 
-Each table is of one setting: one model on one kind of hardware. Rows are in groups of wire bits,
-and within a group by loss.
+Each table of losses is of one setting: one model on one kind of hardware. Rows are in groups of
+wire bits, and within a group by loss. The table of times to a loss puts curves of one model and
+times of all-reduces together, as `time_to_accuracy.py` does with times of steps.
 """
 
 import json
@@ -26,6 +27,7 @@ import typer
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+from time_to_accuracy import NONE, Curve, Result, combine, read_curves
 from training_model import INITS, MODELS, init, unstack
 from training_report import panels
 from training_run import BF16, EXACT, exact_mean, library_mean
@@ -35,6 +37,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
 ERRORS = RESULTS / "comparison_error.json"
 TIMES = RESULTS / "comparison_times.json"
 TRANSPORTS = RESULTS / "comparison_transports.json"
+STEPS = RESULTS / "step_time_pipeline.json"
+
+TOLERANCE = 0.5
+"""Above bf16's last training loss, %: the target of the times to a loss."""
 
 Row = Mapping[str, Any]
 
@@ -50,6 +56,9 @@ class Losses(NamedTuple):
 
 
 LOSSES: Mapping[str, Losses] = {
+    "125m": Losses(
+        {"training_125m.json": ".*", "training_125m_more.json": ".*"}, "125m", "gpu", 200
+    ),
     "small": Losses({"comparison.json": ".*"}, "tiny", "cpu", 200),
     "seeds": Losses(
         {"dither.json": ".*", "training.json": "(?!dynamiq(?!-memory))"}, "tiny", "gpu", 200
@@ -113,6 +122,11 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq-dither-axis:4"), ("minmax:4", "dynamiq:4"),
         ("flash:5", "dynamiq:5"), ("thc", "dynamiq:5"), ("mxfp6", "dynamiq:5"),
         ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
+    ),
+    "125m": (
+        ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:4"),
+        ("mxfp6", "dynamiq:5"), ("mxfp8", "dynamiq:5"), ("bf16-psum", "dynamiq:5"),
+        ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
     "small": (
         ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("thc-saturating", "dynamiq:4"),
@@ -193,13 +207,20 @@ def loss(row: Row) -> float:
 
 
 def pair_difference(row: Row, other: Row) -> tuple[float, float]:
-    """Mean over seeds of the difference of two rows' differences in %, its standard error."""
+    """Mean over seeds of the difference of two rows' differences in %, its standard error.
+
+    Each row is compared with the exact mean of its own file first, so rows may be of two files.
+    """
     own, its = (
         100 * np.asarray(r["validation_loss"], np.float64) / np.asarray(r["exact"], np.float64)
         for r in (row, other)
     )
-    apart = own - its
-    return float(apart.mean()), float(apart.std(ddof=1) / math.sqrt(apart.size))
+    return mean_over_seeds(own - its)
+
+
+def mean_over_seeds(values: np.ndarray) -> tuple[float, float]:
+    """The mean of one value for each seed, and its standard error."""
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(values.size))
 
 
 def state_bytes_per_coord(method: str, topology: str, model: str, n_workers: int) -> float:
@@ -212,6 +233,51 @@ def state_bytes_per_coord(method: str, topology: str, model: str, n_workers: int
     state = jax.eval_shape(lambda: mean.init(grads, n_workers))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return held / n_workers / sum(leaf.size for leaf in jax.tree.leaves(grads))
+
+
+def by_method(run: Row) -> dict[str, Row]:
+    """The rows of one run of all-reduces by the method's name, bf16 psum first."""
+    psum, *others = run["rows"]
+    return {BF16: psum} | {row["method"].split()[0]: row for row in others}
+
+
+def step_alone() -> tuple[float, float]:
+    """What a step of the 1.1 B model takes that averages nothing, ms, and its gradients' bytes."""
+    rows = {row["method"]: row for row in load(STEPS)["runs"][0]["rows"]}
+    psum = rows[BF16]
+    n_workers = psum["n_workers"]
+    return rows[NONE]["step_ms"], psum["wire_bytes"] * n_workers / (2 * (n_workers - 1))
+
+
+def step_times() -> dict[str, dict[str, Row]]:
+    """Steps of the 1.1 B model that average after all else, by links and method.
+
+    As `time_to_accuracy.combine` takes them. The all-reduce of all gradients takes as many times
+    longer than the measured one as it is larger.
+    """
+    alone, gradient_bytes = step_alone()
+    found: dict[str, dict[str, Row]] = {}
+    for run in load(TRANSPORTS)["runs"]:
+        own = found.setdefault(run["links"], {})
+        for method, row in by_method(run).items():
+            exposed = row["time_us"] / 1e3 * gradient_bytes / row["size_bytes"]
+            own[method] = {"step_ms": alone + exposed, "exposed_ms": exposed}
+    return found
+
+
+def curves() -> dict[str, Curve]:
+    """Training curves of the table "large", by method."""
+    files = [RESULTS / file for file in LOSSES["large"].files]
+    return read_curves(files, LOSSES["large"].model, "unit", "direct")
+
+
+def times_to_loss() -> dict[str, dict[str, Result]]:
+    """Results by links and method, of methods that have a curve and times of their own."""
+    found: dict[str, dict[str, Result]] = {}
+    for result in combine(curves(), step_times(), TOLERANCE):
+        if result.timed_as == result.method:
+            found.setdefault(result.transport, {})[result.method] = result
+    return found
 
 
 # --- Texts ----------------------------------------------------------------------------------------
@@ -314,6 +380,52 @@ def pair_table(name: str) -> str:
     return markdown(lines)
 
 
+def time_to_loss_table() -> str:
+    """Times to bf16 psum's loss over several transports, relative to its own, and their origin.
+
+    By time over host memory; methods that do not get there stand last, by their last loss.
+    """
+    losses, found = curves(), times_to_loss()
+    bits = {row["settings"]["method"]: row["bits_per_coord"] for row in loss_rows(LOSSES["large"])}
+    last = {
+        method: mean_over_seeds(100 * (curve.losses[:, -1] / losses[BF16].losses[:, -1] - 1))
+        for method, curve in losses.items()
+    }
+    rows = found["host memory"]
+    least = rows[BF16].steps
+    assert least is not None  # the target is above bf16's own last window
+
+    def order(result: Result) -> tuple[bool, float]:
+        if result.relative is None:
+            return True, last[result.method][0]
+        return False, result.relative
+
+    lines = [
+        ("method, name", "wire bits", "last training loss, %", "steps", *found),
+        ("---",) * (4 + len(found)),
+    ]
+    for result in sorted(rows.values(), key=order):
+        method = result.method
+        loss_cell = "" if method == BF16 else signed(*last[method])
+        cells = [titled(method), f"{bits[method]:.2f}", loss_cell]
+        if result.steps is None:
+            cells += ["not reached"] + ["–"] * len(found)
+        else:
+            times = (own[method].relative for own in found.values())
+            cells += [f"{result.steps / least:.2f}", *(f"{time:.2f}" for time in times)]
+        lines.append(cells)
+    about = load(TRANSPORTS)["runs"][0]["about"]
+    alone, gradient_bytes = step_alone()
+    files = " and ".join(f"`{file}`" for file in LOSSES["large"].files)
+    return (
+        "    python benchmarks/comparison.py\n\n"
+        f"Curves: {files}; all-reduces: `{TRANSPORTS.name}`,\n"
+        f"{about['n_devices']} × {about['device_kind']}, JAX {about['jax']}; "
+        f"the rest of a step, {alone:.1f} ms, and gradients of\n"
+        f"{gradient_bytes / 1e9:.2f} GB: `{STEPS.name}`.\n\n" + markdown(lines)
+    )
+
+
 def error_origin() -> str:
     """The command, hardware and versions of the errors."""
     found = load(ERRORS)
@@ -335,8 +447,8 @@ def transport_table() -> str:
     """All-reduces of all methods over several transports, over bf16 psum, and their command."""
     runs = load(TRANSPORTS)["runs"]
     sizes = [f"{run['rows'][0]['size_bytes'] >> 20} MiB" for run in runs]
-    found = [{row["method"].split()[0]: row for row in run["rows"][1:]} for run in runs]
-    psum = [run["rows"][0] for run in runs]
+    found = [by_method(run) for run in runs]
+    psum = [rows.pop(BF16) for rows in found]
     heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
     lines = [("method, name", "MB sent", *heads), ("---",) * (2 + len(runs))]
     times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
@@ -363,7 +475,8 @@ def blocks() -> dict[str, str]:
     tables = {name: table(name) for name in LOSSES}
     pairs = {f"{name}-pairs": pair_table(name) for name in PAIRS}
     return tables | pairs | {
-        "errors": error_origin(), "times": time_origin(), "transports": transport_table(),
+        "time-to-loss": time_to_loss_table(), "errors": error_origin(), "times": time_origin(),
+        "transports": transport_table(),
     }  # fmt: skip
 
 

@@ -3,16 +3,20 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import comparison
+import llm_model
 
 from dynamiq_jax.bench import contenders
 
@@ -75,6 +79,106 @@ def test_a_pair_is_the_difference_of_its_rows(small, other):
     assert apart == pytest.approx(comparison.loss(row) - comparison.loss(beside))
     assert error > 0
     assert comparison.pair_difference(row, row) == (0.0, 0.0)
+
+
+def test_a_repeated_exact_mean_differs_by_what_the_page_says():
+    """The two files of 125 M have one each, and all else is alike."""
+    chosen = comparison.LOSSES["125m"]
+    once, again = (comparison.load(comparison.RESULTS / file)["rows"][0] for file in chosen.files)
+    assert once["settings"] == again["settings"]
+    first, second = (np.array(row["validation_loss"]) for row in (once, again))
+    apart = 100 * np.abs(second / first - 1)
+    assert [f"{x:.2f}" for x in (apart.mean(), apart.min(), apart.max())] == [
+        "0.03", "0.01", "0.04",
+    ]  # fmt: skip
+    page = " ".join(comparison.PAGE.read_text().split())
+    assert "The two end 0.03% apart, 0.01 to 0.04% by seed" in page
+
+
+def test_rows_are_compared_with_the_exact_mean_of_their_own_file():
+    rows = {r["settings"]["method"]: r for r in comparison.loss_rows(comparison.LOSSES["125m"])}
+    assert rows["mxfp4"]["file"] != rows["dynamiq:4"]["file"]
+    assert rows["mxfp4"]["exact"] != rows["dynamiq:4"]["exact"]
+    for row in rows.values():
+        apart = 100 * (np.array(row["validation_loss"]) / row["exact"] - 1)
+        assert apart.mean() == pytest.approx(comparison.loss(row))
+    early = rows["mxfp4"]["summary"]["early"]["percent"]
+    assert f"behind early in the training, by {early:.2f} %" in " ".join(
+        comparison.PAGE.read_text().split()
+    )
+
+
+# --- Times to a loss ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def to_loss(texts):
+    """Cells of the table's rows by the method's name: bits, last loss, steps, times."""
+    lines = re.findall(r"^\| .*`([\w:.-]+)` \| (.*) \|$", texts["time-to-loss"], re.M)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+def test_times_to_a_loss_are_those_of_the_files(to_loss):
+    """DynamiQ at 5 bits over host memory by hand; the target is between the last two windows."""
+    rows = comparison.load(comparison.RESULTS / "time_to_accuracy_losses.json")["rows"]
+    found = {row["settings"]["method"]: np.mean(row["training_loss"], axis=0) for row in rows}
+    target = 1.005 * found["bf16-psum"][-1]
+
+    def steps(method):
+        before, last = found[method][-2:]
+        assert before > target >= last
+        return 25 * (len(found[method]) - 1.5 + (before - target) / (before - last))
+
+    run = comparison.load(comparison.TRANSPORTS)["runs"][1]
+    assert run["links"] == "host memory"
+    times = {row["method"]: row for row in run["rows"]}
+    none, psum = comparison.load(comparison.STEPS)["runs"][0]["rows"][:2]
+    assert (none["method"], psum["method"]) == ("none", "bf16-psum")
+
+    def step_ms(name):
+        """With 2 GPUs bf16 psum sends as many bytes as the gradients have."""
+        row = times[name]
+        return none["step_ms"] + row["time_us"] / 1e3 * psum["wire_bytes"] / row["size_bytes"]
+
+    share = steps("dynamiq:5") / steps("bf16-psum")
+    relative = share * step_ms("dynamiq:5 direct") / step_ms("bf16 psum")
+    result = comparison.times_to_loss()["host memory"]["dynamiq:5"]
+    assert result.relative == pytest.approx(relative, rel=1e-12)
+    assert to_loss["dynamiq:5"][2] == f"{share:.2f}"
+    assert to_loss["dynamiq:5"][4] == f"{relative:.2f}"
+    assert relative < 0.7  # it sends a third
+
+
+def test_bf16_psum_is_the_row_of_ones(to_loss):
+    assert to_loss["bf16-psum"] == ["16.00", "", *["1.00"] * 4]
+
+
+def test_the_fastest_over_host_memory_come_first_and_those_that_miss_the_loss_last(to_loss):
+    reached = [cells[2] != "not reached" for cells in to_loss.values()]
+    assert reached == sorted(reached, reverse=True)
+    assert True in reached and False in reached
+    times = [float(cells[4]) for cells in to_loss.values() if cells[2] != "not reached"]
+    assert times == sorted(times) and len(set(times)) > 3
+    missed = [cells for cells in to_loss.values() if cells[2] == "not reached"]
+    losses = [float(cells[1].split()[0]) for cells in missed]
+    assert losses == sorted(losses) and losses[0] >= comparison.TOLERANCE
+    assert all(cells[3:] == ["–"] * 3 for cells in missed)
+
+
+def test_methods_have_a_curve_and_times_of_their_own(to_loss):
+    curves = set(comparison.curves())
+    timed = set.intersection(*map(set, comparison.step_times().values()))
+    assert set(to_loss) == curves & timed
+    assert {"dynamiq:5", "mxfp4", "thc", "bf16-psum"} <= set(to_loss)
+
+
+def test_gradients_are_those_of_the_model():
+    """2 bytes for each of 1.1 B parameters."""
+    shapes = jax.eval_shape(
+        partial(llm_model.init_params, llm_model.CONFIGS["1b"]), jax.random.key(0)
+    )
+    coords = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert comparison.step_alone()[1] == 2 * coords
 
 
 @pytest.mark.parametrize(
