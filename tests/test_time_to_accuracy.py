@@ -454,6 +454,8 @@ class TestThePage:
         "dynamiq-dither:3.5": "DynamiQ, 3.5 bits, dither",
         "dynamiq-dither-axis:3.5": "DynamiQ, 3.5 bits, dither, scale axis",
         "dynamiq:5": "DynamiQ, 5 bits",
+        "thc": "THC",
+        "omnireduce": "OmniReduce",
     }
 
     @staticmethod
@@ -514,8 +516,9 @@ class TestThePage:
     def test_a_pipeline(self):
         kept = json.loads((self.results / "step_time_pipeline.json").read_text())["runs"]
         count = 0
-        for run in (run for run in kept if run["options"]["lag"] == 1):
-            if run["options"]["scanned"]:
+        for run in kept:
+            options = run["options"]
+            if options["scanned"] or (options["lag"], options["together"]) != (1, 1):
                 continue
             psum = next(r for r in run["rows"] if r["method"] == "bf16-psum")
             links = f"{tta.LINKS[psum['transport']]}, 2 GPUs"
@@ -528,7 +531,32 @@ class TestThePage:
                     assert row[2] == f"{r['step_ms']:.1f}"
                     assert row[3].strip("*") == ("" if r is psum else less)
                     assert row[4:] == [*times, f"{share:.0%}"]
-        assert count == 9
+        assert count == 12
+
+    @pytest.mark.parametrize(
+        ("number", "begin", "methods"),
+        [
+            (0, "1.1 B, host memory", ("dynamiq:5", "dynamiq-dither:3.5", None)),
+            (1, "350 M, host memory", ("dynamiq:5", "dynamiq-dither:3.5", "mxfp6")),
+            (2, "350 M, NVLink", ("dynamiq:5", None, None)),
+            (3, "1.1 B, sockets", ("dynamiq:5", None, "mxfp8")),
+        ],
+    )
+    def test_other_sizes(self, number, begin, methods):
+        run = json.loads((self.results / "step_time_sizes.json").read_text())["runs"][number]
+        found = {r["method"]: r for r in run["rows"]}
+        (row,) = self.rows(begin)
+        psum = found["bf16-psum"]["step_ms"]
+        expected = [f"{found['none']['tokens']:,}"]
+        expected += [f"{found[name]['step_ms']:.1f}" for name in ("none", "bf16-psum")]
+        for method in methods[:2]:
+            time = found[method]["step_ms"] if method else 0
+            less = 1 - time / psum
+            text = f"{time:.1f}, {abs(less):.1%} {'less' if less > 0 else 'more'}"
+            expected.append(text if method else "")
+        last = methods[2]
+        expected.append(f"{self.names[last]} {found[last]['step_ms']:.1f}" if last else "")
+        assert row[1:] == expected
 
     def test_against_the_clock(self):
         (run,) = json.loads((self.results / "against_the_clock.json").read_text())["runs"]
