@@ -133,7 +133,8 @@ def sequential(
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     if callable(functions):
-        raise ValueError(f"functions={functions} is one function; pass a list: [function]")
+        name = getattr(functions, "__name__", type(functions).__name__)
+        raise ValueError(f"functions={name} is one function; pass a list: [{name}]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
     for name, given in (("params", params), ("specs", specs)):

@@ -395,9 +395,11 @@ def test_layers_that_are_no_stack_are_refused(params, specs, complaint):
         mapped(run)(params, jnp.ones((N, 4)))
 
 
-@pytest.mark.parametrize("function", [head, dq.Scanned(block)])
-def test_one_function_is_no_list(function):
-    with pytest.raises(ValueError, match=r"is one function; pass a list: \[function\]"):
+@pytest.mark.parametrize(
+    ("function", "name"), [(head, "head"), (dq.Scanned(block), "Scanned")], ids=["head", "Scanned"]
+)
+def test_one_function_is_refused(function, name):
+    with pytest.raises(ValueError, match=rf"functions={name} is one .*; pass a list: \[{name}\]"):
         jax.vmap(lambda x: dq.sequential(function, [x], x, "data"), axis_name="data")(jnp.ones(4))
 
 

@@ -130,7 +130,7 @@ def assign_widths(
     """Word offset and width of each tile: the floor, and above it the least expected squared error.
 
     Tiles are in the order of their energies, so that an upgrade is for the first so many of them.
-    These numbers, not more than ten, are all that depends on the data: offsets and widths follow
+    These numbers, one for each upgrade, are all that depends on the data: offsets and widths follow
     from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
     tiles get it.
 
@@ -143,8 +143,8 @@ def assign_widths(
         small for that, those of least energy do without. `None` is the narrowest.
     """
     tables = _tables(fmt, floors)
-    tile, narrowest = jnp.arange(level.shape[0], dtype=jnp.int32), fmt.tile_words(min(fmt.widths))
-    budgets = np.array(payload_words) - level.shape[0] * narrowest
+    tile, least = jnp.arange(level.shape[0], dtype=jnp.int32), fmt.tile_words(min(fmt.widths))
+    budgets = np.array(payload_words) - level.shape[0] * least
     below = level[:, None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)
     tiles_of = jnp.sum(below, axis=0, dtype=jnp.int32)  # of the first so many levels
 
@@ -161,7 +161,7 @@ def assign_widths(
         upgraded = upgraded + jnp.where(is_next, jnp.maximum(affordable, 0), 0)
         before = jnp.minimum(tile[:, None], upgraded) * table.words
         width = table.widths[jnp.sum(tile[:, None] < upgraded, axis=1, dtype=jnp.int32)]
-        return tile * narrowest + jnp.sum(before, axis=1, dtype=jnp.int32), width
+        return tile * least + jnp.sum(before, axis=1, dtype=jnp.int32), width
 
     return jax.vmap(assign)(jnp.asarray(budgets, jnp.int32), jax.tree.map(jnp.asarray, tables))
 
