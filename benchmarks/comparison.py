@@ -130,6 +130,7 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
     ),
     "small": (
         ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("thc-saturating", "dynamiq:4"),
+        ("dynamiq-ef21:4", "dynamiq:4"), ("mxfp4-ef21", "dynamiq:4"),
         ("topk-chunked-memory", "dynamiq:4"), ("sidco-memory", "dynamiq:4"),
         ("clt-k-memory", "dynamiq:4"),
         ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
