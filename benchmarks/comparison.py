@@ -312,7 +312,7 @@ def error_texts() -> dict[str, str]:
 def error_text(method: str, errors: Mapping[str, str]) -> str:
     """vNMSE of the method, or of what does the same to one flat leaf in its first step."""
     name, colon, bits = method.partition(":")
-    plain = name.removesuffix("-memory").removesuffix("-axis")
+    plain = re.sub("-(memory|ef14|ef21)$", "", name).removesuffix("-axis")
     choices = (method, plain + colon + bits, DEFAULTS.get(plain, plain))
     return next((errors[choice] for choice in choices if choice in errors), "")
 
