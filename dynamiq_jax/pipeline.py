@@ -134,7 +134,7 @@ def sequential(
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     if callable(functions):
         name = getattr(functions, "__name__", type(functions).__name__)
-        raise ValueError(f"functions={name} is one function; pass a list: [{name}]")
+        raise ValueError(f"functions={name} is one function; pass a list: [function]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
     for name, given in (("params", params), ("specs", specs)):
@@ -254,6 +254,8 @@ class _Pipeline:
 
 def _hold(moving: Sequence[Progress], passing: Any) -> Any:
     """``passing``, and with it what the reductions take next: all wait for each other."""
+    if not moving:
+        return passing
     passing, held = _together(passing, [progress.ready for progress in moving])
     for progress, ready in zip(moving, held, strict=True):
         progress.ready = ready

@@ -22,8 +22,8 @@ _EARLY: dict[str, Any] = {
     # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
-"""In one process. Between two some steps over sockets ended well (docs/time-to-accuracy.md), which
-says little about deadlocks: there it is for the user to pass them."""
+"""In one process. Between two processes a short run over sockets ended well
+(docs/time-to-accuracy.md), which says little about deadlocks: users who want these pass them."""
 _asked_for = False
 
 

@@ -343,9 +343,11 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
         together: blocks to a function, whose gradients are reduced together.
 
     Raises:
-        ValueError: the head is the embedding: two functions would use it; or the blocks of a loop
-            are no multiple of ``together``.
+        ValueError: the head is the embedding: two functions would use it; ``together`` is no
+            positive number; or the blocks of a loop are no multiple of it.
     """
+    if together < 1:
+        raise ValueError(f"together={together} must be at least 1 block to a function")
     if scanned and config.n_layers % together:
         raise ValueError(
             f"n_layers={config.n_layers} blocks in a loop with {together} at a time: pass a "

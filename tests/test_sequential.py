@@ -399,7 +399,7 @@ def test_layers_that_are_no_stack_are_refused(params, specs, complaint):
     ("function", "name"), [(head, "head"), (dq.Scanned(block), "Scanned")], ids=["head", "Scanned"]
 )
 def test_one_function_is_refused(function, name):
-    with pytest.raises(ValueError, match=rf"functions={name} is one .*; pass a list: \[{name}\]"):
+    with pytest.raises(ValueError, match=rf"functions={name} is one .*; pass a list: \[function\]"):
         jax.vmap(lambda x: dq.sequential(function, [x], x, "data"), axis_name="data")(jnp.ones(4))
 
 

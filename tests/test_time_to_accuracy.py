@@ -149,6 +149,8 @@ class TestStepTime:
         np.testing.assert_allclose(*losses, rtol=1e-6)
         with pytest.raises(ValueError, match="n_layers=4 blocks in a loop with 3 at a time"):
             step_time.make_stages(config, True, 3)
+        with pytest.raises(ValueError, match="together=0 must be at least 1"):
+            step_time.make_stages(config, together=0)
 
     @pytest.mark.parametrize(
         ("arguments", "complaint"),

@@ -84,6 +84,7 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
     order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
     upgrade = order % max(len(upgrades), 1)
     taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
+    assert np.all(np.diff(taken, axis=1) <= 0), "an upgrade before the one that it follows"
     return UpgradeOrder(
         np.pad(taken, ((1, 0), (0, 0))).astype(np.int32), np.pad(upgrade, (0, 1)).astype(np.int32)
     )
@@ -129,7 +130,7 @@ def assign_widths(
 ) -> tuple[Int[Array, "F T"], Int[Array, "F T"]]:
     """Word offset and width of each tile: the floor, and above it the least expected squared error.
 
-    Tiles are in the order of their energies, so that an upgrade is for the first so many of them.
+    Tiles are in the order of their levels, so that an upgrade is for the first so many of them.
     These numbers, one for each upgrade, are all that depends on the data: offsets and widths follow
     from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
     tiles get it.
@@ -214,7 +215,7 @@ def order_and_tiles(
 
     Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest): one radix
     sort of 8-bit keys, at a cost in error of less than 1%. The mean energies of tiles have the same
-    steps, so that they ascend as well.
+    steps, so that they ascend as well, but for rounding at the end of a level.
     """
     shards, rows = layout.shards, layout.shard_rows
     per_shard = layout.super_groups // shards
