@@ -31,11 +31,8 @@ def assigned(energy, payload_words, fmt, floor=None):
     level = steps_below(energy[order], octave_end(energy))
     (offset,), (width,) = assign_widths(level, (payload_words,), fmt, (floor,))
     words = jnp.asarray([fmt.tile_words(w) for w in range(17)])[width]
-    return (
-        jnp.zeros_like(width)
-        .at[order]
-        .set(jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1))
-    )
+    width = jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1)
+    return jnp.zeros_like(width).at[order].set(width)
 
 
 def words_of(fmt, widths):
@@ -66,8 +63,8 @@ def test_no_assignment_of_the_same_size_has_less_error(widths, seed):
     used = words_of(fmt, chosen)
     every = itertools.product(widths, repeat=tiles)
     best = min(error_of(fmt, energy, w) for w in every if words_of(fmt, w) <= used)
-    # Gains are compared in steps of 1/4 octave, 19%.
-    assert best <= error_of(fmt, energy, chosen) <= 1.19 * best
+    # Gains are compared in steps of 1/4 octave; these differ by more.
+    assert best <= error_of(fmt, energy, chosen) <= 1.045 * best
     # What is left unused is less than the one upgrade that no longer fitted.
     _, upgrades = width_upgrades(fmt)
     assert 0 <= payload_words - used < max(u.words for u in upgrades)
