@@ -28,6 +28,7 @@ import typer
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from time_to_accuracy import NONE, Curve, Result, combine, read_curves
+from training import difference
 from training_model import INITS, MODELS, init, unstack
 from training_report import panels
 from training_run import BF16, EXACT, exact_mean, library_mean
@@ -216,12 +217,8 @@ def pair_difference(row: Row, other: Row) -> tuple[float, float]:
         100 * np.asarray(r["validation_loss"], np.float64) / np.asarray(r["exact"], np.float64)
         for r in (row, other)
     )
-    return mean_over_seeds(own - its)
-
-
-def mean_over_seeds(values: np.ndarray) -> tuple[float, float]:
-    """The mean of one value for each seed, and its standard error."""
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(values.size))
+    apart = own - its
+    return float(apart.mean()), float(apart.std(ddof=1) / math.sqrt(apart.size))
 
 
 def state_bytes_per_coord(method: str, topology: str, model: str, n_workers: int) -> float:
@@ -284,18 +281,18 @@ def times_to_loss() -> dict[str, dict[str, Result]]:
 # --- Texts ----------------------------------------------------------------------------------------
 
 
-def signed(value: float, error: float) -> str:
+def signed(percent: float, error: float) -> str:
     """A difference in % with its standard error, two digits of the latter."""
     digits = 2 if error < 0.995 else 1
-    return f"{value:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+    return f"{percent:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
 
 
 def loss_text(row: Row) -> str:
     """A row's difference to the exact mean in %."""
-    difference = row["summary"]["validation"]
-    if difference["percent"] is None:
+    found = row["summary"]["validation"]
+    if found["percent"] is None:
         return "diverged"
-    return signed(difference["percent"], difference["error"])
+    return signed(**found)
 
 
 def titled(method: str) -> str:
@@ -376,8 +373,8 @@ def pair_table(name: str) -> str:
     for method, other in PAIRS[name]:
         if method in rows and other in rows:
             bits, its = (f"{rows[m]['bits_per_coord']:.2f}" for m in (method, other))
-            difference = signed(*pair_difference(rows[method], rows[other]))
-            lines.append((titled(method), bits, f"`{other}`", its, difference))
+            apart = signed(*pair_difference(rows[method], rows[other]))
+            lines.append((titled(method), bits, f"`{other}`", its, apart))
     return markdown(lines)
 
 
@@ -389,7 +386,7 @@ def time_to_loss_table() -> str:
     losses, found = curves(), times_to_loss()
     bits = {row["settings"]["method"]: row["bits_per_coord"] for row in loss_rows(LOSSES["large"])}
     last = {
-        method: mean_over_seeds(100 * (curve.losses[:, -1] / losses[BF16].losses[:, -1] - 1))
+        method: difference(curve.losses[:, -1], losses[BF16].losses[:, -1])
         for method, curve in losses.items()
     }
     rows = found["host memory"]
@@ -398,7 +395,7 @@ def time_to_loss_table() -> str:
 
     def order(result: Result) -> tuple[bool, float]:
         if result.relative is None:
-            return True, last[result.method][0]
+            return True, last[result.method]["percent"]
         return False, result.relative
 
     lines = [
@@ -407,7 +404,7 @@ def time_to_loss_table() -> str:
     ]
     for result in sorted(rows.values(), key=order):
         method = result.method
-        loss_cell = "" if method == BF16 else signed(*last[method])
+        loss_cell = "" if method == BF16 else signed(**last[method])
         cells = [titled(method), f"{bits[method]:.2f}", loss_cell]
         if result.steps is None:
             cells += ["not reached"] + ["–"] * len(found)

@@ -149,7 +149,7 @@ def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
-    split = step_time.make_stages(run.config, run.scanned, run.together).split
+    split = run.stages.split
     params = jax.eval_shape(lambda: split(step_time.init_params(run.config, jax.random.key(0))))
     state = placed(params), placed(jax.eval_shape(optimizer.init, params))
     rows = n_gpus * run.batch, run.config.seq_len + 1

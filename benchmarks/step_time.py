@@ -51,6 +51,7 @@ from llm_model import (  # pyright: ignore[reportMissingImports]
     CONFIGS,
     AttentionKernel,
     Config,
+    Stages,
     init_params,
     make_stages,
     peak_flops,
@@ -129,6 +130,11 @@ class Run:
     """Options of the compiler, beside `dq.xla_options`."""
 
     @property
+    def stages(self) -> Stages:
+        """The model as functions that follow each other."""
+        return make_stages(self.config, self.scanned, self.together)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What is kept beside the rows."""
         return {
@@ -180,7 +186,7 @@ def parse_way(text: str, run: Run) -> Way:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    sizes, stages = run.mesh.devices.shape, make_stages(run.config, run.scanned, run.together)
+    sizes, stages = run.mesh.devices.shape, run.stages
     names = run.mesh.axis_names
     axes = names if len(names) > 1 else names[0]
     if text in (NONE, BF16):
@@ -322,7 +328,7 @@ def measure(run: Run, methods: Sequence[str], say: Callable[[str], None]) -> Ite
     init = jax.jit(optimizer.init, out_shardings=whole)
 
     def fresh() -> tuple[Any, Any]:
-        params = make_stages(config, run.scanned, run.together).split(random_params(config, whole))
+        params = run.stages.split(random_params(config, whole))
         return params, init(params)
 
     state = fresh()
