@@ -19,6 +19,7 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 
 import dynamiq_jax as dq
 from dynamiq_jax.bench import contenders
+from dynamiq_jax.methods.local_error import LocalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -35,6 +36,11 @@ DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
 def _mxfp4(kind: Any, **options: Any) -> dq.ErrorFeedback:
     """Error feedback around rounding to the nearest float of 4 bits, which is biased."""
     return dq.ErrorFeedback(dq.MXFP4(**options), kind=kind)
+
+
+def _liec(bits: float = 4, **options: Any) -> LocalError:
+    """What `dynamiq_jax.optax.liec` sends gradients by, around MinMax of ``bits``."""
+    return LocalError(dq.MinMax(bits=int(bits), **options))
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
@@ -57,7 +63,12 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "sidco-memory": partial(contenders.METHODS["sidco"], error_feedback=True),
     "powersgd-memory": partial(contenders.of_matrices, dq.PowerSGD, error_feedback=True),
     "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
+    "liec": _liec,
 }
+
+PERIODS: Mapping[str, int] = {"liec": 32}
+"""Methods whose result is another one on every worker, so that every worker has a model of its own,
+and after how many steps the mean of these models, in f32, takes their place."""
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")
 
@@ -78,6 +89,8 @@ class Mean(NamedTuple):
     """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
     init: Callable[[Tree, int], Any] = lambda grads, n_workers: ()
     """(gradients, workers) -> all workers' first state."""
+    period: int = 0
+    """As in `PERIODS`; 0: all workers have the same model."""
 
 
 def exact_mean() -> Mean:
@@ -136,10 +149,14 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
     def init_state(grads: Tree, n_workers: int) -> Any:
         return dq.init_state(grads, n_workers, stacked=True, **chosen)
 
-    def bits_per_coord(grads: Tree, n_workers: int) -> float:
-        return dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
+    period = PERIODS.get(name.partition(":")[0], 0)
 
-    return Mean(name, topology, f"{method!r} {route!r}", average, bits_per_coord, init_state)
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        own = dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
+        return own + (32 / period if period else 0)
+
+    options = f"{method!r} {route!r}" + (f" period={period}" if period else "")
+    return Mean(name, topology, options, average, bits_per_coord, init_state, period)
 
 
 def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
@@ -153,7 +170,8 @@ def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str)
         if text == BF16:
             found.append(bf16_mean())
         elif text != EXACT:
-            routes = ["native"] if contenders.native_only(text) else topologies
+            alone = contenders.native_only(text) or text.strip().partition(":")[0] in PERIODS
+            routes = ["native"] if alone else topologies
             found += [library_mean(text, route, backend) for route in routes]
     return found
 
@@ -225,9 +243,16 @@ def make_trainer(
     starts i32[S, steps, n_workers * sequences], the training text i32[tokens], the validation
     windows i32[windows, seq_len + 1]. It returns the validation loss [S], the training losses
     [S, steps], and of every leaf that methods compress the squared error and the squared norm of
-    the mean, [S, steps, leaves].
+    the mean, [S, steps, leaves]. Where every worker has a model of its own the validation loss is
+    that of the models' mean, and the error that of the mean of results.
     """
     optimizer = make_optimizer(optimiser, steps)
+
+    def mean_of(copies: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), copies)
+
+    def copied(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), tree)
 
     def worker(params: Tree, tokens: Array, key: Array, memory: Any):
         own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
@@ -235,10 +260,15 @@ def make_trainer(
         averaged = mean.average(grads, key, memory)
         return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
 
-    workers = jax.vmap(worker, (None, 0, None, 0), (None, None, 0), axis_name=AXIS)
+    apart = 0 if mean.period else None  # the axis of workers' own models
+    workers = jax.vmap(worker, (apart, 0, None, 0), (None, None, 0), axis_name=AXIS)
 
     def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
         start_key, key = jax.random.split(jax.random.key(seed))
+
+        def update(params, state, grads):
+            updates, state = optimizer.update(stack(grads), state, params)
+            return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
 
         def step(carry, now):
             params, state, memory = carry
@@ -246,17 +276,26 @@ def make_trainer(
             tokens = worker_tokens(text, own, shape, n_workers)
             step_key = jax.random.fold_in(key, number)
             mean_loss, exact, (copies, memory) = workers(params, tokens, step_key, memory)
-            found = jax.tree.map(lambda x: x[0], copies)
+            if mean.period:
+                found = mean_of(copies)
+                params, state = jax.vmap(update)(params, state, copies)
+                meet = (number + 1) % mean.period == 0
+                params = lax.cond(meet, lambda own: copied(mean_of(own)), lambda own: own, params)
+            else:
+                found = jax.tree.map(lambda x: x[0], copies)
+                params, state = update(params, state, found)
             error = jax.tree.map(jnp.subtract, found, exact)
-            updates, state = optimizer.update(stack(found), state, params)
-            params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
             measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
             return (params, state, memory), measured
 
         params = init(shape, start_key, kind)
         memory = mean.init(unstack(params), n_workers)
         carry = params, optimizer.init(params), memory
+        if mean.period:
+            carry = *copied(carry[:2]), memory
         (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
+        if mean.period:
+            params = mean_of(params)
         rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
         validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
         return measured | {"validation": validation}

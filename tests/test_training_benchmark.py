@@ -173,6 +173,35 @@ def test_workers_have_gradients_of_their_own(task):
     assert by_leaf.min() > 0.1
 
 
+def test_workers_may_have_models_of_their_own(task):
+    """The same models where all results are the same; else other ones, until their means meet."""
+
+    def run(mean):
+        trainer = training_run.make_trainer(task.shape, "adamw", mean, 8, STEPS)
+        return training_run.run_seeds(trainer, task, "unit", 1e-2, 1, 1)
+
+    exact = training_run.exact_mean()
+    alone = exact._replace(average=lambda grads, key, state: (grads, state))
+    one, copies = run(exact), run(exact._replace(period=3))
+    for name in ("validation", "losses"):
+        np.testing.assert_allclose(copies[name], one[name], rtol=1e-4)
+    apart, met = run(alone._replace(period=STEPS + 1)), run(alone._replace(period=2))
+    for result in (apart, met):  # the mean of own gradients is the mean
+        assert training.leaf_errors(result["errors"], result["norms"]).max() < 1e-9
+    np.testing.assert_array_equal(apart["losses"][:, :2], met["losses"][:, :2])
+    differs = np.abs(apart["losses"] / met["losses"] - 1)
+    assert differs[:, 2:].min() > 1e-4
+    assert abs(apart["validation"][0] / met["validation"][0] - 1) > 1e-4
+
+
+def test_liec_is_minmax_with_models_that_are_averaged(task):
+    liec, minmax = training_run.parse_means(["liec:4", "minmax:4"], ["direct"], "jnp")[1:]
+    assert (liec.method, liec.topology, liec.period) == ("liec:4", "native", 32)
+    assert minmax.period == 0
+    apart = liec.bits_per_coord(task.gradients, 8) - minmax.bits_per_coord(task.gradients, 8)
+    assert apart == pytest.approx(32 / 32)  # f32, every 32 steps
+
+
 def test_batches_depend_on_seed_and_step_and_worker(task):
     starts = np.stack([training_run.window_starts(task, seed) for seed in range(3)])
     assert starts.shape == (3, STEPS, 8 * task.shape.sequences)
