@@ -16,8 +16,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Losses(NamedTuple):
 
 LOSSES: Mapping[str, Losses] = {
     "125m": Losses(
-        {"training_125m.json": ".*", "training_125m_more.json": ".*"}, "125m", "gpu", 200
+        dict.fromkeys((f"training_125m_{part}.json" for part in "abcd"), ".*"), "125m", "gpu", 200
     ),
     "small": Losses({"comparison.json": ".*"}, "tiny", "cpu", 200),
     "seeds": Losses(
@@ -103,6 +103,7 @@ TITLES: Mapping[str, str] = {
     "sidco": "SIDCo, no memory",
     "sidco-memory": "SIDCo",
     "perm-k": "PermK",
+    "liec": "LIEC, around MinMax with 4 bits",
 }
 """What the page calls methods, by their names on the command line without bits."""
 
@@ -126,8 +127,12 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
     ),
     "125m": (
         ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:4"),
+        ("flash:5", "dynamiq:5"), ("mxfp4-ef21", "dynamiq:4"), ("thc", "dynamiq:5"),
         ("mxfp6", "dynamiq:5"), ("mxfp8", "dynamiq:5"), ("bf16-psum", "dynamiq:5"),
-        ("dynamiq-dither-axis:3.5", "dynamiq:4"),
+        ("qsgd:8", "dynamiq:5"), ("omnireduce", "dynamiq:5"), ("perm-k", "dynamiq:5"),
+        ("topk-chunked-memory:4", "dynamiq:4"), ("sidco-memory", "dynamiq:4"),
+        ("arc-top-k-memory:4", "dynamiq:4"), ("clt-k-memory:4", "dynamiq:4"),
+        ("powersgd-memory", "dynamiq:4"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
     "small": (
         ("mxfp4", "dynamiq:4"), ("minmax:4", "dynamiq:4"), ("thc-saturating", "dynamiq:4"),
@@ -136,7 +141,7 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("clt-k-memory", "dynamiq:4"),
         ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
         ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
-        ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"),
+        ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"), ("liec", "dynamiq:5"),
     ),
     "seeds": (
         ("mxfp4", "dynamiq:4"), ("mxfp4", "dynamiq-dither-axis:4"), ("thc:4", "dynamiq:5"),
@@ -149,8 +154,9 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
 # --- Rows -----------------------------------------------------------------------------------------
 
 
+@cache
 def load(file: Path) -> Any:
-    """What a file of JSON holds."""
+    """What a file of JSON holds, read once."""
     return json.loads(file.read_text())
 
 
@@ -240,8 +246,17 @@ def by_method(run: Row) -> dict[str, Row]:
 
 
 def step_alone() -> tuple[float, float]:
-    """What a step of the 1.1 B model takes that averages nothing, ms, and its gradients' bytes."""
-    rows = {row["method"]: row for row in load(STEPS)["runs"][0]["rows"]}
+    """What a step of the 1.1 B model takes that averages nothing, ms, and its gradients' bytes.
+
+    Of the run over NVLink that has both.
+    """
+    runs = load(STEPS)["runs"]
+    nvlink = [run for run in runs if "NCCL_P2P_DISABLE" not in run["about"]["environment"]]
+    (rows,) = (
+        rows
+        for run in nvlink
+        if {NONE, BF16} <= (rows := {row["method"]: row for row in run["rows"]}).keys()
+    )
     psum = rows[BF16]
     n_workers = psum["n_workers"]
     return rows[NONE]["step_ms"], psum["wire_bytes"] * n_workers / (2 * (n_workers - 1))
@@ -322,6 +337,12 @@ def time_text(method: str) -> str:
     return " / ".join(f"{psum / us:.2f}" if us else "–" for psum, us in timed)
 
 
+def listed(files: Iterable[str]) -> str:
+    """The names in a sentence."""
+    *others, last = (f"`{file}`" for file in files)
+    return " and ".join([", ".join(others), last] if others else [last])
+
+
 def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
     """The commands, hardware and versions of a table."""
     settings = rows[0]["settings"]
@@ -330,13 +351,14 @@ def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
     if len(machines) != 1:
         raise ValueError(f"{chosen}: rows of several machines in one table: {machines}")
     options = f"--models {chosen.model} --inits unit --topologies direct --steps {chosen.steps}"
-    files = " and ".join(f"`benchmarks/results/{file}`" for file in chosen.files)
+    files = listed(chosen.files)
     (machine,) = machines
     machine = machine.replace("; ", ", ").replace("cpu, ", "CPU, ").replace(" jax ", " JAX ")
     return (
         f"    python benchmarks/training.py {options} \\\n"
         f"        --seeds {settings['seeds']} --methods NAME\n\n"
-        f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows:\n{files}."
+        f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows, in\n"
+        f"`benchmarks/results`: {files}."
     )
 
 
@@ -414,7 +436,7 @@ def time_to_loss_table() -> str:
         lines.append(cells)
     about = load(TRANSPORTS)["runs"][0]["about"]
     alone, gradient_bytes = step_alone()
-    files = " and ".join(f"`{file}`" for file in LOSSES["large"].files)
+    files = listed(LOSSES["large"].files)
     return (
         "    python benchmarks/comparison.py\n\n"
         f"Curves: {files}; all-reduces: `{TRANSPORTS.name}`,\n"
