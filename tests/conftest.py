@@ -3,6 +3,7 @@
 Programs are compiled with the least effort, and annotated shapes are checked.
 """
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -35,6 +36,8 @@ def pytest_configure(config):
     if not on_gpu:
         flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # which no test reads
+    gc.set_threshold(200_000, 20, 50)  # tracing makes many objects, and leaves few that are garbage
 
 
 def pytest_collection_modifyitems(config, items):

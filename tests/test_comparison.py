@@ -1,6 +1,5 @@
 """docs/comparison.md has what the files of benchmarks/results say. Nothing is trained here."""
 
-import json
 import re
 import sys
 from functools import partial
@@ -235,23 +234,39 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     assert page.read_text() == comparison.filled(empty, texts)
 
 
-def test_learning_rates_are_those_of_the_files():
-    """The table of docs/training-quality.md."""
+@pytest.mark.parametrize(
+    ("number", "files", "lines"),
+    [
+        (0, ("time_to_accuracy_losses.json", "learning_rates.json"), 10),
+        (1, ("training_125m_a.json", "training_125m_b.json", "learning_rates_125m.json"), 12),
+    ],
+)
+def test_learning_rates_are_those_of_the_files(number, files, lines):
+    """The tables of docs/training-quality.md, each row beside its own file's exact one."""
     rows = {}
-    for name in ("time_to_accuracy_losses.json", "learning_rates.json"):
-        for row in json.loads((comparison.RESULTS / name).read_text())["rows"]:
-            rows[row["settings"]["method"], row["settings"]["learning_rate"]] = row
+    for name in files:
+        kept = comparison.load(comparison.RESULTS / name)["rows"]
+        exact = {
+            r["settings"]["learning_rate"]: r for r in kept if r["settings"]["method"] == "exact"
+        }
+        for row in kept:
+            settings = row["settings"]
+            rate = settings["learning_rate"]
+            rows.setdefault((settings["method"], rate), (row, exact[rate]))
     page = (comparison.PAGE.parent / "training-quality.md").read_text()
     page = page[page.index("## Learning rates") : page.index("## Error feedback")]
-    titles = {"DynamiQ, 5 bits": "dynamiq:5", "MXFP4": "mxfp4", "MXFP8": "mxfp8"}
+    table = re.findall(r"(?:^\|.*\n)+", page, re.M)[number]
+    titles = {"MXFP4": "mxfp4", "MXFP8": "mxfp8"}
+    titles |= {f"DynamiQ, {bits} bits": f"dynamiq:{bits}" for bits in (3, 4, 5)}
     titles |= {"DynamiQ, 3.5 bits, dither, scale axis": "dynamiq-dither-axis:3.5"}
     titles |= {"MXFP4, random rounding": "mxfp4-stochastic"}
     titles |= {"MXFP4, error feedback EF14": "mxfp4-ef14"}
-    rate, count = None, 0
-    for line in re.findall(r"^\| *(.*?) *\|$", page, re.M)[2:]:
-        peak, exact, title, *said = (cell.strip() for cell in line.split("|"))
+    rate, found = None, table.splitlines()[2:]
+    assert len(found) == lines
+    for line in found:
+        peak, exact, title, *said = (cell.strip() for cell in line.split("|")[1:-1])
         rate = float(peak) if peak else rate
-        base, row = rows["exact", rate], rows[titles[title], rate]
+        row, base = rows[titles[title], rate]
 
         def last(row):
             return np.array(row["training_loss"])[:, -1]
@@ -262,5 +277,17 @@ def test_learning_rates_are_those_of_the_files():
         if peak:
             values = np.mean(base["validation_loss"]), last(base).mean()
             assert exact == " / ".join(f"{value:.3f}" for value in values)
-        count += 1
-    assert count == 10
+
+
+def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
+    """The sentences under the second table of docs/training-quality.md."""
+    kept = comparison.load(comparison.RESULTS / "learning_rates_125m.json")["rows"]
+    rows = [row for row in kept if row["settings"]["learning_rate"] == 1.2e-3]
+    found = {row["settings"]["method"]: row for row in rows}
+    exact = found["exact"]["validation_loss"]
+    gains = 100 * (1 - np.divide(found["mxfp4"]["validation_loss"], exact))
+    pair = ({**found[name], "exact": exact} for name in ("mxfp4", "dynamiq:5"))
+    beside = comparison.signed(*comparison.pair_difference(*pair))
+    page = " ".join((comparison.PAGE.parent / "training-quality.md").read_text().split())
+    said = f"Every seed gains, by {gains.min():.1f} to {gains.max():.1f}%; beside DynamiQ at 5 bits"
+    assert f"{said} {beside}%" in page
