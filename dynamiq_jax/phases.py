@@ -15,7 +15,7 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,9 @@ COLLECTIVES = frozenset(
 
 CALLS = frozenset("jit closed_call core_call custom_jvp_call custom_vjp_call remat2".split())
 """Names of primitives that do what their only jaxpr does."""
+
+VIEWS = frozenset("reshape slice squeeze".split())
+"""Names of primitives that compute nothing. XLA joins them with what takes their results."""
 
 Slot = int
 """Number of a value."""
@@ -53,6 +56,8 @@ class Traced(NamedTuple):
     """A function as a list of operations."""
 
     operations: tuple[Operation, ...]
+    views: tuple[Operation, ...]
+    """The last operations, which only divide and shape what the others have computed."""
     constants: dict[Slot, Any]
     takes: tuple[Slot, ...]
     """What its arguments' leaves are."""
@@ -62,6 +67,18 @@ class Traced(NamedTuple):
     """Of the result."""
     rounds: int
     """Of collectives."""
+
+    @property
+    def sources(self) -> tuple[Slot, ...]:
+        """What the views, and with them the results, are made of."""
+        viewed = {slot for op in self.views for slot in op.makes}
+        wanted = slots(itertools.chain(*(op.takes for op in self.views), self.makes))
+        return tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
+
+
+def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
+    """Those that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
@@ -94,7 +111,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
             if moves and (called := _called(equation)) is not None:
                 made = walk(called, own)
             else:
-                number = max((rounds[s] for s in own if not isinstance(s, Literal)), default=0)
+                number = max((rounds[slot] for slot in slots(own)), default=0)
                 made = [fresh(number + moves) for _ in equation.outvars]
                 operations.append(Operation(equation, own, tuple(made), number, moves))
             known.update(zip(equation.outvars, made, strict=True))
@@ -103,7 +120,23 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     makes = walk(closed, takes)
     count = max((op.round + 1 for op in operations if op.moves), default=0)
     treedef = jax.tree.structure(shapes)
-    return Traced(tuple(operations), constants, takes, tuple(makes), treedef, count)
+    computed, views = _without_views(operations)
+    return Traced(computed, views, constants, takes, tuple(makes), treedef, count)
+
+
+def _without_views(
+    operations: Sequence[Operation],
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """The operations but for the views that nothing else takes, and these."""
+    needed: set[Slot] = set()
+    computed, views = [], []
+    for op in reversed(operations):
+        if op.equation.primitive.name in VIEWS and needed.isdisjoint(op.makes):
+            views.append(op)
+        else:
+            computed.append(op)
+            needed.update(slots(op.takes))
+    return tuple(reversed(computed)), tuple(reversed(views))
 
 
 class Progress:
@@ -121,7 +154,7 @@ class Progress:
 
     @property
     def ready(self) -> list[Array]:
-        """What the next call takes; once it is `done` the leaves of the result."""
+        """What the next call takes; once it is `done` what the last one computed of the result."""
         return [self._values[slot] for slot in self._waits]
 
     @ready.setter
@@ -132,6 +165,7 @@ class Progress:
     @property
     def result(self) -> Any:
         """The function's."""
+        self._run(self._traced.views)
         return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
 
     @property
@@ -144,8 +178,7 @@ class Progress:
         """All that is known and that what has not run takes; before `exchange`."""
         traced = self._traced
         later = [op for op in traced.operations if (op.round, op.moves) >= (self._round, True)]
-        wanted = {atom for op in later for atom in op.takes if not isinstance(atom, Literal)}
-        wanted |= {atom for atom in traced.makes if not isinstance(atom, Literal)}
+        wanted = {*traced.sources, *(slot for op in later for slot in slots(op.takes))}
         known = wanted & self._values.keys() - traced.constants.keys()
         return {slot: self._values[slot] for slot in sorted(known)}
 
@@ -156,15 +189,17 @@ class Progress:
 
     def compute(self) -> None:
         """Runs all that needs no collective but those that have run."""
-        self._run(moves=False)
+        computed = self._now(moves=False)
+        self._run(computed)
         self.done = not self.rounds_left
-        sent = [slot for op in self._now(moves=True) for slot in op.takes]
-        wanted = self._traced.makes if self.done else sent
-        self._waits = list(dict.fromkeys(s for s in wanted if not isinstance(s, Literal)))
+        made = {slot for op in computed for slot in op.makes}
+        last = [slot for slot in self._traced.sources if slot in made]
+        sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
+        self._waits = last if self.done else list(dict.fromkeys(sent))
 
     def exchange(self) -> None:
         """Runs the next round of collectives."""
-        self._run(moves=True)
+        self._run(self._now(moves=True))
         self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
         self._round += 1
 
@@ -173,8 +208,8 @@ class Progress:
             op for op in self._traced.operations if (op.round, op.moves) == (self._round, moves)
         ]
 
-    def _run(self, *, moves: bool) -> None:
-        for op in self._now(moves=moves):
+    def _run(self, operations: Sequence[Operation]) -> None:
+        for op in operations:
             made = bind_equation(op.equation, *map(self._read, op.takes))
             self._values.update(zip(op.makes, made, strict=True))
 

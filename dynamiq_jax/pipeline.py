@@ -195,6 +195,8 @@ class _Pipeline:
         """Those that go on to their next collectives."""
         self._due: list[tuple[int, Progress]] = []
         """Those whose collectives are under way, and when they have to be over."""
+        self._done: list[Progress] = []
+        """Those that are over, whose last kernels may run at any time."""
         self._now = 0
 
     @property
@@ -221,9 +223,7 @@ class _Pipeline:
         self._due = [(time, progress) for time, progress in self._due if time > self._now]
         while True:
             gradient = _hold(moving, gradient)
-            for progress in moving:
-                progress.compute()
-            self.ready = [progress for progress in moving if not progress.done]
+            self.ready = self._compute(moving)
             gradient = _hold(self.ready, gradient)
             if self.lag or not self.ready:
                 return begun, gradient
@@ -232,15 +232,31 @@ class _Pipeline:
                 progress.exchange()
 
     def finish(self) -> None:
-        """Runs all rounds that are left."""
+        """Runs all rounds that are left.
+
+        No function is left whose backward pass would hide them. The last kernels of reductions that
+        are over do: an equal part of them before each arrival.
+        """
         arriving = [progress for _, progress in self._due]
+        arrivals = len(arriving) + sum(progress.rounds_left for progress in self.under_way)
         while arriving or self.ready:
             for progress in arriving:
-                progress.compute()
-            moving = [progress for progress in (*arriving, *self.ready) if not progress.done]
+                share = -(-len(self._done) // arrivals)
+                meanwhile, self._done = self._done[:share], self._done[share:]
+                if meanwhile:
+                    _hold([progress, *meanwhile], None)
+                arrivals -= 1
+            moving = [*self._compute(arriving), *self.ready]
             for progress in moving:
                 progress.exchange()
             arriving, self.ready = moving, []
+
+    def _compute(self, moving: Sequence[Progress]) -> list[Progress]:
+        """Runs what has arrived on its way; returns those that go on."""
+        for progress in moving:
+            progress.compute()
+        self._done += [progress for progress in moving if progress.done]
+        return [progress for progress in moving if not progress.done]
 
     def _begin(self, reducer: Reducer, own: Any, number: Array | int) -> Progress:
         words = None if self.words is None else fold_seed(self.words, number)

@@ -1,6 +1,5 @@
 """`sequential`: gradients of functions, one after another, are those of reductions after `grad`."""
 
-import importlib
 from functools import partial
 
 import jax
@@ -12,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax import pipeline
 from dynamiq_jax.phases import trace
 
 N, DIM = 4, 128
@@ -253,8 +253,7 @@ class Weights:
 @pytest.mark.parametrize("scanned", [True, False])
 def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
     traced = []
-    own = importlib.import_module("dynamiq_jax.pipeline")
-    monkeypatch.setattr(own, "trace", lambda *args: traced.append(args) or trace(*args))
+    monkeypatch.setattr(pipeline, "trace", lambda *args: traced.append(args) or trace(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias  # noqa: E731
@@ -351,6 +350,28 @@ def test_finished_reductions_pass_no_barrier():
     held = {out for e in barriers for out in e.outvars}
     assert len(barriers) > len(functions)
     assert not held & set(jaxpr.outvars)
+
+
+@pytest.mark.parametrize(("n_layers", "shares"), [(1, [1, 1]), (6, [1, 1, 1, 1, 1, 2])])
+def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
+    n_layers, shares, monkeypatch
+):
+    """Each one's last kernels wait with one arrival, about as many with each of the six."""
+    functions, params, tokens = model(n_layers)
+    held, finished, hold = [], [], pipeline._hold
+
+    def recorded(moving, passing):
+        if passing is None:
+            held.append([progress.done for progress in moving])
+            finished.extend(moving[1:])
+        return hold(moving, passing)
+
+    monkeypatch.setattr(pipeline, "_hold", recorded)
+    run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
+    jax.make_jaxpr(run, axis_env=[("data", N)])(params)
+    assert [len(others) for _, *others in held] == shares
+    assert all(not arrives and all(others) for arrives, *others in held)
+    assert len(set(map(id, finished))) == len(finished) == len(functions) - 1
 
 
 @pytest.mark.parametrize(
