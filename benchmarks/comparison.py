@@ -140,7 +140,8 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("topk-chunked-memory", "dynamiq:4"), ("sidco-memory", "dynamiq:4"),
         ("clt-k-memory", "dynamiq:4"),
         ("mxfp4", "dynamiq:5"), ("minmax:4", "dynamiq:5"), ("qsgd:8", "dynamiq:5"),
-        ("perm-k", "dynamiq:5"), ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
+        ("qsgd-exponential:8", "dynamiq:5"), ("perm-k", "dynamiq:5"),
+        ("clt-k-memory", "dynamiq:5"), ("arc-top-k-memory", "dynamiq:5"),
         ("powersgd-memory", "dynamiq:5"), ("marsit", "dynamiq:5"), ("liec", "dynamiq:5"),
     ),
     "seeds": (
