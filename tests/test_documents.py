@@ -38,6 +38,20 @@ def test_speedups_are_those_of_the_measured_times(row):
     assert command in " ".join(performance.split())
 
 
+@pytest.mark.parametrize("size", ["1 GiB", "256 MiB", "64 MiB", "16 MiB"])
+def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
+    text = (ROOT / "docs" / "performance.md").read_text()
+    lines = re.findall(rf"^\| {size} \| (.*) \|$", text, re.MULTILINE)
+    kept = json.loads((ROOT / "benchmarks/results/all_reduce_two_gpus.json").read_text())["rows"]
+    number, unit = size.split()
+    size_bytes = int(number) << {"GiB": 30, "MiB": 20}[unit]
+    psum, *ours = (row for row in kept if row["size_bytes"] == size_bytes)
+    cells = [f"{psum['time_us']:.0f}"]
+    cells += [f"{r['time_us']:.0f} ({r['p10_us']:.0f}–{r['p90_us']:.0f})" for r in ours]
+    cells.append(" / ".join(f"{row['speedup']:.2f}" for row in ours))
+    assert " | ".join(cells) in lines
+
+
 def test_the_picture_has_a_bar_for_every_time(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import plot_speedups

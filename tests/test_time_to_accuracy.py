@@ -535,6 +535,21 @@ class TestThePage:
                     assert row[4:] == [*times, f"{share:.0%}"]
         assert count == 12
 
+    def test_decoding_before_and_after(self):
+        kept = json.loads((self.results / "step_time_decoding.json").read_text())["runs"]
+        times = [
+            (f"{r['step_ms']:.1f}", f"{r['p10_ms']:.1f} to {r['p90_ms']:.1f}")
+            for run in kept
+            for r in run["rows"]
+            if r["method"] in ("dynamiq:5", "bf16-psum")
+        ]
+        assert [run["decoding"] for run in kept] == ["before", "after"] * 2
+        said = (
+            "{} ms ({}) before and {} ({}) after over host memory, {} ({}) and {} ({}) over "
+            "NVLink, where bf16 psum took {} ({})"
+        )
+        assert said.format(*sum(times, ())) in " ".join(self.page.split())
+
     @pytest.mark.parametrize(
         ("number", "begin", "methods"),
         [
