@@ -57,7 +57,8 @@ class Traced(NamedTuple):
 
     operations: tuple[Operation, ...]
     views: tuple[Operation, ...]
-    """The last operations, which only divide and shape what the others have computed."""
+    """The last operations, which only divide and shape what the others have computed. All are part
+    of the results."""
     constants: dict[Slot, Any]
     takes: tuple[Slot, ...]
     """What its arguments' leaves are."""
@@ -120,22 +121,24 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     makes = walk(closed, takes)
     count = max((op.round + 1 for op in operations if op.moves), default=0)
     treedef = jax.tree.structure(shapes)
-    computed, views = _without_views(operations)
+    computed, views = _without_views(operations, makes)
     return Traced(computed, views, constants, takes, tuple(makes), treedef, count)
 
 
 def _without_views(
-    operations: Sequence[Operation],
+    operations: Sequence[Operation], results: Iterable[Slot | Literal]
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """The operations but for the views that nothing else takes, and these."""
+    """The operations but for views that no other one takes, and of these what the results want."""
     needed: set[Slot] = set()
+    wanted = set(slots(results))
     computed, views = [], []
     for op in reversed(operations):
-        if op.equation.primitive.name in VIEWS and needed.isdisjoint(op.makes):
-            views.append(op)
-        else:
+        if op.equation.primitive.name not in VIEWS or not needed.isdisjoint(op.makes):
             computed.append(op)
             needed.update(slots(op.takes))
+        elif not wanted.isdisjoint(op.makes):
+            views.append(op)
+            wanted.update(slots(op.takes))
     return tuple(reversed(computed)), tuple(reversed(views))
 
 

@@ -196,7 +196,7 @@ class _Pipeline:
         self._due: list[tuple[int, Progress]] = []
         """Those whose collectives are under way, and when they have to be over."""
         self._done: list[Progress] = []
-        """Those that are over, whose last kernels may run at any time."""
+        """Those that are over and have last kernels, which may run at any time."""
         self._now = 0
 
     @property
@@ -235,7 +235,8 @@ class _Pipeline:
         """Runs all rounds that are left.
 
         No function is left whose backward pass would hide them. The last kernels of reductions that
-        are over do: an equal part of them before each arrival.
+        are over do: an equal part of them before each arrival. What these write is an array of its
+        own then; slices and shapes of it can still be part of what takes them.
         """
         arriving = [progress for _, progress in self._due]
         arrivals = len(arriving) + sum(progress.rounds_left for progress in self.under_way)
@@ -255,7 +256,7 @@ class _Pipeline:
         """Runs what has arrived on its way; returns those that go on."""
         for progress in moving:
             progress.compute()
-        self._done += [progress for progress in moving if progress.done]
+        self._done += [progress for progress in moving if progress.done and progress.ready]
         return [progress for progress in moving if not progress.done]
 
     def _begin(self, reducer: Reducer, own: Any, number: Array | int) -> Progress:

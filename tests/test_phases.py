@@ -122,6 +122,7 @@ def test_what_only_shapes_the_result_is_left_to_it():
 
     def function(x):
         total = 2 * lax.psum(x, "data")
+        lax.slice(jnp.sin(total), (0,), (2,))  # part of nothing
         first, rest = lax.slice(total, (0,), (4,)), lax.slice(total.reshape(1, 6), (0, 4), (1, 6))
         return first.reshape(2, 2), lax.squeeze(rest, (0,)), x[1:]
 

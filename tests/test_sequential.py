@@ -341,7 +341,7 @@ def test_reductions_go_on_while_the_backward_pass_does(lag, waits):
     assert len(sums) == waits
 
 
-def test_finished_reductions_pass_no_barrier():
+def test_results_pass_no_barrier():
     """What passes one has to be written: no slice of a bucket could be part of the optimizer."""
     functions, params, tokens = model(6)
     run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
@@ -352,11 +352,16 @@ def test_finished_reductions_pass_no_barrier():
     assert not held & set(jaxpr.outvars)
 
 
-@pytest.mark.parametrize(("n_layers", "shares"), [(1, [1, 1]), (6, [1, 1, 1, 1, 1, 2])])
+@pytest.mark.parametrize(
+    ("n_layers", "shares", "late"), [(1, [1, 1], 2), (6, [1, 1, 1, 1, 1, 2], 7)]
+)
 def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
-    n_layers, shares, monkeypatch
+    n_layers, shares, late, monkeypatch
 ):
-    """Each one's last kernels wait with one arrival, about as many with each of the six."""
+    """Each one's last kernels wait with one arrival, about as many with each of the six.
+
+    So ``late`` results wait for rounds of the last reduction, that of the embedding.
+    """
     functions, params, tokens = model(n_layers)
     held, finished, hold = [], [], pipeline._hold
 
@@ -368,10 +373,16 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
 
     monkeypatch.setattr(pipeline, "_hold", recorded)
     run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
-    jax.make_jaxpr(run, axis_env=[("data", N)])(params)
+    jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     assert [len(others) for _, *others in held] == shares
     assert all(not arrives and all(others) for arrives, *others in held)
     assert len(set(map(id, finished))) == len(finished) == len(functions) - 1
+    first, *kernels = (out for out in jaxpr.outvars if len(out.aval.shape) == 2)
+    assert first.aval.shape == (32, DIM)
+    lookups = [
+        [e for e in ancestors(jaxpr, out) if e.primitive.name == "scatter-add"] for out in kernels
+    ]
+    assert sum(map(bool, lookups)) == late
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -192,6 +193,22 @@ def test_workers_may_have_models_of_their_own(task):
     differs = np.abs(apart["losses"] / met["losses"] - 1)
     assert differs[:, 2:].min() > 1e-4
     assert abs(apart["validation"][0] / met["validation"][0] - 1) > 1e-4
+
+
+def test_the_validation_loss_is_that_of_the_models_mean(task, monkeypatch):
+    """After one step of SGD on own gradients that mean is the model of their mean."""
+    monkeypatch.setattr(training_run, "make_optimizer", lambda *_: optax.sgd(1.0))
+    task = task._replace(steps=1)
+    exact = training_run.exact_mean()
+    alone = exact._replace(average=lambda grads, key, state: (grads, state), period=2)
+
+    def validation(mean, peak=0.1):
+        trainer = training_run.make_trainer(task.shape, "sgd", mean, 8, 1)
+        return training_run.run_seeds(trainer, task, "unit", peak, 1, 1)["validation"][0]
+
+    start, found, wanted = validation(exact, 0.0), validation(alone), validation(exact)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert abs(wanted - start) > 1e-2
 
 
 def test_liec_is_minmax_with_models_that_are_averaged(task):
