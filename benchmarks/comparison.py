@@ -251,13 +251,12 @@ def step_alone() -> tuple[float, float]:
 
     Of the run over NVLink that has both.
     """
-    runs = load(STEPS)["runs"]
-    nvlink = [run for run in runs if "NCCL_P2P_DISABLE" not in run["about"]["environment"]]
-    (rows,) = (
-        rows
-        for run in nvlink
-        if {NONE, BF16} <= (rows := {row["method"]: row for row in run["rows"]}).keys()
+    nvlink = (
+        {row["method"]: row for row in run["rows"]}
+        for run in load(STEPS)["runs"]
+        if "NCCL_P2P_DISABLE" not in run["about"]["environment"]
     )
+    (rows,) = (rows for rows in nvlink if {NONE, BF16} <= rows.keys())
     psum = rows[BF16]
     n_workers = psum["n_workers"]
     return rows[NONE]["step_ms"], psum["wire_bytes"] * n_workers / (2 * (n_workers - 1))

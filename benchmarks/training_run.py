@@ -18,6 +18,7 @@ from optax import contrib
 from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, stack, unstack
 
 import dynamiq_jax as dq
+import dynamiq_jax.optax
 from dynamiq_jax.bench import contenders
 from dynamiq_jax.methods.local_error import LocalError
 
@@ -69,6 +70,12 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 PERIODS: Mapping[str, int] = {"liec": 32}
 """Methods whose result is another one on every worker, so that every worker has a model of its own,
 and after how many steps the mean of these models, in f32, takes their place."""
+
+
+def period_of(method: str) -> int:
+    """Of `PERIODS`, by the method's name with or without bits; 0 if all workers have one model."""
+    return PERIODS.get(method.strip().partition(":")[0], 0)
+
 
 OPTIMISERS = ("adamw", "sgd", "muon", "lion")
 
@@ -149,7 +156,7 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
     def init_state(grads: Tree, n_workers: int) -> Any:
         return dq.init_state(grads, n_workers, stacked=True, **chosen)
 
-    period = PERIODS.get(name.partition(":")[0], 0)
+    period = period_of(name)
 
     def bits_per_coord(grads: Tree, n_workers: int) -> float:
         own = dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
@@ -170,8 +177,9 @@ def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str)
         if text == BF16:
             found.append(bf16_mean())
         elif text != EXACT:
-            alone = contenders.native_only(text) or text.strip().partition(":")[0] in PERIODS
-            routes = ["native"] if alone else topologies
+            routes = topologies
+            if contenders.native_only(text) or period_of(text):
+                routes = ["native"]
             found += [library_mean(text, route, backend) for route in routes]
     return found
 
@@ -260,6 +268,10 @@ def make_trainer(
         averaged = mean.average(grads, key, memory)
         return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
 
+    def meet(step: Array, params: Tree) -> Tree:
+        every = partial(dq.optax.average_every, mean.period, step, axis_name=AXIS)
+        return jax.vmap(every, axis_name=AXIS)(params)
+
     apart = 0 if mean.period else None  # the axis of workers' own models
     workers = jax.vmap(worker, (apart, 0, None, 0), (None, None, 0), axis_name=AXIS)
 
@@ -279,8 +291,7 @@ def make_trainer(
             if mean.period:
                 found = mean_of(copies)
                 params, state = jax.vmap(update)(params, state, copies)
-                meet = (number + 1) % mean.period == 0
-                params = lax.cond(meet, lambda own: copied(mean_of(own)), lambda own: own, params)
+                params = meet(number + 1, params)
             else:
                 found = jax.tree.map(lambda x: x[0], copies)
                 params, state = update(params, state, found)

@@ -195,10 +195,12 @@ class Progress:
         computed = self._now(moves=False)
         self._run(computed)
         self.done = not self.rounds_left
-        made = {slot for op in computed for slot in op.makes}
-        last = [slot for slot in self._traced.sources if slot in made]
-        sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
-        self._waits = last if self.done else list(dict.fromkeys(sent))
+        if self.done:
+            made = {slot for op in computed for slot in op.makes}
+            self._waits = [slot for slot in self._traced.sources if slot in made]
+        else:
+            sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
+            self._waits = list(dict.fromkeys(sent))
 
     def exchange(self) -> None:
         """Runs the next round of collectives."""
