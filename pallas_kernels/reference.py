@@ -7,6 +7,8 @@ after group. See `pallas_kernels.format` for the operands and the
 payload's layout, and `pallas_kernels.hashing` for ``noise`` rows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,10 +42,70 @@ def _float(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32), jnp.float32)
 
 
-def _per_width(function, fmt: WireFormat, dtype) -> jax.Array:
-    """A table over widths 0..16 of ``function(width)``; 0 for widths not in the format."""
-    values = [function(w) if w in fmt.widths else 0 for w in range(MAX_WIDTH + 1)]
-    return jnp.asarray(np.array(values), dtype)
+_INTEGERS = {
+    "octave_bits": lambda fmt, w: fmt.octave_bits(w),
+    "scale_bits": lambda fmt, w: fmt.scale_bits(w),
+}
+_FLOATS = {
+    "cap": lambda fmt, w: fmt.super_scale_cap(w),
+    "to_scale": lambda fmt, w: SCALE_SLACK / fmt.level_top(w),
+    "to_fraction": lambda fmt, w: 256 * SCALE_SLACK / fmt.level_top(w),
+    "octave_start": lambda fmt, w: (
+        ((1 << fmt.octave_bits(w)) + fmt.level_start(w)) * (2 if fmt.dither else 1)
+    ),  # in half-steps
+    "dither": lambda fmt, w: fmt.dither_amplitude(w) / 2 ** (DITHER_BITS + 1),
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(fmt: WireFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Facts of each width, uint32[facts, 17] and f32[facts, 17]; 1 where a width has no scales.
+
+    Behind `_INTEGERS` follow, for every plane of the format, its offset in a record and its shift.
+    """
+    widths = range(MAX_WIDTH + 1)
+
+    def table(facts):
+        scaled = [w for w in fmt.widths if 0 < w < 16]
+        return [[fact(fmt, w) if w in scaled else 1 for w in widths] for fact in facts.values()]
+
+    planes = []
+    for plane in fmt.planes:
+        planes.append([fmt.plane_offset(w, plane) if w in fmt.widths else 0 for w in widths])
+        planes.append([plane_shift(w, plane) if w in fmt.widths else 0 for w in widths])
+    return np.array(table(_INTEGERS) + planes, np.uint32), np.array(table(_FLOATS), np.float32)
+
+
+class _Records:
+    """The records of a chunk's tiles, T of them: where they are, and what their widths mean."""
+
+    def __init__(self, tiles, fmt: WireFormat):
+        self.offset, self.width = unpack_tiles(tiles)
+        self.scaled = (self.width > 0) & (self.width < 16)
+        self._integers, self._floats = (
+            jnp.asarray(table).at[:, self.width].get(mode="promise_in_bounds")
+            for table in _tables(fmt)
+        )
+        self._fmt = fmt
+
+    def integer(self, name: str) -> Array:
+        """uint32[T, 1, 1]: one of `_INTEGERS`."""
+        return _per_tile(self._integers[list(_INTEGERS).index(name)])
+
+    def float(self, name: str) -> Array:
+        """f32[T, 1, 1]: one of `_FLOATS`."""
+        return _per_tile(self._floats[list(_FLOATS).index(name)])
+
+    def plane(self, plane: int) -> tuple[Array, Array, Array]:
+        """Of one bit plane the word offset int32[T], the shift uint32[T, 1, 1], and who has it."""
+        at = len(_INTEGERS) + 2 * self._fmt.planes.index(plane)
+        start = self.offset + self._integers[at].astype(jnp.int32)
+        return start, _per_tile(self._integers[at + 1]), (self.width & plane) > 0
+
+
+def _per_tile(x) -> Array:
+    """[T] for arithmetic with [T, R, S]."""
+    return x.reshape(-1, 1, 1)
 
 
 def _rows(x: Array, super_group_size: int) -> Array:
@@ -87,16 +149,15 @@ def _in_order(rows, fmt: WireFormat) -> Array:
 
 def _gather_words(payload, offset, used, shape) -> Array:
     """Words ``offset[t] ..`` of the payload as uint32[T, *shape], zero where not ``used``."""
-    index = offset[:, None] + jnp.arange(int(np.prod(shape)))
-    index = jnp.where(used[:, None], index, payload.shape[0])
-    words = payload.at[index].get(mode="fill", fill_value=0)
-    return words.reshape(-1, *shape)
+    index = jnp.where(used, offset, 0)[:, None] + jnp.arange(int(np.prod(shape)))[None]
+    words = payload.at[index].get(mode="promise_in_bounds")
+    return jnp.where(used[:, None], words, 0).reshape(-1, *shape)
 
 
 def _scatter_words(payload, words, offset, used) -> Array:
     """Writes uint32[T, ...] to ``payload[offset[t] ..]`` where ``used``."""
     words = words.reshape(words.shape[0], -1)
-    index = offset[:, None] + jnp.arange(words.shape[1])
+    index = offset[:, None] + jnp.arange(words.shape[1])[None]
     index = jnp.where(used[:, None], index, payload.shape[0])
     return payload.at[index].set(words, mode="drop", unique_indices=True)
 
@@ -120,30 +181,29 @@ def _expand_groups(per_group, fmt: WireFormat) -> Array:
     return jnp.repeat(per_group, fmt.group_size, axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames="fmt")
 def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
     """The decoded coordinates of every tile: f32[T, R, S]; with dither under ``noise`` words."""
-    offset, width = unpack_tiles(tiles)
-    scaled = (width > 0) & (width < 16)
-    scale = _decode_scales(payload, offset, width, scaled, fmt)
+    records = _Records(tiles, fmt)
+    scale = _decode_scales(payload, records, fmt)
     code = jnp.zeros((tiles.shape[0], TILE_ROWS, fmt.super_group_size), jnp.uint32)
     for plane in fmt.planes:
-        start = _per_width(lambda w, p=plane: fmt.plane_offset(w, p), fmt, jnp.int32)[width]
-        shift = _per_width(lambda w, p=plane: plane_shift(w, p), fmt, jnp.uint32)[width]
-        used = (width & plane) > 0
+        start, shift, used = records.plane(plane)
         shape = (TILE_ROWS, fmt.plane_words(plane) // TILE_ROWS)
-        words = _gather_words(payload, offset + start, used, shape)
-        code = code | _unpack(words, plane) << shift[:, None, None]
-    w = width[:, None, None].astype(jnp.uint32)
-    sign = (code >> jnp.where(w > 0, w - 1, 0)) & 1
-    lower = (jnp.uint32(1) << jnp.where(w > 0, w - 1, 0)) - 1
-    index = (code ^ (0 - sign if fmt.dither else 0)) & lower
-    magnitude = _decode_levels(index, width, fmt)
+        words = _gather_words(payload, start, used, shape)
+        code = code | _unpack(words, plane) << shift
+    w = _per_tile(records.width).astype(jnp.uint32)
+    top_bit = jnp.where(w > 0, w - 1, 0)
+    sign = (code >> top_bit) & 1
+    lower = (jnp.uint32(1) << top_bit) - 1
+    index = (code ^ (0 - sign) if fmt.dither else code) & lower
+    magnitude = _decode_levels(index, records, fmt)
     if 1 in fmt.widths and not fmt.dither:
         one = w == 1
         magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
     level = _float(_bits(magnitude) | sign << 31)
     if fmt.dither:
-        level = level + _dither(noise, width, fmt)
+        level = level + _dither(noise, records)
     value = level * _expand_groups(scale, fmt)
     if 16 in fmt.widths:
         magnitude = jnp.minimum(code & 0x7FFF, 0x7F7F)  # finite, whatever the bits
@@ -151,14 +211,13 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
     return jnp.where(w > 0, value, 0.0)
 
 
-def _dither(noise, width, fmt: WireFormat) -> Array:
+def _dither(noise, records: _Records) -> Array:
     """What is added to levels, in half-steps: ``amplitude * (1/2 - u)`` for what is known of u."""
     known = (noise >> (32 - DITHER_BITS)).astype(jnp.float32) * 2 + 1  # of 2^(DITHER_BITS + 1)
-    unit = _per_width(lambda w: fmt.dither_amplitude(w) / 2 ** (DITHER_BITS + 1), fmt, jnp.float32)
-    return (2**DITHER_BITS - known) * unit[width][:, None, None]
+    return (2**DITHER_BITS - known) * records.float("dither")
 
 
-def _decode_levels(index, width, fmt: WireFormat) -> Array:
+def _decode_levels(index, records: _Records, fmt: WireFormat) -> Array:
     """Integer levels, as f32, of level indices [T, R, S]."""
     if fmt.levels == "geometric":
         tables = [
@@ -167,43 +226,23 @@ def _decode_levels(index, width, fmt: WireFormat) -> Array:
         ]
         starts = np.cumsum([0] + [len(t) for t in tables[:-1]])
         flat = jnp.asarray(np.concatenate(tables), jnp.float32)
-        at = jnp.asarray(starts, jnp.uint32)[width][:, None, None] + index
+        at = _per_tile(jnp.asarray(starts, jnp.uint32)[records.width]) + index
         return flat[jnp.minimum(at, flat.shape[0] - 1)]
-    low, first = _octave_start(width, fmt), int(fmt.dither)
-    position = (index + first) << (23 - _octave_bits(width, fmt))
+    low, first = records.float("octave_start"), int(fmt.dither)
+    position = (index + first) << (23 - records.integer("octave_bits"))
     return _float(_bits(low) + position) - low - first
 
 
-def _octave_start(width, fmt: WireFormat) -> Array:
-    def start(w):
-        first = (1 << fmt.octave_bits(w)) + fmt.level_start(w) if 0 < w < 16 else 1
-        return 2 * first if fmt.dither else first  # in half-steps
-
-    return _per_width(start, fmt, jnp.float32)[width][:, None, None]
-
-
-def _octave_bits(width, fmt: WireFormat) -> Array:
-    def bits(w):
-        return fmt.octave_bits(w) if 0 < w < 16 else 0
-
-    return _per_width(bits, fmt, jnp.uint32)[width][:, None, None]
-
-
-def _scaled_width(function, fmt: WireFormat):
-    """``function`` on the widths that have scales, 1 on the others."""
-    return _per_width(lambda w: function(w) if 0 < w < 16 else 1, fmt, jnp.float32)
-
-
-def _decode_scales(payload, offset, width, scaled, fmt: WireFormat) -> Array:
+def _decode_scales(payload, records: _Records, fmt: WireFormat) -> Array:
     """The group scales f32[T, R, groups] that a payload's records hold."""
-    cap = _scaled_width(fmt.super_scale_cap, fmt)[width][:, None, None]
+    offset, scaled, cap = records.offset, records.scaled, records.float("cap")
     if fmt.group_scale == "bf16":
         words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
         return _finite_scale(_unpack(words, 16), cap)
     words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
     super_scale = _finite_scale(_unpack(words, 16)[..., None], cap)
     words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
-    return _group_scale(super_scale, _unpack(words, 8), width, fmt)
+    return _group_scale(super_scale, _unpack(words, 8), records)
 
 
 def _finite_scale(fields, cap) -> Array:
@@ -211,11 +250,10 @@ def _finite_scale(fields, cap) -> Array:
     return _float(jnp.minimum((fields & 0x7FFF) << 16, _bits(cap)))
 
 
-def _group_scale(super_scale, fraction, width, fmt: WireFormat) -> Array:
+def _group_scale(super_scale, fraction, records: _Records) -> Array:
     """super_scale * (fraction + 1) / 256, rounded up to the width's significant bits."""
     scale = super_scale * ((fraction + 1).astype(jnp.float32) * (1.0 / 256))
-    keep = _per_width(lambda w: fmt.scale_bits(w) if 0 < w < 16 else 16, fmt, jnp.uint32)
-    drop = (jnp.uint32(1) << (24 - keep[width][:, None, None])) - 1
+    drop = (jnp.uint32(1) << (24 - records.integer("scale_bits"))) - 1
     return _float((_bits(scale) + drop) & ~drop)
 
 
@@ -231,38 +269,36 @@ def _reciprocal(x) -> Array:
     return jnp.where(safe, 1.0 / jnp.where(safe, x, 1.0), 0.0)
 
 
-def _encode_scales(payload, values, offset, width, scaled, fmt: WireFormat):
+def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
     """Chooses and writes the scales of ``values``; returns (payload, reciprocals per group)."""
+    offset, scaled, cap = records.offset, records.scaled, records.float("cap")
     top = jnp.max(jnp.abs(values.reshape(*values.shape[:2], fmt.groups, -1)), axis=-1)
-    cap = _scaled_width(fmt.super_scale_cap, fmt)[width][:, None, None]
-    to_scale = _scaled_width(lambda w: SCALE_SLACK / fmt.level_top(w), fmt)[width][:, None, None]
     if fmt.group_scale == "bf16":
-        scale = _bf16_up(top * to_scale, cap)
+        scale = _bf16_up(top * records.float("to_scale"), cap)
         words = _pack(_bits(scale) >> 16, 16)
         return _scatter_words(payload, words, offset, scaled), _reciprocal(scale)
-    super_scale = _bf16_up(jnp.max(top, axis=-1, keepdims=True) * to_scale, cap)
+    super_scale = _bf16_up(jnp.max(top, axis=-1, keepdims=True) * records.float("to_scale"), cap)
     words = _pack(_bits(super_scale[..., 0]) >> 16, 16)
     payload = _scatter_words(payload, words, offset, scaled)
-    to_fraction = _scaled_width(lambda w: 256 * SCALE_SLACK / fmt.level_top(w), fmt)
-    fraction = top * _reciprocal(super_scale) * to_fraction[width][:, None, None]
+    fraction = top * _reciprocal(super_scale) * records.float("to_fraction")
     fraction = jnp.clip(jnp.ceil(fraction), 1, 256).astype(jnp.uint32) - 1
     words = _pack(fraction, 8)
     payload = _scatter_words(payload, words, offset + TILE_ROWS // 2, scaled)
-    return payload, _reciprocal(_group_scale(super_scale, fraction, width, fmt))
+    return payload, _reciprocal(_group_scale(super_scale, fraction, records))
 
 
-def _round_to_levels(z, noise, width, fmt: WireFormat) -> Array:
+def _round_to_levels(z, noise, records: _Records, fmt: WireFormat) -> Array:
     """Level indices of ``z >= 0`` in units of levels, up with the probability that keeps E[z].
 
     With dither they start at -1, that of the first negative level.
     """
-    w = jnp.clip(width, 1, 15).astype(jnp.uint32)[:, None, None]
+    w = _per_tile(jnp.clip(records.width, 1, 15)).astype(jnp.uint32)
     last = (jnp.uint32(1) << (w - 1)) - 1
     if fmt.levels == "geometric":
-        return jnp.minimum(_round_to_table(z, noise, width, fmt), last)
+        return jnp.minimum(_round_to_table(z, noise, records.width, fmt), last)
     # The bits of an f32 are linear between levels, whose step doubles where its exponent rises.
-    low, first = _octave_start(width, fmt), int(fmt.dither)
-    p = _octave_bits(width, fmt)
+    low, first = records.float("octave_start"), int(fmt.dither)
+    p = records.integer("octave_bits")
     steps = _bits(z + (low + first)) - _bits(low) + (noise >> (9 + p))
     return jnp.minimum(steps >> (23 - p), last + first) - first
 
@@ -283,17 +319,17 @@ def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:
     return result
 
 
+@functools.partial(jax.jit, static_argnames=("payload_words", "fmt"))
 def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> Array:
     """Payload of f32[T, R, S] values under noise words of the same shape."""
-    offset, width = unpack_tiles(tiles)
-    scaled = (width > 0) & (width < 16)
+    records = _Records(tiles, fmt)
     payload = jnp.zeros((payload_words,), jnp.uint32)
-    payload, inverse = _encode_scales(payload, values, offset, width, scaled, fmt)
+    payload, inverse = _encode_scales(payload, values, records, fmt)
     z = values * _expand_groups(inverse, fmt)
     sign = _bits(z) >> 31
     mirrored = noise ^ (jnp.uint32(0) - sign)
-    w = width[:, None, None].astype(jnp.uint32)
-    index = _round_to_levels(jnp.abs(z), mirrored, width, fmt)
+    w = _per_tile(records.width).astype(jnp.uint32)
+    index = _round_to_levels(jnp.abs(z), mirrored, records, fmt)
     code = index | sign << jnp.where(w > 0, w - 1, 0)
     if fmt.dither:
         code = (index ^ (0 - sign)) & ((jnp.uint32(1) << jnp.minimum(w, 15)) - 1)
@@ -307,11 +343,9 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
         raw = jnp.minimum((own & 0x7FFFFFFF) + rounding, jnp.uint32(0x7F7FFFFF)) >> 16
         code = jnp.where(w == 16, raw | own >> 31 << 15, code)
     for plane in fmt.planes:
-        start = _per_width(lambda w, p=plane: fmt.plane_offset(w, p), fmt, jnp.int32)[width]
-        shift = _per_width(lambda w, p=plane: plane_shift(w, p), fmt, jnp.uint32)[width]
-        fields = (code >> shift[:, None, None]) & jnp.uint32((1 << plane) - 1)
-        words = _pack(fields, plane)
-        payload = _scatter_words(payload, words, offset + start, (width & plane) > 0)
+        start, shift, used = records.plane(plane)
+        fields = (code >> shift) & jnp.uint32((1 << plane) - 1)
+        payload = _scatter_words(payload, _pack(fields, plane), start, used)
     return payload
 
 
@@ -339,10 +373,14 @@ def _sum_of_chunk(inputs: tuple[Input, ...], source: Source, chunk, i, fmt: Wire
     """f32[T, R, S]: ``x - mean`` on ``chunk`` plus what all inputs hold for it, as their i-th."""
     total = _tile_rows(source, chunk, fmt)
     for payloads, tiles, skip, noise in inputs:
-        for k in range(payloads.shape[0]):
+
+        def add(k, total, payloads=payloads, tiles=tiles, skip=skip, noise=noise):
             words = _decoding_noise(source.order[chunk], noise, k, fmt)
             added = total + _decode_tiles(payloads[k, i], tiles[chunk], words, fmt)
-            total = added if skip is None else jnp.where(skip == k, total, added)
+            return added if skip is None else jnp.where(skip == k, total, added)
+
+        several = payloads.shape[0] > 1
+        total = jax.lax.fori_loop(0, payloads.shape[0], add, total) if several else add(0, total)
     return total
 
 
