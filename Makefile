@@ -1,11 +1,12 @@
 # make demo      train a tiny language model twice, with lax.psum and with DynamiQ (CPU is enough)
 # make test      lint, types and tests, as CI runs them
-# make quick     lint, types and the tests of files that are fast, for every change
+# make quick     lint, types and the tests of the core: two minutes, for every change
+# make test-release   what daily tests leave out: all formats, comparators, benchmarks, processes
 # make soak      2000 training steps under random models, methods and topologies
 # make errors    docs/errors.md from the tests
 # make figures   pictures and generated tables of README and docs/, from benchmarks/results/
 # make docs      the site, in site/; broken links and unlisted pages are errors
-# make release-check   builds sdist and wheel, runs the README's script with the wheel alone
+# make release-check   make test-release; builds sdist and wheel, runs the README's script with it
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
 # make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
 
@@ -13,8 +14,9 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
+CORE := golden format hashing plan layout schedules psum_trees metrics by_step
 
-.PHONY: demo test quick soak errors figures docs release-check test-versions test-gpu clean
+.PHONY: demo test quick test-release soak errors figures docs release-check test-versions test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -28,10 +30,13 @@ test: $(VENV)/.installed-dev
 quick: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
-	$(VENV)/bin/python -m pytest -q -n 2 -m "not slow"
+	$(VENV)/bin/python -m pytest -q -n 2 $(CORE:%=tests/test_%.py)
+
+test-release: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q -n 2 --release
 
 soak: $(VENV)/.installed-dev
-	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q tests/test_soak.py
+	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q --release tests/release/test_soak.py
 
 errors: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
@@ -48,7 +53,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo "site/index.html"
 
-release-check:
+release-check: test-release
 	.ci/release-check $(PYTHON)
 
 test-versions:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compiler import AS_USERS
 from jax import lax
 from jax.sharding import AxisType
@@ -21,6 +22,9 @@ from dynamiq_jax._compat import to_varying
 
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
+
+CHEAP = dq.DynamiQ(widths=(4,), group_scale="bf16", bits=5.5, **SMALL)
+"""For tests of what surrounds a method: one width compiles in a third of the default's time."""
 
 LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
 """A ring as a loop, which compiles in half the time; the same bits as unrolled (test_ring). Its
@@ -63,6 +67,8 @@ METHODS = {
     ),
     "width_0": dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT),
 }  # fmt: skip
+DAILY = ("default", "paper", "dither", "all_widths", "bf16_scales")
+"""The formats that daily tests draw; a release draws all."""
 UNBIASED = [
     name
     for name, method in METHODS.items()
@@ -171,6 +177,27 @@ EVERY_METHOD = {
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
+
+
+def _first_of_each_kind() -> list[str]:
+    kinds: dict[str, str] = {}
+    for name, row in EVERY_METHOD.items():
+        kinds.setdefault(name if "dynamiq" in name else type(row.method).__name__, name)
+    return list(kinds.values())
+
+
+ONE_OF_A_KIND = _first_of_each_kind()
+"""The rows that daily tests draw: all of DynamiQ, and one of every other class."""
+
+
+def daily(values, keep) -> list:
+    """Parameters of a test, of which those that are not in ``keep`` run in releases alone."""
+    every = [value if isinstance(value, tuple) else (value,) for value in values]
+    kept = [value if isinstance(value, tuple) else (value,) for value in keep]
+    assert all(value in every for value in kept), "a daily parameter that the test does not have"
+    return [
+        pytest.param(*value, marks=() if value in kept else pytest.mark.release) for value in every
+    ]
 
 
 def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:

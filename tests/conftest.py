@@ -1,33 +1,37 @@
-"""Eight CPU devices for every test, one file per test process, bounded memory maps.
+"""Eight CPU devices for every test, one file per test process, bounded memory maps, budgets.
 
-Programs are compiled with the least effort, and annotated shapes are checked.
+Programs are compiled with the least effort, and annotated shapes are checked. Tests in `release/`
+and tests marked ``release`` run with ``--release``, and only these do.
 """
 
 import gc
 import importlib.util
+import json
 import os
 from pathlib import Path
 
 import jaxtyping
 import pytest
+from budget import FILE, Census
 from compiler import FLAGS
 
 if importlib.util.find_spec("beartype"):  # GPU tests do without; `test_shapes` does not
     jaxtyping.install_import_hook(["dynamiq_jax", "pallas_kernels"], "shapes.checked")
 
-SLOW = """
-    psum multihost kernels schedules topologies reduce accuracy ring optimized allocation
-    every_method wire_bytes drop_in recipes sharded corruption simulate hierarchical bench_error
-    training_benchmark cli mx_methods soak meshes train_meshes gradients_on_meshes sequential
-    error_feedback scale_axis phases marsit
-""".split()
-"""Files of more than 20 seconds of a core, in the order in which they start, before all others:
-what starts last should be short. `make quick` leaves them out."""
-
 MAPS = Path("/proc/self/maps")
 MANY_MAPS = 20_000
 """XLA on CPU maps memory for every compiled program, and crashes where Linux allows no more: at
 65,530 maps of a process."""
+
+
+census = Census()
+
+
+def pytest_addoption(parser):
+    """How `make test-release` and `budget` run the tests."""
+    parser.addoption("--release", action="store_true", help="the tests of a release, and no others")
+    parser.addoption("--no-budget", action="store_true", help="files may cost what they like")
+    parser.addoption("--census", metavar="FILE", help="keep what every file cost, as JSON")
 
 
 def pytest_configure(config):
@@ -40,14 +44,52 @@ def pytest_configure(config):
     gc.set_threshold(200_000, 20, 50)  # tracing makes many objects, and leaves few that are garbage
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Daily tests do without the folder; `None` leaves the rest to pytest."""
+    return True if collection_path.name == "release" and not config.option.release else None
+
+
 def pytest_collection_modifyitems(config, items):
-    """Marks slow files and, where several processes share the tests, puts them first."""
-    order = {f"test_{name}.py": number for number, name in enumerate(SLOW)}
-    for item in items:
-        if item.path.name in order:
-            item.add_marker("slow")
+    """Keeps daily tests or those of a release; where processes share them, the dearest file first.
+
+    What starts last should be short.
+    """
+    wanted = config.option.release
+
+    def release(item):
+        return item.path.parent.name == "release" or item.get_closest_marker("release") is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if release(item) != wanted])
+    items[:] = [item for item in items if release(item) == wanted]
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: order.get(item.path.name, len(order)))
+        budgets = json.loads(FILE.read_text())
+        items.sort(key=lambda item: -budgets.get(item.path.name, {"seconds": 0})["seconds"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def within_budget(request):
+    """Fails a file, after its last test, that takes more than `budget.json` grants."""
+    tests = sum(item.path == request.path for item in request.session.items)
+    census.start(request.path.name, tests)
+    yield
+    over = census.stop()
+    options = request.config.option
+    if over and not options.release and not options.no_budget:
+        pytest.fail(over, pytrace=False)
+
+
+def pytest_sessionfinish(session):
+    """Where several processes share the tests, the first one writes down what all of them cost."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["census"] = census.files
+    elif session.config.option.census:
+        Path(session.config.option.census).write_text(json.dumps(census.files))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Files run in one process each, so that counts of different processes never meet."""
+    census.files |= getattr(node, "workeroutput", {}).get("census", {})
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, vmapped
+from cases import SMALL, daily, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
@@ -135,7 +135,7 @@ def test_the_way_through_a_floor_leaves_the_hull_only_there():
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("bits", [3.5, 4.0, 5.0])
+@pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [3.5]))
 def test_every_super_group_has_the_floor_at_every_stage(name, bits):
     method, n, rows = dq.DynamiQ(bits=bits), 8, 8 * TILE_ROWS * 16
     layout = method.layout(rows * 256, n, dataclasses.replace(NAMED[name], streams=1))
@@ -158,8 +158,8 @@ def test_padding_costs_the_least_energies_only():
     assert energy[0][narrow].max() <= 1.2 * np.sort(energy[0])[n * (1 + TILE_ROWS) - 1]
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("bits", [3.5, 4.0, 5.0])
+@pytest.mark.parametrize("name", daily(NAMED, ["direct"]))
+@pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [4.0]))
 def test_small_super_groups_err_as_expected(name, bits):
     """Unrelated gradients, a thousandth of the super-groups with nearly all the energy."""
     n, rows, method = 8, 8 * TILE_ROWS * 24, dq.DynamiQ(bits=bits, **SMALL)

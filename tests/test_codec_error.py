@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import bias
+from cases import bias, daily
 from chunks import FORMATS, chunk_of, normal, seeds
 
 from pallas_kernels import distortion
@@ -28,7 +28,7 @@ seeds by 5%, so that the
 mean of 48 is good to 0.8%."""
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", daily(FORMATS, ["default", "dither"]))
 def test_every_width_is_unbiased(name):
     chunk = chunk_of(name)
     x, mean = normal(chunk)

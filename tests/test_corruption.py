@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, gradient
+from cases import SMALL, assert_replicas_equal, daily, gradient
 
 import dynamiq_jax as dq
 
@@ -61,9 +61,10 @@ def payload_words(method_name, topology_name):
 
 
 CASES = [(name, "ring") for name in METHODS] + [("default", t) for t in ("butterfly", "direct")]
+DAILY_CASES = [("geometric", "ring"), ("default", "direct")]
 
 
-@pytest.mark.parametrize(("method_name", "topology_name"), CASES)
+@pytest.mark.parametrize(("method_name", "topology_name"), daily(CASES, DAILY_CASES))
 def test_errors_stay_where_the_bits_were(method_name, topology_name):
     x = gradient(0, N, SIZE)
     run = flipped(method_name, topology_name)
@@ -85,7 +86,7 @@ def test_errors_stay_where_the_bits_were(method_name, topology_name):
     assert changed > 12  # most words are used
 
 
-@pytest.mark.parametrize(("method_name", "topology_name"), CASES)
+@pytest.mark.parametrize(("method_name", "topology_name"), daily(CASES, DAILY_CASES))
 def test_noise_instead_of_payloads_stays_finite(method_name, topology_name):
     """Also where every scale is a NaN, an infinity or negative."""
     x = gradient(1, N, SIZE)

@@ -462,6 +462,7 @@ def test_states_have_no_array_twice():
     assert_same_bits(state[0].inner.mu, dq.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
 
 
+@pytest.mark.release
 def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
     x = gradients(3, 1)[0]
     for text, alone in (("dynamiq-ef21:4", "dynamiq:4"), ("dynamiq-ef14", "dynamiq")):

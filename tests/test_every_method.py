@@ -12,8 +12,10 @@ import pytest
 from cases import (
     EVERY_METHOD,
     LOOP,
+    ONE_OF_A_KIND,
     assert_replicas_equal,
     assert_same_bits,
+    daily,
     first_state,
     gradient,
     stepper,
@@ -74,7 +76,10 @@ NUMBERS = [
 the test below three."""
 
 
-@pytest.mark.parametrize(("name", "n"), NUMBERS)
+DAILY = [(name, 2 + NAMES.index(name) % 6) for name in ONE_OF_A_KIND] + [("dynamiq", 8), ("f32", 1)]
+
+
+@pytest.mark.parametrize(("name", "n"), daily(NUMBERS, DAILY))
 def test_trees_keep_structure_shapes_and_dtypes_and_means_are_accurate(name, n):
     row, (tree, native) = EVERY_METHOD[name], mixed(n)
     topology = route(row, n, turn=n)
@@ -106,7 +111,7 @@ BY_KEY = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", daily(NAMES, ONE_OF_A_KIND))
 def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     """Of three workers: one by three is not exact."""
     row, n = EVERY_METHOD[name], 3
@@ -128,7 +133,7 @@ ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method, "period", No
 """Methods of which all steps move as much; `test_marsit` has the other."""
 
 
-@pytest.mark.parametrize("name", ONE_KIND)
+@pytest.mark.parametrize("name", daily(ONE_KIND, ["bf16", "mxfp8", "thc", "powersgd"]))
 def test_wire_bits_are_what_the_program_moves(name):
     """And JAX counts the result as replicated. `test_wire_bytes` does the same for DynamiQ."""
     row, n = EVERY_METHOD[name], 4

@@ -183,6 +183,7 @@ def reference_logits(config, tensors, tokens):
     return norm(x, "model.norm") @ head.T
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_published_formulas(case, tmp_path):
     config, tokens = config_of(case), random_tokens()
@@ -193,6 +194,7 @@ def test_logits_are_those_of_the_published_formulas(case, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, tmp_path):
@@ -206,6 +208,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     np.testing.assert_allclose(logits(folder, tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.release
 def test_products_in_bf16_stay_close(tmp_path):
     folder, tokens = written(tmp_path / "gemma", "gemma"), jnp.asarray(random_tokens())
     checkpoint = hf_checkpoint.open_checkpoint(folder, dtype=jnp.bfloat16)
@@ -218,6 +221,7 @@ def test_products_in_bf16_stay_close(tmp_path):
 # --- In and out -----------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
 def test_saved_again_weights_are_the_same(shards, dtype, tmp_path):
@@ -241,6 +245,7 @@ def test_saved_again_weights_are_the_same(shards, dtype, tmp_path):
         hf_checkpoint.save_params(params, checkpoint, target)
 
 
+@pytest.mark.release
 def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path):
     config = config_of("gemma")
     tensors = random_tensors(config)
@@ -271,6 +276,7 @@ TENSOR_ERRORS = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", TENSOR_ERRORS)
 def test_errors_of_tensors(name, tmp_path):
     config = config_of("llama")
@@ -299,6 +305,7 @@ CONFIG_ERRORS = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", CONFIG_ERRORS)
 def test_errors_of_config(name, tmp_path):
     change, message = CONFIG_ERRORS[name]
@@ -307,6 +314,7 @@ def test_errors_of_config(name, tmp_path):
         hf_checkpoint.open_checkpoint(tmp_path)
 
 
+@pytest.mark.release
 def test_errors_of_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing; pass the folder"):
         hf_checkpoint.open_checkpoint(tmp_path / "nowhere")
@@ -362,6 +370,7 @@ LINE_ERRORS = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", LINE_ERRORS)
 def test_errors_of_lines(name, tmp_path):
     content, message = LINE_ERRORS[name]
@@ -370,6 +379,7 @@ def test_errors_of_lines(name, tmp_path):
         sft_data.read_examples(tmp_path / "data.jsonl")
 
 
+@pytest.mark.release
 def test_errors_of_data_and_tokenizer(tiny, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no.jsonl is missing; pass a file of prompts"):
         sft_data.read_examples(tmp_path / "no.jsonl")
@@ -386,6 +396,7 @@ def test_errors_of_data_and_tokenizer(tiny, tmp_path):
         encoder(tmp_path)
 
 
+@pytest.mark.release
 def test_rows_weigh_the_answer_and_its_end(tiny):
     examples = [
         sft_data.Example("ab", "xyz"),
@@ -404,6 +415,7 @@ def test_rows_weigh_the_answer_and_its_end(tiny):
     assert learned == [make(example)[1] for example in examples]
 
 
+@pytest.mark.release
 def test_templates_and_the_first_token(tiny, tmp_path):
     settings = json.loads((tiny / "tokenizer_config.json").read_text())
     tokenizer = json.loads((tiny / "tokenizer.json").read_text())
@@ -428,6 +440,7 @@ def numbered(n):
     return sft_data.Rows(np.tile(np.arange(n)[:, None], (1, 3)).astype(np.int32), np.ones((n, 2)))
 
 
+@pytest.mark.release
 def test_every_pass_sees_each_example_once_in_another_order():
     batches = [sft_data.train_batch(numbered(10), i, rows=4, seed=0) for i in range(5)]
     seen = np.concatenate([batch.tokens[:, 0] for batch in batches])
@@ -437,6 +450,7 @@ def test_every_pass_sees_each_example_once_in_another_order():
     assert list(other.tokens[:, 0]) != list(seen[:4])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("n", [3, 8, 10])
 def test_evaluation_counts_each_row_once(n):
     counted = np.zeros(n)
@@ -455,6 +469,7 @@ def some_rows(config, n):
     return sft_data.Rows(rng.integers(0, config.vocab_size, (n, 13), np.int32), weights)
 
 
+@pytest.mark.release
 def test_loss_is_the_mean_over_answer_tokens_of_all_workers(tmp_path):
     folder = written(tmp_path / "llama", "llama-grouped-tied")
     checkpoint = hf_checkpoint.open_checkpoint(folder)
@@ -497,6 +512,7 @@ def tuned(folder, out, method):
     return result.output
 
 
+@pytest.mark.release
 def test_the_example_learns_as_fast_compressed(tiny, tmp_path):
     output = {method: tuned(tiny, tmp_path / method, method) for method in ("dynamiq", "bf16")}
     (before, after), (_, exact) = losses(output["dynamiq"]), losses(output["bf16"])
@@ -521,12 +537,14 @@ def test_method_and_topology_may_come_from_a_file(tiny, tmp_path):
     )
 
 
+@pytest.mark.release
 def test_gemma_learns_too(tmp_path):
     assert run("make-tiny", tmp_path / "gemma", "--family", "gemma").exit_code == 0
     before, after = losses(tuned(tmp_path / "gemma", tmp_path / "out", "bf16"))
     assert before > 5 and after < 2.5
 
 
+@pytest.mark.release
 def test_the_command_says_what_is_wrong(tiny, tmp_path):
     data = tiny / "train.jsonl"
     bad = tmp_path / "bad.jsonl"

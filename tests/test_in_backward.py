@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, local, mapped
+from cases import CHEAP, SMALL, assert_same_bits, local, mapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
 N, DIM, LAYERS = 4, 128, 3
-METHOD = dq.DynamiQ(**SMALL)
+METHOD = CHEAP
 EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
 
@@ -32,6 +32,10 @@ def model(layers, x, each=lambda w: w, scanned=True):
         for i in range(LAYERS):
             x = layer(x, each({name: w[i] for name, w in layers.items()}))
     return jnp.mean(x**2)
+
+
+own_gradient = jax.jit(jax.grad(model))
+"""The gradient of one worker's loss, with nothing reduced."""
 
 
 def inputs():
@@ -78,7 +82,7 @@ def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
         return jax.grad(jax.checkpoint(loss) if remat else loss)(layers, x)
 
     found = mapped(inside, check_vma)(layers, x)
-    own = [jax.grad(model)(layers, x[i]) for i in range(N)]
+    own = [own_gradient(layers, x[i]) for i in range(N)]
     for name in layers:
         exact = np.mean([g[name] for g in own], axis=0)
         for worker in range(N):
@@ -90,7 +94,7 @@ def test_layers_are_compressed_with_noise_of_their_own():
     method = dq.DynamiQ(min_leaf_size=4096, min_bucket_size=1)  # the bias travels exactly
     each = partial(dq.reduce_in_backward, axis_name="data", method=method)
     found = mapped(jax.grad(partial(model, each=each)), True)(layers, x)["kernel"][0]
-    own = [jax.grad(model)(layers, x[i])["kernel"] for i in range(N)]
+    own = [own_gradient(layers, x[i])["kernel"] for i in range(N)]
     exact = np.mean(own, axis=0)
     errors = [float(dq.vnmse(found[i], exact[i])) for i in range(LAYERS)]
     assert all(1e-4 < error < 4e-2 for error in errors), errors
@@ -140,7 +144,7 @@ def test_leaves_that_have_no_gradient_pass():
         return jax.grad(loss, argnums=(0, 1))(layers["kernel"], layers["bias"])
 
     kernel, _ = mapped(inside, True)(layers, x)
-    exact = np.mean([jax.grad(model)(inputs()[0], x[i])["kernel"] for i in range(N)], axis=0)
+    exact = np.mean([own_gradient(inputs()[0], x[i])["kernel"] for i in range(N)], axis=0)
     np.testing.assert_allclose(kernel[1], exact, rtol=2e-5, atol=1e-7)
 
 
@@ -151,7 +155,7 @@ def test_other_maps(mapping):
     grad = jax.grad(partial(model, each=each))
     options = {"axis_name": "data", "in_axes": (None, 0)}
     found = jax.vmap(grad, **options) if mapping == "vmap" else jax.pmap(grad, **options)
-    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
     np.testing.assert_allclose(found(layers, x)["kernel"][2], exact, rtol=2e-5, atol=1e-7)
 
 
@@ -178,7 +182,7 @@ def test_sharded_over_another_axis_it_reduces_parts():
         return jax.grad(partial(model, each=each, scanned=False))(layers, x.reshape(-1, DIM))
 
     found = jax.jit(grad)(layers, x)
-    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
     np.testing.assert_allclose(found["kernel"], exact, rtol=2e-5, atol=1e-7)
 
 
@@ -228,7 +232,7 @@ def test_parameters_may_vary_over_some_of_the_axes_already():
         return jax.tree.map(lambda g: g[None], found)
 
     found = jax.jit(grad)(layers, x)["kernel"]
-    exact = np.mean([jax.grad(model)(layers, x[i])["kernel"] for i in range(N)], axis=0)
+    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
     for copy in found:
         np.testing.assert_allclose(copy, exact, rtol=2e-5, atol=1e-7)
 

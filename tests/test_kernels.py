@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from jax.sharding import AbstractMesh
 from kernel_runs import FORMATS, kernels_of, operands, payloads, programs, run
 
@@ -13,7 +14,7 @@ from pallas_kernels import triton
 SIZE = 2 * 8 * 2 * 256 + 1000  # two chunks of two tiles and more; no multiple of anything
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", daily(FORMATS, ["default", "odd widths", "dither, odd widths"]))
 def test_interpreted_kernels_give_the_bits_of_the_reference(name):
     dtype, fmt = jnp.bfloat16 if len(name) % 2 else jnp.float32, FORMATS[name]
     layout, given = operands(fmt, SIZE, dtype)
@@ -57,7 +58,10 @@ def _lowered_for_cuda(function, *args) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", ["default", "paper", "bf16 scales", "odd widths", "dither"])
+@pytest.mark.parametrize(
+    "name",
+    daily(["default", "paper", "bf16 scales", "odd widths", "dither"], ["default", "dither"]),
+)
 def test_kernels_lower_for_cuda(name, monkeypatch):
     fmt = FORMATS[name]
     layout, given = operands(fmt, SIZE, jnp.float32)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import multihost_worker as worker
 import numpy as np
 import pytest
-from cases import assert_same_bits
+from cases import assert_same_bits, daily
 from compiler import FLAGS
 
 SILENCE = 60
@@ -30,6 +30,9 @@ KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 
 BLAMES = (r"Task (\d+) heartbeat timeout", r"heartbeats\):\n(\d+)\n", r"task names:\n(\d+)\n")
 """How JAX says who died, by what the survivors were doing: computing, saving or shutting down."""
+
+
+NAMED = [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
 
 
 # --- Groups of processes --------------------------------------------------------------------------
@@ -159,9 +162,7 @@ def together(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("n", "name"), [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
-)
+@pytest.mark.parametrize(("n", "name"), daily(NAMED, [(n, name) for n, name in NAMED if n == 2]))
 def test_several_processes_give_the_bits_of_one(alone, together, n, name):
     for i in range(2 * n):
         expected = alone(n).rows[f"{name}/{i}"]
@@ -169,7 +170,7 @@ def test_several_processes_give_the_bits_of_one(alone, together, n, name):
         assert_same_bits(together(n).rows[f"{name}/{i}"], expected)
 
 
-@pytest.mark.parametrize("n", worker.COLLECTIVES)
+@pytest.mark.parametrize("n", daily(worker.COLLECTIVES, [2]))
 def test_all_devices_end_training_with_the_bits_of_one_process(alone, together, n):
     records, (expected,) = together(n).records, alone(n).records
     assert all(record["mesh"] == {"node": n, "gpu": 2} for record in records)
@@ -196,7 +197,7 @@ DISAGREEMENTS = {
 """What differs, and how process 0 and the last one put it."""
 
 
-@pytest.mark.parametrize("n", worker.COLLECTIVES)
+@pytest.mark.parametrize("n", daily(worker.COLLECTIVES, [2]))
 def test_processes_that_were_told_different_things_say_what_and_where(together, n):
     complaints = [record["complaints"] for record in together(n).records]
     for what, (fact, first, last) in DISAGREEMENTS.items():
@@ -209,7 +210,7 @@ def test_processes_that_were_told_different_things_say_what_and_where(together, 
     assert not any(said["nothing"] for said in complaints)
 
 
-@pytest.mark.parametrize("n", worker.COLLECTIVES)
+@pytest.mark.parametrize("n", daily(worker.COLLECTIVES, [2]))
 def test_no_process_waits_for_one_whose_arguments_are_refused(together, n):
     """That one says why; the others, which one it was and the same."""
     *others, refused = [record["complaints"]["a refusal"] for record in together(n).records]
@@ -223,6 +224,7 @@ def test_no_process_waits_for_one_whose_arguments_are_refused(together, n):
 # --- The example ----------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path, together):
     processes = group_ends(tmp_path, "command_line_dies", 2)
     assert_others_noticed_the_death(processes)

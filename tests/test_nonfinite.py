@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, assert_replicas_equal, first_state, gradient, stepper
+from cases import (
+    EVERY_METHOD,
+    ONE_OF_A_KIND,
+    assert_replicas_equal,
+    daily,
+    first_state,
+    gradient,
+    stepper,
+)
 
 import dynamiq_jax as dq
 
@@ -20,7 +28,8 @@ CASES = [(name, route) for name, row in EVERY_METHOD.items() for route in row.ro
 KEY = jax.random.key(1)
 MAX = np.finfo(np.float32).max
 
-cases = pytest.mark.parametrize(("name", "route"), CASES)
+DAILY = [(name, next(iter(EVERY_METHOD[name].routes))) for name in ONE_OF_A_KIND]
+cases = pytest.mark.parametrize(("name", "route"), daily(CASES, DAILY))
 
 
 @functools.cache

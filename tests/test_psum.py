@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
+    DAILY,
     METHODS,
     UNBIASED,
     assert_replicas_equal,
     assert_same_bits,
     bias,
+    daily,
     gradient,
     relative_error,
     vmapped,
@@ -34,7 +36,7 @@ def reduce(name, x, key=None):
     return np.asarray(run(x, jax.random.key(1) if key is None else key))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", daily(METHODS, DAILY))
 def test_replicas_agree_and_the_key_alone_decides(name):
     x, exact = case()
     first, again = reduce(name, x), reduce(name, x)
@@ -46,7 +48,7 @@ def test_replicas_agree_and_the_key_alone_decides(name):
     assert np.mean(other != first) > 0.3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", daily(METHODS, DAILY))
 def test_bits_do_not_depend_on_the_compiler(name):
     """Neither on optimisations, which contract products and additions, nor on fusions.
 
@@ -69,7 +71,7 @@ def bias_over_keys(name):
     return bias(total, squared, SAMPLES, exact, blocks=20)
 
 
-@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize("name", daily(UNBIASED, ["independent"]))
 def test_unbiased_over_keys(name):
     """The mean over keys is the exact sum, for every block of C = 2048 coordinates.
 
@@ -82,7 +84,7 @@ def test_unbiased_over_keys(name):
     assert abs(np.mean(found.spread) - 1) < 0.12
 
 
-@pytest.mark.parametrize("name", ["default", "correlated"])
+@pytest.mark.parametrize("name", daily(["default", "correlated"], ["default"]))
 def test_correlated_rounding_has_little_bias(name):
     """Related noise of consecutive hops biases what is rounded twice: its square is small.
 
@@ -93,7 +95,7 @@ def test_correlated_rounding_has_little_bias(name):
     assert squared_bias_over_variance < 0.03
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", daily(METHODS, DAILY))
 def test_zeros_stay_zero(name):
     x = jnp.zeros((N, SIZE))
     np.testing.assert_array_equal(reduce(name, x), 0.0)
@@ -105,7 +107,7 @@ def test_zeros_stay_zero(name):
     assert np.mean(result[:, ~zero] != 0) > 0.3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", daily(METHODS, DAILY))
 def test_a_bad_super_group_is_bad_on_all_workers_and_others_are_not(name):
     x, exact = case()
     size = METHODS[name].super_group_size
@@ -147,7 +149,10 @@ SPECIAL = special_inputs()
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("name", ["default", "geometric", "bf16_scales", "all_widths", "mean"])
+@pytest.mark.parametrize(
+    "name",
+    daily(["default", "geometric", "bf16_scales", "all_widths", "mean"], ["default", "all_widths"]),
+)
 def test_finite_in_finite_out(name, kind):
     x = SPECIAL[kind]
     result = reduce(name, jnp.asarray(x))

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cases import daily
 
 import dynamiq_jax as dq
 
@@ -63,6 +64,7 @@ def test_readme(execute, capsys):
     assert float(printed) == pytest.approx(float(promised), abs=2e-4)
 
 
+@pytest.mark.release
 def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
     example = (ROOT / "examples" / "quickstart.py").read_text()
     assert len(example.splitlines()) <= 60
@@ -131,7 +133,7 @@ def test_checkpoint(run):
     assert residual.shape[0] == 4
 
 
-@pytest.mark.parametrize("name", ["nnx map", "nnx", "linen"])
+@pytest.mark.parametrize("name", daily(["nnx map", "nnx", "linen"], ["nnx"]))
 def test_flax(run, name):
     found = run(name)
     assert float(found["loss"]) < 0.5
@@ -146,6 +148,7 @@ def test_meshes(run):
         assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
 
 
+@pytest.mark.release
 def test_several_hosts(run, capsys):
     found = run("several hosts")
     assert "compressed, bucket 0" in capsys.readouterr().out
@@ -153,6 +156,7 @@ def test_several_hosts(run, capsys):
     assert 0 < float(dq.vnmse(found["grads"], plain)) < 0.05
 
 
+@pytest.mark.release
 def test_loss_scaling(run, capsys):
     found = run("loss scaling")
     assert capsys.readouterr().out == "scale 16384\n"
@@ -169,6 +173,7 @@ def test_layers_reduce_in_the_backward_pass(run, capsys, name):
         assert np.all(np.isfinite(copies[0]))
 
 
+@pytest.mark.release
 def test_layers_in_a_loop(execute, capsys):
     """After the recipe that it continues."""
     code = [START, RECIPES[NAMES.index("sequential")], RECIPES[NAMES.index("loop")]]
@@ -184,6 +189,7 @@ def test_a_worker_that_is_left_out(run, capsys):
     assert capsys.readouterr().out == "all finite: True\n"
 
 
+@pytest.mark.release
 def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, capsys):
     """By no more than rounding, with gradients in f32."""
     code = START.replace("dq.DynamiQ(bits=5)", "dq.F32()") + RECIPES[NAMES.index("budget")]
@@ -201,12 +207,14 @@ def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, capsys):
     assert float(dq.vnmse(moved, exact)) < 1e-9
 
 
+@pytest.mark.release
 def test_a_budget_compressed(run):
     found = run("budget")
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["params"]))
     np.testing.assert_array_equal(found["budgets"]([0.1, 0.3, 9.0], 0.7, 5), [5, 2, 0])
 
 
+@pytest.mark.release
 def test_a_grid(run, capsys):
     found = run("grid")
     first, second = capsys.readouterr().out.splitlines()
@@ -221,12 +229,14 @@ def test_a_grid(run, capsys):
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
 
 
+@pytest.mark.release
 def test_errors_into_ones_own_model(run, capsys):
     run("liec")
     (promised,) = re.findall(r"# (loss .* apart)$", RECIPES[NAMES.index("liec")], re.MULTILINE)
     assert capsys.readouterr().out == f"{promised}\n"
 
 
+@pytest.mark.release
 def test_lost_packets(run, capsys):
     found = run("packets")
     (promised,) = re.findall(r"# (loss .*%)$", RECIPES[NAMES.index("packets")], re.MULTILINE)
@@ -246,11 +256,13 @@ def test_by_path(run, capsys):
     assert np.all(np.isfinite(found["grads"]["hidden"]["kernel"]))
 
 
+@pytest.mark.release
 def test_by_step(run, capsys):
     found = run("by step")
     assert capsys.readouterr().out == f"loss {float(found['loss']):.3f}, 3 programs\n"
 
 
+@pytest.mark.release
 def test_metrics(run, tmp_path):
     from dynamiq_jax.curves import read_runs
 

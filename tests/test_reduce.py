@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
+    CHEAP,
     EVERY_METHOD,
     SMALL,
     assert_replicas_equal,
@@ -124,7 +125,7 @@ class TestMetrics:
         assert 0.97 * room < words <= room
 
     def test_they_change_nothing_and_cost_nothing_where_they_are_off(self):
-        method, x = dq.DynamiQ(**SMALL), gradient(3, N, SIZE)
+        method, x = CHEAP, gradient(3, N, SIZE)
         on, off = (
             reducer(method, ROUTES["direct"], op="sum", metrics=m)(x, KEY, None)
             for m in (True, False)
@@ -156,7 +157,7 @@ class TestMetrics:
 
     def test_of_one_worker(self):
         x = jnp.ones((1, SIZE)).at[0, 3].set(jnp.nan)
-        found = reducer(dq.DynamiQ(**SMALL), None, op="mean", metrics=True)(x, KEY, None)
+        found = reducer(CHEAP, None, op="mean", metrics=True)(x, KEY, None)
         assert (found.metrics.vnmse[0], found.metrics.nonfinite[0]) == (0, 1)
 
     def test_methods_that_cannot_say_say_nan(self):

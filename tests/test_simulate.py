@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits
+from cases import SMALL, assert_same_bits, daily
 from jax import lax
 from test_schedules import TwoArms
 from typer.testing import CliRunner
@@ -134,7 +134,7 @@ def test_a_chunk_of_the_library_bit_for_bit(name):
     assert_same_bits(found[own], totals[0][own])
 
 
-@pytest.mark.parametrize("n", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("n", daily(TOPOLOGIES, [4]), ids=str)
 def test_error_is_that_of_the_library(n):
     """Each of its chunks holds what is simulated; the data are others."""
     case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=METHOD, topology=TOPOLOGIES[n])

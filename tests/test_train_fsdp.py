@@ -85,6 +85,7 @@ def exact_run():
     return trained(run.step, *run.init(jax.random.key(0)))
 
 
+@pytest.mark.release
 def test_exact_collectives_train_the_parameters_of_the_whole_run(whole_run, exact_run):
     params, moments, losses = exact_run
     assert losses[-1] < losses[0] - 0.5
@@ -94,6 +95,7 @@ def test_exact_collectives_train_the_parameters_of_the_whole_run(whole_run, exac
         assert difference(tree, expected) < 1e-9
 
 
+@pytest.mark.release
 def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
     for leaf in jax.tree.leaves(exact_run[:2]):
         held = [np.asarray(shard.data) for shard in leaf.addressable_shards]
@@ -105,6 +107,7 @@ def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
             assert_replicas_equal(np.stack(held))
 
 
+@pytest.mark.release
 def test_compressed_training_is_close(exact_run):
     run = sharded("compressed")
     params, opt_state = run.init(jax.random.key(0))
@@ -126,6 +129,7 @@ def test_counted_bytes_are_the_bits_asked_for():
     assert count(inside="gather_params") == pytest.approx(gathered, rel=2e-3)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("max_norm", [1.0, 1e3])
 def test_clipping_uses_the_norm_over_all_shards(max_norm):
     grads = {"w": jnp.arange(1.0, 33).reshape(16, 2), "b": jnp.arange(5.0)}

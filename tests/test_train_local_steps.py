@@ -92,6 +92,7 @@ def test_workers_are_equal_after_outer_steps_and_there_alone(adam_run):
     assert adam_run[-1][2] < adam_run[1][2] - 0.5
 
 
+@pytest.mark.release
 def test_moments_stay_with_their_worker(adam_run):
     """Not even an outer step makes them alike."""
     for _, state, _ in adam_run[1:]:
@@ -100,6 +101,7 @@ def test_moments_stay_with_their_worker(adam_run):
         np.testing.assert_array_equal(optax.tree_utils.tree_get(state.inner, "count"), number)
 
 
+@pytest.mark.release
 def test_outer_steps_are_nesterov_of_the_mean_movement():
     """By hand, in float64, from what the workers' parameters were before and after."""
     outer = Outer(every=1, learning_rate=0.6, momentum=0.8, method=dq.F32())
@@ -129,6 +131,7 @@ def synchronous_run():
     return host(params)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("every", [1, EVERY])
 def test_plain_sgd_with_a_meeting_in_every_step_is_synchronous_sgd(synchronous_run, every):
     (start, _, _), *_, (params, _, _) = local_run(Outer(every=every, **PLAIN), optax.sgd(0.5))
@@ -137,6 +140,7 @@ def test_plain_sgd_with_a_meeting_in_every_step_is_synchronous_sgd(synchronous_r
     assert error < 1e-8 if every == 1 else error > 1e-4
 
 
+@pytest.mark.release
 def test_local_steps_send_nothing():
     outer = Outer(every=EVERY, method=BITS, topology=dq.Direct())
     programs = train_local_steps.make_programs(LOSS, optax.adamw(5e-3), outer, auto_mesh(N))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import typer
+from cases import daily
 from rich.console import Console
 
 import dynamiq_jax as dq
@@ -57,7 +58,7 @@ def assert_placed(run, trees):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-@pytest.mark.parametrize("text", MESHES)
+@pytest.mark.parametrize("text", daily(MESHES, list(MESHES)[:1]))
 def test_losses_are_those_of_plain_jit(text):
     run = make_run(train_llm.make_mesh(text))
     params = jax.eval_shape(run.init)
@@ -70,6 +71,7 @@ def test_losses_are_those_of_plain_jit(text):
     assert np.isnan(ours.wire_bytes) == ("fsdp" in text)
 
 
+@pytest.mark.release
 def test_compressed_losses_are_close_and_not_equal():
     run = make_run(train_llm.make_mesh("replica=2,fsdp=4"))
     params = jax.eval_shape(run.init)

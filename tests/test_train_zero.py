@@ -104,6 +104,7 @@ def test_exact_halves_train_the_parameters_of_plain_training(plain_run, exact):
     assert float(dq.vnmse(complete, plain_run[0])) < 1e-9
 
 
+@pytest.mark.release
 def test_compressed_halves_are_close(plain_run):
     programs = make(COMPRESSED)
     params, losses = trained(programs.step, *programs.init(jax.random.key(0)))
@@ -184,6 +185,7 @@ def program(exact):
     return Program(exact[1].as_text())
 
 
+@pytest.mark.release
 def test_a_step_begins_with_gathers_and_ends_with_scatters(program):
     gathers, scatters = program.of("all-gather"), program.of("reduce-scatter")
     products = program.of("product")
@@ -198,6 +200,7 @@ def test_a_step_begins_with_gathers_and_ends_with_scatters(program):
         assert program.needs[name] & products & program.backward
 
 
+@pytest.mark.release
 def test_nothing_waits_for_groups_that_it_does_not_use(program):
     """A block's products for no later group's parameters, its scatter for no earlier gradients."""
     gathers, products = program.of("all-gather"), program.of("product")

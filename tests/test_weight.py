@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh, gradient
+from cases import CHEAP, SMALL, assert_same_bits, auto_mesh, gradient
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -67,7 +67,7 @@ def test_what_weighs_nothing_may_be_nan():
 
 def test_equal_weights_are_no_weights():
     """Powers of two, bit for bit."""
-    x, method = tree(), dq.DynamiQ(**SMALL)
+    x, method = tree(), CHEAP
     found = mapped(method=method)(x, jnp.full(N, 4.0))
     one = partial(dq.pmean, axis_name="data", method=method, key=KEY)
     plain = jax.jit(
@@ -81,7 +81,7 @@ def test_equal_weights_are_no_weights():
 
 
 def test_no_weight_at_all_gives_zeros():
-    found = mapped(method=dq.DynamiQ(**SMALL))(tree(), jnp.zeros(N))
+    found = mapped(method=CHEAP)(tree(), jnp.zeros(N))
     for leaf in jax.tree.leaves(found):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
 

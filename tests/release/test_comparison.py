@@ -12,15 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import comparison
 import llm_model
 
 from dynamiq_jax.bench import contenders
 
-PERFORMANCE = Path(__file__).parents[1] / "docs" / "performance.md"
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 def invoke(*arguments):

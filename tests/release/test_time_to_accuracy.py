@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import adam_noise
 import against_the_clock
@@ -435,8 +435,8 @@ def test_adam_noise_is_that_of_the_errors(monkeypatch):
 class TestThePage:
     """docs/time-to-accuracy.md says what the files of its commands hold."""
 
-    results = Path(__file__).parents[1] / "benchmarks" / "results"
-    page = (Path(__file__).parents[1] / "docs" / "time-to-accuracy.md").read_text()
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    page = (Path(__file__).parents[2] / "docs" / "time-to-accuracy.md").read_text()
 
     def rows(self, *begin):
         """Cells of the rows whose first cells are these."""

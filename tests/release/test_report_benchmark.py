@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import accuracy
 import report

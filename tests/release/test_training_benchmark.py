@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import llm_data
 import llm_model

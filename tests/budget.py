@@ -1,0 +1,105 @@
+"""What each file of tests costs: programs compiled and seconds of a core, held by `budget.json`.
+
+While tests run, `Census` counts per file; `conftest` fails a file that exceeds its budget, and
+``--census FILE`` keeps the counts. ``python tests/budget.py FILE`` prints them as a table for
+BUILD.md, and with ``--renew`` makes them the budget: programs rounded up to tens and half as many
+seconds again, since processors differ.
+"""
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+FILE = Path(__file__).with_name("budget.json")
+NEW_FILE = {"programs": 60, "seconds": 15}
+"""The budget of a file that `budget.json` does not name."""
+
+PHASES = {
+    "/jax/core/compile/jaxpr_trace_duration": "tracing",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
+    "/jax/core/compile/backend_compile_duration": "compiling",
+}
+
+
+class Census:
+    """Counts of one process: tests, programs, and seconds of all its threads, by file."""
+
+    def __init__(self):
+        self.files: dict[str, dict[str, float]] = {}
+        self._file = None
+
+    def start(self, file: str, tests: int):
+        """What follows counts for this file, of so many tests."""
+        if not self.files:
+            import jax
+
+            jax.monitoring.register_event_duration_secs_listener(self._note)
+        columns = dict.fromkeys(("programs", *PHASES.values(), "seconds"), 0)
+        self.files[file] = {"tests": tests} | columns
+        self._file, self._since = file, time.process_time()
+
+    def _note(self, event, duration, **_):
+        if self._file and event in PHASES:
+            self.files[self._file][PHASES[event]] += duration
+            self.files[self._file]["programs"] += PHASES[event] == "compiling"
+
+    def stop(self) -> str | None:
+        """Ends the file, and tells by how much it exceeds its budget, if it does."""
+        file, self._file = self._file, None
+        assert file is not None
+        counts = self.files[file]
+        counts["seconds"] += time.process_time() - self._since
+        return excess(file, counts, json.loads(FILE.read_text()))
+
+
+def excess(file: str, counts, budgets: dict) -> str | None:
+    """An error for a file of which ``counts`` exceed the budget."""
+    budget = budgets.get(file, NEW_FILE)
+    over = [
+        f"{counts[k]:.0f} {k} (budget {most})" for k, most in budget.items() if counts[k] > most
+    ]
+    if not over:
+        return None
+    return (
+        f"{file} took {' and '.join(over)}: share programs between tests or move some of them to "
+        "tests/release/; if it is worth it, raise tests/budget.json"
+    )
+
+
+def renewed(census: dict) -> dict:
+    """The budget under which a run of this census passes with room to spare."""
+    return {
+        file: {
+            "programs": 10 * math.ceil((counts.get("programs", 0) + 1) / 10),
+            "seconds": 5 * math.ceil(1.5 * counts["seconds"] / 5),
+        }
+        for file, counts in sorted(census.items())
+    }
+
+
+def table(census: dict) -> str:
+    """Markdown, one row per file, the dearest first; files below 5 seconds in one row."""
+    columns = ("tests", "programs", "tracing", "lowering", "compiling", "seconds")
+    rows, small, total = [], Counter(), Counter()
+    for file, counts in sorted(census.items(), key=lambda item: -item[1]["seconds"]):
+        total.update(counts)
+        if counts["seconds"] < 5:
+            small.update(counts, files=1)
+        else:
+            rows.append((file.removesuffix(".py"), counts))
+    rows += [(f"{small['files']:.0f} files of less than 5 s", small), ("all", total)]
+    lines = ["| file | " + " | ".join(columns) + " |", "|---" * 7 + "|"]
+    for name, counts in rows:
+        numbers = (f"{counts.get(column, 0):.0f}" for column in columns)
+        lines.append(f"| {name} | " + " | ".join(numbers) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    found = json.loads(Path(sys.argv[1]).read_text())
+    print(table(found))
+    if "--renew" in sys.argv:
+        FILE.write_text(json.dumps(renewed(found), indent=1) + "\n")
