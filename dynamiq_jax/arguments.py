@@ -1,7 +1,8 @@
 """Validation at the public boundary: what may be passed, and what the defaults mean."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast
 
 import jax
@@ -313,18 +314,69 @@ def fixed_leaves(leaves: list[Leaf], values, axis_name: AxisNames) -> Fixed:
 
 def check_varying(grouping: Grouping, fixed: Fixed, axis_name: AxisNames, n_workers: int) -> None:
     """Refuses leaves that would be compressed, and are known to be equal on all workers."""
-    found = [
-        leaf
-        for bucket in grouping.buckets
-        for leaf in bucket.leaves
-        if fixed.get(leaf.index) == "replicated"
-    ]
+    found = _replicated(grouping, fixed)
     if found:
-        leaf = found[0]
         raise ValueError(
-            f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) and {len(found) - 1} more do "
-            f"not vary over axis {axis_name!r}: all {n_workers} workers hold the same value, which "
-            f"a psum would multiply by {n_workers}. Gradients of replicated parameters are already "
-            "summed under check_vma=True: differentiate with dq.value_and_grad, or cast the "
-            f"parameters first with jax.lax.pcast(params, {axis_name!r}, to='varying')"
+            f"{_described(found)} do not vary over axis {axis_name!r}: all {n_workers} workers "
+            f"hold the same value, which a psum would multiply by {n_workers}. Gradients of "
+            f"replicated parameters are already summed under check_vma=True: {_CAST_FIRST}"
+            f"jax.lax.pcast(params, {axis_name!r}, to='varying')"
         )
+
+
+_CAST_FIRST = "differentiate with dq.value_and_grad, or cast the parameters first with "
+NOTABLE, LARGE = 4096, 65536
+"""Coordinates of leaves that look like parameters, and of leaves that are worth compressing."""
+
+
+def warn_of_uncompressed(
+    grouping: Grouping, fixed: Fixed, axis_name: AxisNames, resolved: Resolved
+) -> None:
+    """Warns of large leaves that are not compressed, where the caller may not expect that.
+
+    They are equal on all workers, or a limit that the caller did not set keeps them from being
+    compressed. For the latter, they hold more than a tenth of what could be compressed.
+    """
+    n = resolved.n_workers
+    equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
+    if equal and n > 1:
+        warnings.warn(
+            f"{_described(equal)} do not vary over axis {axis_name!r}: all {n} workers hold the "
+            "same value, so that the mean is that value and nothing is compressed. If these are "
+            "gradients of replicated parameters, JAX has summed them over the axis already "
+            f"(check_vma=True), and unless the loss was averaged over it they are {n} times the "
+            f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis_name!r}, to='varying')",
+            stacklevel=4,
+        )
+    method = getattr(resolved.method, "method", resolved.method)  # within ErrorFeedback
+    names = ("min_bucket_size", "min_bucket_bytes")
+    if n == 1 or any(getattr(method, name, None) is not None for name in names):
+        return
+    small = [
+        (leaf, reason)
+        for leaf, reason in grouping.exact
+        if leaf.size >= LARGE and "min_bucket" in reason and leaf.index not in fixed
+    ]
+    moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
+    native = sum(leaf.nbytes for leaf, _ in small)
+    if native > (moved + native) / 10:
+        leaves, reasons = zip(*small, strict=True)
+        warnings.warn(
+            f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
+            f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
+            "DynamiQ(min_bucket_bytes=0) to compress small buckets, too, or set one of these "
+            "limits to what you want",
+            stacklevel=4,
+        )
+
+
+def _replicated(grouping: Grouping, fixed: Fixed) -> list[Leaf]:
+    """Leaves that would be compressed if JAX did not know that all workers hold the same."""
+    leaves = (leaf for bucket in grouping.buckets for leaf in bucket.leaves)
+    return [leaf for leaf in leaves if fixed.get(leaf.index) == "replicated"]
+
+
+def _described(leaves: Sequence[Leaf]) -> str:
+    """The first leaf, and how many more there are."""
+    first = leaves[0]
+    return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +30,7 @@ from dynamiq_jax.arguments import (
     check_varying,
     fixed_leaves,
     resolve,
+    warn_of_uncompressed,
 )
 from dynamiq_jax.buckets import (
     Bucket,
@@ -87,8 +88,10 @@ def psum(
     all. Differentiates as `jax.lax.psum` does.
 
     A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` what
-    does not vary over the axis) is never compressed. Its mean is itself; its sum is n times itself,
-    which `psum` refuses for leaves that it would compress: gradients that are summed already.
+    does not vary over the axis) is never compressed. Its mean is itself. Its sum is n times itself.
+    Large leaves of that kind are mostly gradients that JAX has summed already: `psum` refuses them,
+    and `pmean` warns. A warning also names large leaves that are not compressed because of a limit
+    (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
 
     Args:
       x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
@@ -100,8 +103,11 @@ def psum(
         those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
         dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
-      key: a PRNG key for the rounding, the same on all workers. Default: a hash of the
-        all-reduced statistics, new whenever the gradient is.
+      key: a PRNG key for the rounding, the same on all workers: one that is known to vary over the
+        axis is refused, and where JAX does not track that (``check_vma=False``, maps but shard_map)
+        ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced statistics and
+        of the bucket's leaf names. It is new whenever the statistics are, which are sums of squares
+        in bf16 for DynamiQ; methods without statistics then round alike in every step.
       axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
         for itself. Where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
         ``check_vma=False``.
@@ -117,7 +123,8 @@ def psum(
 
     Raises:
       ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
-        axes around it and no ``specs``; or an argument is malformed.
+        axes around it and no ``specs``; ``key`` varies over ``axis_name``; or an argument is
+        malformed.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
@@ -177,7 +184,8 @@ def reduce(
       weight: how much this worker counts in a mean, a scalar of its own from 0 on: the mean is the
         sum of weight times leaf over the sum of weights, such as the numbers of tokens. What a
         worker of weight 0 holds goes nowhere, NaN included; with all of them at 0 the mean is 0.
-        Leaves have to be floating-point, and in f16 small enough for n times their values.
+        A weight that is negative, infinite or NaN makes the mean NaN on all workers. Leaves have to
+        be floating-point, and in f16 small enough for n times their values.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.
@@ -188,8 +196,8 @@ def reduce(
     """
     axis_name = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
-    check_key(key)
     resolved = resolve(method, topology, axis_sizes(axis_name))
+    check_key(key, axis_name)
     values, treedef = jax.tree.flatten(tree)
     around, limits = surroundings(axis_name), resolved.limits()._asdict()
     leaves = with_scale_axes(around.leaves(tree, specs), resolved.scale_axis)
@@ -199,6 +207,7 @@ def reduce(
         check_groups(axis_name, all_reduce=True)
     if op == "sum" or state is not None:
         check_varying(grouping, fixed, axis_name, resolved.n_workers)
+    warn_of_uncompressed(grouping, fixed, axis_name, resolved)
     if fixed and state is None:
         grouping = group_leaves([leaf for leaf in leaves if leaf.index not in fixed], **limits)
     split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
@@ -255,12 +264,16 @@ def _weighted(
             "reduce such leaves apart, or cast them to f32"
         )
     own = _compat.to_varying(jnp.asarray(weight, jnp.float32), axis_name)
+    own = jnp.where((own >= 0) & (own < jnp.inf), own, jnp.nan)
+    # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
+    largest = _compat.pmax(jnp.nan_to_num(lax.stop_gradient(own)), axis_name)
+    own = own / jnp.where(largest > 0, largest, 1.0)
     total = _compat.psum(own, axis_name)
-    share = jnp.where(total > 0, own * (n_workers / jnp.where(total > 0, total, 1.0)), 0.0)
+    share = jnp.where(total == 0, 0.0, own * (n_workers / jnp.where(total == 0, 1.0, total)))
 
     def weigh(x: Array) -> Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.where(share > 0, x.astype(wide) * share, 0.0).astype(x.dtype)
+        return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
     alike = {i for i, why in fixed.items() if why != "native"}
     return [x if i in alike else weigh(jnp.asarray(x)) for i, x in enumerate(values)]

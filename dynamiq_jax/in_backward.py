@@ -25,7 +25,7 @@ from dynamiq_jax.arguments import (
 from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.collectives import Op, reduce
 from dynamiq_jax.methods.base import check_choice
-from dynamiq_jax.seeds import key_words
+from dynamiq_jax.seeds import check_key, key_words
 
 
 def reduce_in_backward(
@@ -82,6 +82,7 @@ def reduce_in_backward(
     axis_name = check_axis(axis_name)
     options = {"op": op, "method": method, "topology": topology, "specs": specs}
     reducer = Reducer(params, axis_name, "reduce_in_backward", **options)
+    check_key(key, axis_name)
 
     @jax.custom_vjp
     def passed(params: Any, words: Array | None) -> Any:

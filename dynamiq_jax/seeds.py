@@ -5,13 +5,27 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
+from dynamiq_jax._compat import AxisNames, Groups, axis_tuple, varying_axes
 from pallas_kernels import mix
 
 
-def check_key(key) -> None:
-    """Refuses what is no array, ahead of `jax.jit`, which makes arrays of numbers."""
-    if key is not None and not hasattr(key, "dtype"):
+def check_key(key, axis_name: AxisNames = ()) -> None:
+    """Refuses keys that are not arrays, and those that JAX knows to vary over the axis.
+
+    The check runs ahead of `jax.jit`, which makes arrays of numbers. Groups of workers may have
+    keys of their own.
+    """
+    if key is None:
+        return
+    if not hasattr(key, "dtype"):
         raise ValueError(f"key={key!r} is not a PRNG key; pass jax.random.key(seed)")
+    names = () if isinstance(axis_name, Groups) else axis_tuple(axis_name)
+    if not varying_axes(key).isdisjoint(names):
+        raise ValueError(
+            f"key varies over axis {axis_name!r}, and workers that round by different keys do not "
+            "get the same result; pass the key that was there before jax.lax.axis_index was folded "
+            "in, through in_specs=P() of jax.shard_map"
+        )
 
 
 def key_words(key: Array | None) -> UInt[Array, " 2"] | None:

@@ -96,7 +96,7 @@ def psum_scatter(
     check_groups(axis_name, all_reduce=False)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
-    check_key(key)
+    check_key(key, axis_name)
     sharded(resolved)
     limits = _limits(resolved)
     fixed = fixed_leaves(leaves, values, axis_name)
@@ -231,7 +231,7 @@ def all_gather(
                 f"axis={axis}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every "
                 "leaf has, or gather such leaves apart"
             )
-    check_key(key)
+    check_key(key, axis_name)
     sharded(resolved)
     of_whole = _limits(resolved)
     limits = {name: -(-limit // resolved.n_workers) for name, limit in of_whole.items()}

@@ -1,6 +1,6 @@
 """Weighted means: every worker counts by its weight, and what weighs nothing goes nowhere."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ def tree():
     return {"a": x, "b": x[:, :700].astype(jnp.bfloat16), "c": x[:, :3].astype(jnp.float16)}
 
 
+@cache
 def mapped(check_vma=True, **options):
     """jit of (tree, weights [N]) -> every worker's mean, with a leading axis."""
 
@@ -84,6 +85,21 @@ def test_no_weight_at_all_gives_zeros():
     found = mapped(method=CHEAP)(tree(), jnp.zeros(N))
     for leaf in jax.tree.leaves(found):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, -np.inf])
+def test_a_weight_that_counts_nothing_makes_the_mean_nan_everywhere(bad):
+    weights = jnp.asarray(WEIGHTS).at[1].set(bad)
+    for leaf in jax.tree.leaves(mapped(method=CHEAP)(tree(), weights)):
+        assert np.isnan(np.asarray(leaf, np.float32)).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**126, 2.0**-120])
+def test_weights_whose_sum_f32_does_not_hold_weigh_the_same(scale):
+    run, weights = mapped(method=CHEAP), jnp.array([1.0, 0.5, 2.0, 1.0])
+    plain, scaled = run(tree(), weights), run(tree(), weights * scale)
+    for own, other in zip(jax.tree.leaves(plain), jax.tree.leaves(scaled), strict=True):
+        assert_same_bits(own, other)
 
 
 def test_leaves_that_all_hold_alike_are_their_own_mean():

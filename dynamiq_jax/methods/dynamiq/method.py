@@ -105,10 +105,11 @@ class DynamiQ(HopMethod):
         is unstable: docs/training-quality.md.
       min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
-        of 8 super-groups for each worker, since padding would take the bits of less.
-      min_bucket_bytes: and so do buckets of fewer bytes. Default: `dynamiq_jax.crossover` on GPUs
-        that NVLink connects all to all, where native psum is faster below that (unless
-        ``min_bucket_size`` is given), 0 elsewhere.
+        of 8 super-groups for each worker, since padding would take the bits of less, and 0 with
+        ``min_bucket_bytes=0``.
+      min_bucket_bytes: and so do buckets of fewer bytes. 0 compresses buckets of any size. Default:
+        `dynamiq_jax.crossover` on GPUs that NVLink connects all to all, where native psum is faster
+        below that (unless ``min_bucket_size`` is given), and no limit elsewhere.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
         larger ones are buckets of their own. Default: 256 MiB, but 4 ``min_bucket_bytes`` at least.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
@@ -249,6 +250,7 @@ class DynamiQ(HopMethod):
         size, least, bucket = self.min_bucket_size, self.min_bucket_bytes, self.bucket_bytes
         if size is None:
             size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
+            size = 0 if least == 0 else size
         if least is None:
             least = PSUM_BYTES if fast_links and self.min_bucket_size is None else 0
         if bucket is None:

@@ -1,0 +1,136 @@
+"""Programs that would do something else than their authors expect say so while they are traced."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CHEAP, auto_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+N = 4
+LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)
+SMALL = jax.ShapeDtypeStruct((300,), jnp.float32)
+
+
+def traced(function, *args, in_specs=None, check_vma=True, n=N):
+    """Traces under `jax.shard_map`, and computes nothing."""
+    options = {"in_specs": in_specs or P(), "out_specs": P("data"), "check_vma": check_vma}
+    return jax.eval_shape(jax.shard_map(function, mesh=auto_mesh(n), **options), *args)
+
+
+def as_varying(tree):
+    return jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), tree)
+
+
+class TestLeavesThatAreEqualEverywhere:
+    """Large ones are mostly gradients of replicated parameters, summed already."""
+
+    @pytest.mark.parametrize("reduce", ["pmean", "reduce"])
+    def test_their_mean_warns_and_names_leaf_and_remedy(self, reduce):
+        def run(tree):
+            found = getattr(dq, reduce)(tree, "data", method=CHEAP)
+            return as_varying(found if reduce == "pmean" else found.tree)
+
+        with pytest.warns(
+            UserWarning, match=r"leaf \['w'\] \(float32\[300, 300\]\) and 0 more"
+        ) as w:
+            traced(run, {"b": SMALL, "w": LARGE})
+        told = str(w[0].message)
+        assert "4 times the mean" in told and "dq.value_and_grad" in told and "pcast" in told
+
+    def test_an_optax_chain_warns_too(self):
+        import dynamiq_jax.optax
+
+        def run(params, x):
+            grads = jax.grad(lambda p: jnp.sum(p) * x[0])(params)
+            rule = dynamiq_jax.optax.all_reduce("data", method=CHEAP)
+            return as_varying(rule.update(grads, rule.init(params), params)[0])
+
+        rows = jax.ShapeDtypeStruct((N,), jnp.float32)
+        with pytest.warns(UserWarning, match="4 times the mean"):
+            traced(run, LARGE, rows, in_specs=(P(), P("data")))
+
+    def test_small_ones_and_one_worker_do_not(self):
+        run = partial(dq.pmean, axis_name="data", method=CHEAP)
+        traced(lambda x: as_varying(run(x)), SMALL)
+        traced(lambda x: as_varying(run(x)), LARGE, n=1)
+
+
+class TestLargeLeavesThatTravelNatively:
+    """`explain`, the warning and the program agree."""
+
+    @staticmethod
+    def run(method):
+        traced(lambda x: dq.pmean(as_varying(x), "data", method=method), {"w": LARGE})
+        return dq.explain({"w": LARGE}, N, method=method, verbose=False).rows[0].route
+
+    def test_a_limit_that_nobody_set_warns(self):
+        with pytest.warns(UserWarning, match=r"'w'.*90000 < min_bucket_size 131072.*min_bucket_b"):
+            assert "min_bucket_size 131072" in self.run(dq.DynamiQ())
+
+    def test_within_error_feedback_too(self):
+        method = dq.ErrorFeedback(dq.DynamiQ())
+        state = jax.eval_shape(lambda: dq.init_state({"w": LARGE}, N, method=method))
+
+        def run(x, state):
+            return dq.reduce(as_varying(x), "data", method=method, state=state).tree
+
+        with pytest.warns(UserWarning, match="min_bucket_size 131072"):
+            traced(run, {"w": LARGE}, state)
+
+    @pytest.mark.parametrize("limit", [{"min_bucket_size": 10**6}, {"min_bucket_bytes": 10**7}])
+    def test_a_limit_that_somebody_set_does_not(self, limit):
+        assert "min_bucket" in self.run(dq.DynamiQ(**limit))
+
+    def test_a_tenth_of_the_tree_does_not(self):
+        tree = {"w": jax.ShapeDtypeStruct((1500, 1500), jnp.float32)}
+        tree["b"] = jax.ShapeDtypeStruct((300, 300), jnp.bfloat16)
+        traced(lambda x: dq.pmean(as_varying(x), "data"), tree)
+
+    def test_zero_bytes_compress_however_small(self):
+        assert self.run(dq.DynamiQ(min_bucket_bytes=0)) == "compressed"
+
+
+class TestKeysThatDiffer:
+    """Workers would round differently, and with dither decode differently."""
+
+    KEY = jax.random.key(3)
+
+    @pytest.mark.parametrize("collective", [dq.psum, dq.psum_scatter, dq.all_gather])
+    def test_are_refused_by_their_type(self, collective):
+        def run(x):
+            key = jax.random.fold_in(self.KEY, jax.lax.axis_index("data"))
+            return collective(as_varying(x), "data", method=CHEAP, key=key)
+
+        with pytest.raises(ValueError, match="key varies over axis 'data'.*in_specs=P()"):
+            traced(run, jax.ShapeDtypeStruct((N, 40000), jnp.float32))
+
+    def test_are_refused_in_a_backward_pass(self):
+        def run(x):
+            key = jax.random.fold_in(self.KEY, jax.lax.axis_index("data"))
+            return dq.reduce_in_backward(x, "data", method=CHEAP, key=key)
+
+        with pytest.raises(ValueError, match="key varies over axis 'data'"):
+            traced(run, LARGE)
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_may_differ_over_another_axis(self, check_vma):
+        def run(x):
+            key = jax.random.fold_in(self.KEY, jax.lax.axis_index("model"))
+            return dq.psum(x, "data", method=CHEAP, key=key)
+
+        mesh = jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        options = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
+        mapped = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **options)
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((N, 80000), jnp.float32))
+
+
+def test_warnings_are_silenced_as_all_are():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        traced(lambda x: as_varying(dq.pmean(x, "data", method=CHEAP)), LARGE)
