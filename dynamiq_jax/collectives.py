@@ -62,7 +62,7 @@ from dynamiq_jax.placement import (
     surroundings,
     told_specs,
 )
-from dynamiq_jax.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.seeds import bucket_seed, check_key, key_words
 from dynamiq_jax.topologies import Hierarchical
 
 Op = Literal["sum", "mean"]
@@ -313,7 +313,7 @@ def _reduce_leaves(
         values |= zip(indices, exact, strict=True)
         options = {"axis_name": axis_name, "op": op, "metrics": sent is not None}
         for number, bucket in enumerate(grouping.buckets):
-            seed = None if words is None else fold_seed(words, bucket.tag)
+            seed = bucket_seed(words, bucket.tag)
             flat, (after[number], of_bucket) = with_tangent(
                 functools.partial(_reduce_flat, resolved=resolved.of_bucket(bucket), **options),
                 functools.partial(exact_reduce, axis_name=axis_name),

@@ -6,13 +6,13 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import all_gather_invarying, psum_scatter
 from dynamiq_jax.methods import Method, ShardedMethod, State
 from dynamiq_jax.methods.base import Collective, Outcome
 from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import fold_seed
+from dynamiq_jax.seeds import Seed, fold_seed
 from dynamiq_jax.topologies import Hierarchical, Topology
 
 UNIT = 1024
@@ -64,7 +64,7 @@ def all_reduce(
     sizes: tuple[int, ...],
     method: Method,
     topology: Hierarchical,
-    seed: UInt[Array, " 2"] | None,
+    seed: Seed,
     divisor: int = 1,
     state: State = (),
     metrics: bool = False,
@@ -77,7 +77,7 @@ def all_reduce(
     inner_axis, n_inner, n_outer = axis_names[-1], sizes[-1], math.prod(sizes[:-1])
     inner, outer = topology.inner, topology.outer
     assert outer is not None
-    seeds = [None] * 3 if seed is None else [fold_seed(seed, i) for i in range(3)]
+    seeds = [fold_seed(seed, i) for i in range(3)]
     part = slice_size(x.shape[0], n_inner)
     pad = n_inner * part - x.shape[0]
     slices = (jnp.pad(x, (0, pad)) if pad else x).reshape(n_inner, part)
@@ -90,7 +90,7 @@ def all_reduce(
                 slices, inner_axis, n_workers=n_inner, topology=inner, seed=seeds[0]
             )
     if n_outer > 1:
-        own_seed = seeds[1] if seeds[1] is None else fold_seed(seeds[1], lax.axis_index(inner_axis))
+        own_seed = fold_seed(seeds[1], lax.axis_index(inner_axis))
         mine, state, facts = method.all_reduce(
             mine,
             outer_axis,

@@ -28,6 +28,11 @@ def check_key(key, axis_name: AxisNames = ()) -> None:
         )
 
 
+Seed = UInt[Array, " 2"] | UInt[Array, ""]
+"""What a collective's rounding depends on, the same on all workers: two words of a key; or, where
+the caller gave no key, one number that tells its bucket from others."""
+
+
 def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
     """``uint32[2]`` from a typed or raw PRNG key of any implementation."""
     check_key(key)
@@ -46,11 +51,32 @@ def key_words(key: Array | None) -> UInt[Array, " 2"] | None:
     return words
 
 
-def fold_seed(words: UInt[Array, " 2"], tag) -> UInt[Array, " 2"]:
-    """The seed of one bucket, or of one part of a collective: its key's words and a number."""
+def bucket_seed(words: UInt[Array, " 2"] | None, tag: int) -> Seed:
+    """The seed of the bucket with this `Bucket.tag`, from a key's words if there is a key."""
+    return jnp.uint32(tag) if words is None else fold_seed(words, tag)
+
+
+def fold_seed(words: Seed, tag) -> Seed:
+    """The seed of one part of a collective: ``words``, and the number of the part."""
+    if words.ndim == 0:
+        return mix(words + mix(jnp.asarray(tag, jnp.uint32) + jnp.uint32(1)))
     return jax.random.key_data(
         jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), tag)
     )
+
+
+def seed_of(seed: Seed, stats: Float[Array, "*shape"] | None = None) -> UInt[Array, " 2"]:
+    """The words of the key; without a key, a hash of the bucket's number and of the statistics.
+
+    Args:
+      seed: as a method gets it.
+      stats: what all workers know, different in every step; `None` where they know nothing. Then
+        the words are the same in every step.
+    """
+    if seed.ndim == 1:
+        return seed
+    number = jnp.stack([mix(seed), mix(seed * jnp.uint32(0x9E3779B1))])  # 0 changes nothing
+    return number if stats is None else number ^ statistics_seed(stats)
 
 
 def statistics_seed(stats: Float[Array, "*shape"]) -> UInt[Array, " 2"]:

@@ -39,7 +39,7 @@ from dynamiq_jax.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.placement import check_whole
-from dynamiq_jax.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.seeds import bucket_seed, check_key, key_words
 from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
@@ -312,7 +312,7 @@ def _limits(resolved: Resolved) -> dict[str, int]:
 
 def _with_seed(compressed, exact, words, bucket: Bucket):
     """``compressed`` with the bucket's seed and the derivative of ``exact``."""
-    seed = None if words is None else fold_seed(words, bucket.tag)
+    seed = bucket_seed(words, bucket.tag)
 
     def stateless(x, seed, state):
         return compressed(x, seed), state

@@ -127,10 +127,11 @@ def mean_widths(leaves: Leaves, bits: float, stage: int) -> dict[str, float]:
         return dict.fromkeys(leaves, EXACT_WIDTH)
     flat = np.concatenate([large[name] for name in sorted(large)], axis=1)  # a dict's tree order
     bound = method.bind(flat.shape[1], flat.shape[0], dq.Direct())
+    number = np.uint32(0)  # rounding does not matter here
 
     @jax.jit
     def widths(flat: jax.Array) -> jax.Array:
-        plans = jax.vmap(lambda x: method.agreed(x, AXIS, None, bound).plan, axis_name=AXIS)(flat)
+        plans = jax.vmap(lambda x: method.agreed(x, AXIS, number, bound).plan, axis_name=AXIS)(flat)
         return plan_widths(jax.tree.map(lambda x: x[0], plans), stage)
 
     each = np.repeat(np.asarray(widths(flat)), method.super_group_size)[: flat.shape[1]]

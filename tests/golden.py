@@ -115,7 +115,7 @@ def plan_of(layout: Layout, n: int) -> Any:
     if layout.stats_per_super_group == 2:
         parts.append(np.sum(x, axis=(0, 2)) / (256 * n))
     stats = jnp.asarray(np.stack(parts), jnp.bfloat16)
-    return jax.jit(lambda stats: make_plan(stats, None, layout))(stats)
+    return jax.jit(lambda stats: make_plan(stats, jnp.uint32(0), layout))(stats)
 
 
 def payloads_of(name: str) -> Any:

@@ -140,7 +140,7 @@ def test_every_super_group_has_the_floor_at_every_stage(name, bits):
     method, n, rows = dq.DynamiQ(bits=bits), 8, 8 * TILE_ROWS * 16
     layout = method.layout(rows * 256, n, dataclasses.replace(NAMED[name], streams=1))
     energy = np.random.default_rng(1).lognormal(0, 8, (1, rows))
-    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), None, layout)
+    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
     for stage, floor in enumerate(layout.floors):
         assert np.asarray(plan_widths(plan, stage)).min() == floor
 
@@ -151,7 +151,7 @@ def test_padding_costs_the_least_energies_only():
     rows = n * (15 * TILE_ROWS + 1)
     layout = method.layout(rows * 256, n, dq.Direct(streams=1))
     energy = np.random.default_rng(2).lognormal(0, 4, (1, rows))
-    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), None, layout)
+    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
     widths = np.asarray(plan_widths(plan))[:rows]
     narrow = widths < 3  # those that share a tile with padding, and one tile more
     assert 0 < narrow.sum() <= n * (1 + TILE_ROWS)

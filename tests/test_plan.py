@@ -16,11 +16,13 @@ from dynamiq_jax.methods.dynamiq.plan import (
     octave_end,
     pack_statistics,
     plan_widths,
-    statistics_seed,
     steps_below,
 )
+from dynamiq_jax.seeds import statistics_seed
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 
+NO_KEY = np.uint32(0)
+"""The seed of a bucket whose number is 0, without a key."""
 WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
 
 
@@ -217,7 +219,7 @@ def test_order_is_a_permutation_and_records_fit(widths, n, streams):
     size = 256 * 8 * n * streams * 6 - 1000
     layout = layout_of(method, size, n, streams)
     stats = statistics(n, layout.rows)
-    plan = planned_for(stats, None, method, layout)
+    plan = planned_for(stats, NO_KEY, method, layout)
     check_plan(plan, stats, layout)
     # The stage with fewer bits has nowhere more of them.
     assert layout.payload_words[0] >= layout.payload_words[1]
@@ -236,7 +238,7 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
     stats = statistics(n, layout.rows)
     loud = jnp.repeat(jnp.where(jnp.arange(n) == 1, 2.0**30, 1.0), layout.shard_rows)
     stats = (stats * jnp.stack([loud, jnp.sqrt(loud)])).astype(jnp.bfloat16)
-    plan = planned_for(stats, None, method, layout)
+    plan = planned_for(stats, NO_KEY, method, layout)
     check_plan(plan, stats, layout)
     words = np.asarray([layout.fmt.tile_words(w) for w in range(17)])
     for stage, payload_words in enumerate(layout.payload_words):
@@ -247,14 +249,14 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
         own = slice(0, layout.shard_rows)
         others = jnp.arange(layout.rows) >= layout.shard_rows
         alone = jnp.where(others, 0, stats).astype(jnp.bfloat16)
-        again = planned_for(alone, None, method, layout)
+        again = planned_for(alone, NO_KEY, method, layout)
         np.testing.assert_array_equal(plan_widths(again)[own], plan_widths(plan)[own])
 
 
 def test_stages_of_equal_budgets_share_their_tiles():
     method = dq.DynamiQ()
     layout = method.layout(256 * 8 * 2 * 6, 2, dq.Ring(balance=0))
-    plan = planned_for(statistics(2, layout.rows), None, method, layout)
+    plan = planned_for(statistics(2, layout.rows), NO_KEY, method, layout)
     np.testing.assert_array_equal(plan.tiles[0], plan.tiles[1])
 
 
@@ -265,7 +267,7 @@ def test_energy_is_what_the_mean_leaves():
     n, rows = 2, 64
     mean = jnp.zeros(rows).at[::2].set(1.0)
     sqnorm = jnp.where(mean > 0, n * 256 * 1.02, n * 256.0)
-    plan = planned(jnp.stack([sqnorm, mean]).astype(jnp.bfloat16), None, method, rows * 256, n)
+    plan = planned(jnp.stack([sqnorm, mean]).astype(jnp.bfloat16), NO_KEY, method, rows * 256, n)
     widths = np.asarray(plan_widths(plan))
     np.testing.assert_array_equal(widths[::2], 2)
     np.testing.assert_array_equal(widths[1::2], 4)
@@ -276,7 +278,7 @@ def test_poisoned_super_groups(bad):
     method, n, rows = dq.DynamiQ(), 2, 32
     clean = statistics(n, rows)
     stats = clean.at[0, 5].set(bad).at[1, 5].set(bad).at[0, 17].set(jnp.nan)
-    plan = planned(stats, None, method, rows * 256, n)
+    plan = planned(stats, NO_KEY, method, rows * 256, n)
     expected = np.isin(np.arange(rows), [5, 17])
     np.testing.assert_array_equal(np.isnan(plan.mean_sum), expected)
     assert np.all(np.isfinite(plan.mean))
@@ -313,7 +315,9 @@ def test_seed_comes_from_the_statistics_unless_given():
     assert len(set(seeds)) == 6
     assert len({s for pair in seeds for s in pair}) == 12
     method, given = dq.DynamiQ(), jnp.array([3, 5], jnp.uint32)
-    own, told = (planned(stats, s, method, 64 * 256, 2) for s in (None, given))
+    other = np.uint32(77)
+    own, numbered, told = (planned(stats, s, method, 64 * 256, 2) for s in (NO_KEY, other, given))
     assert tuple(np.asarray(own.seed).tolist()) == seeds[0]
+    assert np.all(np.asarray(numbered.seed) != np.asarray(own.seed))
     np.testing.assert_array_equal(told.seed, given)
     np.testing.assert_array_equal(told.order, own.order)  # the plan itself has no randomness

@@ -1,5 +1,6 @@
 """`psum` of pytrees: dtypes, shapes and structures come back, small things are summed exactly."""
 
+import dataclasses
 import functools
 import string
 
@@ -7,7 +8,8 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import LOOP, SMALL, assert_replicas_equal, assert_same_bits, vmapped
+import pytest
+from cases import EVERY_METHOD, LOOP, SMALL, assert_replicas_equal, assert_same_bits, vmapped
 from hypothesis import strategies as st
 from jax import lax
 
@@ -147,15 +149,24 @@ def test_any_tree_is_summed(spec, dtype, seed):
     check(tree, vmapped(WIDE)(tree, None), n, WIDE)
 
 
-def test_the_result_does_not_depend_on_other_buckets():
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["statistics", "key"])
+def test_the_result_does_not_depend_on_other_buckets(key):
     rng, n = np.random.default_rng(1), 2
     method = dq.DynamiQ(bucket_bytes=0, **SMALL)
-    x, key = array(rng, n, (500,), "float32"), jax.random.key(0)
+    x = array(rng, n, (500,), "float32")
     both = vmapped(method)({"a": x, "b": x}, key)
     alone = vmapped(method)({"b": x}, key)
     assert_same_bits(np.asarray(alone["b"]), np.asarray(both["b"]))
     # Equal gradients in two buckets are rounded differently.
     assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.2
+
+
+@pytest.mark.parametrize("name", ["minmax", "mxfp6", "qsgd"])
+def test_methods_round_equal_buckets_differently_without_a_key(name):
+    method = dataclasses.replace(EVERY_METHOD[name].method, bucket_bytes=0, **SMALL)
+    x = array(np.random.default_rng(1), 2, (700,), "float32")
+    both = vmapped(method, dq.Direct())({"a": x, "b": x}, None)
+    assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.05
 
 
 def test_python_numbers_and_unmapped_values():

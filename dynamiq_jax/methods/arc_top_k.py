@@ -24,7 +24,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float, Int
 
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.methods.base import (
@@ -40,6 +40,7 @@ from dynamiq_jax.methods.base import (
     native_sum,
     with_memory,
 )
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 
@@ -117,7 +118,7 @@ class ARCTopK(MatrixMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -159,11 +160,9 @@ class ARCTopK(MatrixMethod):
         return math.ceil(self.density * self.shape_of(size)[0] - ROUNDING)
 
 
-def _directions(
-    shape: tuple[int, int], seed: UInt[Array, " 2"] | None, state: State
-) -> Float[Array, "columns r"]:
+def _directions(shape: tuple[int, int], seed: Seed, state: State) -> Float[Array, "columns r"]:
     """V: columns of normal numbers, of length 1; new in every step where steps are counted."""
-    words = jnp.zeros(2, jnp.uint32) if seed is None else seed
+    words = seed_of(seed)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     if state:
         key = jax.random.fold_in(key, state.step)

@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.metrics import PayloadFacts
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 State = Any
@@ -134,7 +135,7 @@ class Method(Protocol):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -265,7 +266,7 @@ class ShardedMethod(Method, Protocol):
         *,
         n_workers: int,
         topology: Topology,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
     ) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
         ...
@@ -276,7 +277,7 @@ class ShardedMethod(Method, Protocol):
         axis_name: AxisNames,
         *,
         n_workers: int,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         invarying: bool = False,
     ) -> Float[Array, "n s"]:
         """All workers' ``x``; the same bits on all workers.

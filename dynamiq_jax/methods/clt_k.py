@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Integer, UInt
+from jaxtyping import Float, Int, Integer
 
 from dynamiq_jax._compat import AxisNames, axis_index, psum
 from dynamiq_jax.methods.base import (
@@ -31,6 +31,7 @@ from dynamiq_jax.methods.base import (
     native_sum,
     with_memory,
 )
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
@@ -109,7 +110,7 @@ class CLTK(NativeSumMethod, BucketedMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, UInt
+from jaxtyping import Bool, Float
 
 from dynamiq_jax._compat import AxisNames, assume_invarying
 from dynamiq_jax.buckets import ScaleAxis
@@ -40,6 +40,7 @@ from dynamiq_jax.methods.base import (
     clipped,
     with_memory,
 )
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
@@ -234,7 +235,7 @@ class ErrorFeedback:
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

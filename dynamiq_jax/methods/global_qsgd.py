@@ -28,7 +28,7 @@ from dynamiq_jax.codecs.plain import (
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, check_choice, clipped
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.seeds import statistics_seed
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -121,9 +121,9 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         finite = jnp.all(jnp.isfinite(pieces), axis=1)
         return jnp.where(finite, jnp.max(jnp.where(finite[:, None], pieces, 0.0), axis=1), jnp.inf)
 
-    def share(self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound) -> QSGDShared:
+    def share(self, message: Array, seed: Seed, bound: Bound) -> QSGDShared:
         """The scales of all."""
-        return QSGDShared(statistics_seed(message) if seed is None else seed, message)
+        return QSGDShared(seed_of(seed, message), message)
 
     def codec(
         self,

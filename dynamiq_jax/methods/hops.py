@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames, pmax, psum
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.methods.base import MethodDefaults, Outcome, State
 from dynamiq_jax.metrics import PayloadFacts
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -71,7 +72,7 @@ class HopMethod(MethodDefaults):
         """One worker's message; `None` if nothing has to be agreed on."""
         return None
 
-    def share(self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound) -> Shared:
+    def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
         """What follows from the message of all; ``seed`` is `None` if the caller gave no key."""
         raise NotImplementedError
 
@@ -112,7 +113,7 @@ class HopMethod(MethodDefaults):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -140,7 +141,7 @@ class HopMethod(MethodDefaults):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -172,7 +173,7 @@ class HopMethod(MethodDefaults):
         self,
         x: Float[Array, " d"],
         axis_name: AxisNames,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         bound: Bound,
         state: State = (),
     ) -> Shared:

@@ -19,11 +19,12 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames, axis_index
 from dynamiq_jax.codecs.plain import ChunkLayout
 from dynamiq_jax.methods.base import Limits, MethodDefaults, Outcome, State, clipped
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Direct, Topology
 
 ROUTE = Direct(streams=1)
@@ -94,7 +95,7 @@ class LocalError(MethodDefaults):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

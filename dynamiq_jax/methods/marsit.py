@@ -37,7 +37,7 @@ from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduc
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.methods.base import LARGEST, BucketedMethod, Outcome, State, clipped, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.seeds import fold_seed, statistics_seed
+from dynamiq_jax.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
 
@@ -152,9 +152,9 @@ class Marsit(BucketedMethod, HopMethod):
         magnitude = jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
         return jnp.append(magnitude, state.step.astype(jnp.float32))
 
-    def share(self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound) -> MarsitShared:
+    def share(self, message: Array, seed: Seed, bound: Bound) -> MarsitShared:
         """Lengths of steps, and the round that all are in."""
-        seed = statistics_seed(message) if seed is None else seed
+        seed = seed_of(seed, message)
         step = jnp.round(message[-1] / bound.n_workers).astype(jnp.int32)
         length = jnp.minimum(message[:-1] * self.scale, LARGEST / bound.n_workers)
         length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
@@ -205,7 +205,7 @@ class Marsit(BucketedMethod, HopMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

@@ -28,6 +28,7 @@ from dynamiq_jax.codecs.plain import (
 from dynamiq_jax.executors import ChunkCodec, reduce_scatter
 from dynamiq_jax.methods.base import BucketedMethod, check_choice
 from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 
@@ -89,9 +90,9 @@ class MinMax(BucketedMethod, HopMethod):
         layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
         return Bound(layout, topology, n_workers)
 
-    def share(self, message: None, seed: UInt[Array, " 2"] | None, bound: Bound) -> Array:
+    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
         """The seed of the rounding."""
-        return _seed(seed)
+        return seed_of(seed)
 
     def codec(
         self,
@@ -132,7 +133,7 @@ class MinMax(BucketedMethod, HopMethod):
         *,
         n_workers: int,
         topology: Topology,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
     ) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
         size = x.shape[1]
@@ -141,7 +142,7 @@ class MinMax(BucketedMethod, HopMethod):
             spare = layout.chunks_per_worker * layout.chunk_size - size
             rows = jnp.pad(x, ((0, 0), (0, spare))) if spare else x
             bound = Bound(layout, topology, n_workers)
-            codec = self.codec(rows.reshape(-1), _seed(seed), bound, dtype=x.dtype)
+            codec = self.codec(rows.reshape(-1), seed_of(seed), bound, dtype=x.dtype)
             streams = layout.chunks_per_worker
             result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
             return result.reshape(-1)[:size]
@@ -152,7 +153,7 @@ class MinMax(BucketedMethod, HopMethod):
         axis_name: AxisNames,
         *,
         n_workers: int,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         invarying: bool = False,
     ) -> Float[Array, "n s"]:
         """All workers' ``x``, each encoded once by itself; the same bits on all workers.
@@ -163,7 +164,7 @@ class MinMax(BucketedMethod, HopMethod):
         layout = self._slices(size, n_workers, None)
         gather = all_gather_invarying if invarying else all_gather
         with jax.named_scope("minmax_all_gather"):
-            plain = self._plain(layout, _seed(seed), 1)
+            plain = self._plain(layout, seed_of(seed), 1)
             own = jnp.pad(x.astype(jnp.float32), (0, layout.chunk_size - size))
             payloads = gather(plain.encode(own, axis_index(axis_name), 0), axis_name)
             values = jax.vmap(plain.decode)(payloads, jnp.arange(n_workers, dtype=jnp.int32))
@@ -202,7 +203,3 @@ class MinMax(BucketedMethod, HopMethod):
             return minmax.decode(payload, layout.chunk_size, noise=known, **options)
 
         return PlainCodec(encode, decode)
-
-
-def _seed(seed: UInt[Array, " 2"] | None) -> UInt[Array, " 2"]:
-    return jnp.zeros(2, jnp.uint32) if seed is None else seed

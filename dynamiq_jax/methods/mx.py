@@ -28,7 +28,7 @@ from dynamiq_jax.executors import Carry, ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, check_choice
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import statistics_seed
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 UNIT = 4 * mx.BLOCK
@@ -103,15 +103,15 @@ class _MX(BucketedMethod, HopMethod):
     def share(
         self,
         message: tuple[UInt8[Array, " blocks"], ScaleState | tuple[()]] | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         bound: Bound,
     ) -> MXShared:
         """The largest scales, as chunks have them."""
         if message is None:
-            return MXShared(jnp.zeros(2, jnp.uint32) if seed is None else seed, None, None)
+            return MXShared(seed_of(seed), None, None)
         codes, state = message
         mu = state.mu if state else self._safe_multiplier(bound.n_workers)
-        seed = statistics_seed(codes[None].astype(jnp.float32)) if seed is None else seed
+        seed = seed_of(seed, codes[None].astype(jnp.float32))
         layout: ChunkLayout = bound.layout
         blocks = layout.padded_size // mx.BLOCK
         scales = jnp.pad(codes, (0, blocks - codes.shape[0])).reshape(layout.chunks, -1)

@@ -21,11 +21,12 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Integer, UInt
+from jaxtyping import Bool, Float, Integer
 
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.methods.base import Outcome, State, check_choice
 from dynamiq_jax.methods.blocks import BlockMethod
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 Select = Literal["energy", "union"]
@@ -115,7 +116,7 @@ class OmniReduce(BlockMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

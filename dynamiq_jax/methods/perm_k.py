@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather_invarying, axis_index, psum
 from dynamiq_jax.methods.base import BucketedMethod, Outcome, State, clipped
-from dynamiq_jax.seeds import statistics_seed
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 
@@ -69,7 +69,7 @@ class PermK(BucketedMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -77,9 +77,9 @@ class PermK(BucketedMethod):
         """See `methods.base.Method`."""
         with jax.named_scope("perm_k_all_reduce"):
             wide = x.astype(jnp.float32)
-            if seed is None:
+            if seed.ndim == 0:
                 known = jnp.stack([jnp.sum(wide), jnp.sum(jnp.square(wide))])
-                seed = statistics_seed(psum(known, axis_name))
+                seed = seed_of(seed, psum(known, axis_name))
             sets = jnp.pad(wide, (0, -x.shape[0] % n_workers)).reshape(-1, n_workers)
             shifts = _shifts(seed, sets.shape[0], n_workers)
             place = (axis_index(axis_name) + shifts) % n_workers

@@ -25,7 +25,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.methods.base import (
@@ -39,6 +39,7 @@ from dynamiq_jax.methods.base import (
     native_sum,
     with_memory,
 )
+from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
@@ -103,7 +104,7 @@ class PowerSGD(MatrixMethod):
     def init(self, size: int, n_workers: int) -> State:
         """Nothing left out yet, and a factor at random, the same for all leaves of its shape."""
         residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
-        return PowerSGDState(residual, self._start(size, None))
+        return PowerSGDState(residual, self._start(size, jnp.uint32(0)))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -117,7 +118,7 @@ class PowerSGD(MatrixMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -126,7 +127,7 @@ class PowerSGD(MatrixMethod):
         size, shape = x.shape[0], self.shape_of(x.shape[0])
         unit = self.headroom(size, n_workers)
         with jax.named_scope("powersgd_all_reduce"):
-            start = self._start(size, None if state else seed)
+            start = self._start(size, jnp.uint32(0) if state else seed)
             y = x.astype(jnp.float32)
             if self.error_feedback:
                 y = with_memory(x, state.residual)
@@ -153,9 +154,9 @@ class PowerSGD(MatrixMethod):
         """Those of the factors."""
         return min(self.rank, *self.shape_of(size))
 
-    def _start(self, size: int, seed: UInt[Array, " 2"] | None) -> Float[Array, "columns r"]:
-        """A right factor at random; without a seed always the same."""
-        words = jnp.zeros(2, jnp.uint32) if seed is None else seed
+    def _start(self, size: int, seed: Seed) -> Float[Array, "columns r"]:
+        """A right factor at random, which depends on the seed alone."""
+        words = seed_of(seed)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         shape = self.shape_of(size)[1], self._columns(size)
         return orthonormal(jax.random.normal(key, shape, jnp.float32))

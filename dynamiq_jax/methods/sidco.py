@@ -27,11 +27,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax._compat import AxisNames, assume_invarying
 from dynamiq_jax.methods.base import ROUNDING, Outcome, State
 from dynamiq_jax.methods.blocks import BlockMethod
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
@@ -117,7 +118,7 @@ class SIDCo(BlockMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,

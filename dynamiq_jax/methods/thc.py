@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, UInt, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from dynamiq_jax._compat import (
     AxisNames,
@@ -49,7 +49,7 @@ from dynamiq_jax.methods.base import (
     clipped,
     with_memory,
 )
-from dynamiq_jax.seeds import statistics_seed
+from dynamiq_jax.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
@@ -207,7 +207,7 @@ class THC(BucketedMethod):
         *,
         n_workers: int,
         topology: Topology | None,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         divisor: int = 1,
         state: State = (),
         metrics: bool = False,
@@ -244,9 +244,9 @@ class THC(BucketedMethod):
         if self.error_feedback:  # a state varies, for all that JAX knows: its step travels along
             facts = jnp.append(facts, state.step.astype(jnp.float32))
         facts = pmax(facts, axis_name)
-        if seed is None:
-            seed = statistics_seed(facts)
-        elif self.error_feedback:
+        keyed = seed.ndim == 1
+        seed = seed_of(seed, facts)
+        if keyed and self.error_feedback:
             seed = seed ^ statistics_seed(facts[-1:])
         return facts[: pieces.shape[0]], seed
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.methods.base import BucketedMethod, Outcome, State
 from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 UNIT = 16
@@ -79,7 +80,7 @@ class _Uncompressed(BucketedMethod, HopMethod):
         """See `HopMethod`."""
         return Bound(self._layout(size, n_workers, topology), topology, n_workers)
 
-    def share(self, message: Message, seed: UInt[Array, " 2"] | None, bound: Bound) -> Shared:
+    def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
         """Nothing has to be known."""
         return ()
 

@@ -13,6 +13,7 @@ from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
+from dynamiq_jax.seeds import Seed
 
 
 class SharedPlan(NamedTuple):
@@ -31,9 +32,7 @@ def statistics(
     return pack_statistics(mean, sqnorm, layout)
 
 
-def shared_plan(
-    stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout, n_slots: int
-) -> SharedPlan:
+def shared_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int) -> SharedPlan:
     """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
     plan = make_plan(stats, seed, layout)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
@@ -42,7 +41,7 @@ def shared_plan(
 def gathered_plan(
     x: Float[Array, " d"],
     axis_name: AxisNames,
-    seed: UInt[Array, " 2"] | None,
+    seed: Seed,
     layout: Layout,
     backend: pk.Backend | None,
     gather: Callable[[Array, AxisNames], Array],

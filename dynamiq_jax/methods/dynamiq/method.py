@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
 from dynamiq_jax.buckets import ScaleAxis
@@ -47,6 +47,7 @@ from dynamiq_jax.methods.dynamiq.codec import (
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.metrics import PayloadFacts, finite_norm
+from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from pallas_kernels import Backend, WireFormat, check_backend
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
@@ -378,7 +379,7 @@ class DynamiQ(HopMethod):
         """Squared norms (and means) of the super-groups, bf16."""
         return statistics(x, bound.layout, self.backend)
 
-    def share(self, message: Array, seed: UInt[Array, " 2"] | None, bound: Bound) -> SharedPlan:
+    def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
         return shared_plan(message, seed, bound.layout, bound.n_slots)
 
@@ -465,7 +466,7 @@ class DynamiQ(HopMethod):
         *,
         n_workers: int,
         topology: Topology,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
     ) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
         size = x.shape[1]
@@ -489,7 +490,7 @@ class DynamiQ(HopMethod):
         axis_name: AxisNames,
         *,
         n_workers: int,
-        seed: UInt[Array, " 2"] | None,
+        seed: Seed,
         invarying: bool = False,
     ) -> Float[Array, "n s"]:
         """All workers' ``x``, each encoded once by itself; the same bits on all workers.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.seeds import statistics_seed
+from dynamiq_jax.seeds import Seed, seed_of
 from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -182,12 +182,12 @@ def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, 
     return jnp.clip(end - bits, 0, _LEVELS - 1)
 
 
-def make_plan(stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout: Layout) -> Plan:
+def make_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout) -> Plan:
     """The plan that follows from the all-reduced statistics.
 
     Args:
       stats: the sum over workers of `pack_statistics`.
-      seed: the rounding's seed; `None` derives it from ``stats``.
+      seed: the rounding's; see `seed_of`.
       layout: static sizes and the wire format.
     """
     sqnorm = stats[0].astype(jnp.float32)
@@ -204,7 +204,7 @@ def make_plan(stats: Float[Array, "k M"], seed: UInt[Array, " 2"] | None, layout
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
     order, tiles, tile_energy = order_and_tiles(energy, layout)
     pad = (0, layout.super_groups - layout.rows)
-    seed = statistics_seed(stats) if seed is None else seed
+    seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
