@@ -127,7 +127,7 @@ def mean_widths(leaves: Leaves, bits: float, stage: int) -> dict[str, float]:
         return dict.fromkeys(leaves, EXACT_WIDTH)
     flat = np.concatenate([large[name] for name in sorted(large)], axis=1)  # a dict's tree order
     bound = method.bind(flat.shape[1], flat.shape[0], dq.Direct())
-    number = np.uint32(0)  # rounding does not matter here
+    number = jax.numpy.zeros((), "uint32")  # rounding does not matter here
 
     @jax.jit
     def widths(flat: jax.Array) -> jax.Array:

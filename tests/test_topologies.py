@@ -1,5 +1,6 @@
 """Every topology: exact where it can be, unbiased, the same bits on all workers and maps."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
+    CHEAP,
     METHODS,
     SMALL,
     TOPOLOGIES,
@@ -140,6 +142,18 @@ def test_fewer_encodings_err_less(name, promised):
     method = dq.DynamiQ(floor=None, levels="piecewise", **SMALL)
     found = vmapped(method, TOPOLOGIES[name][0])(x, jax.random.key(0))
     assert 1e-4 < relative_error(found[0], x) <= promised
+
+
+def test_two_workers_err_alike_whatever_the_topology():
+    """One encoding and the sink: a pair of antithetic roundings."""
+    x, key = gradient(0, 2, 40_000), jax.random.key(1)
+    direct, ring = (
+        relative_error(vmapped(CHEAP, topology)(x, key)[0], x)
+        for topology in (dq.Direct(), dq.Ring())
+    )
+    assert direct == pytest.approx(ring, rel=0.1)
+    alone = dataclasses.replace(CHEAP, rounding="independent")
+    assert ring < 0.75 * relative_error(vmapped(alone, dq.Direct())(x, key)[0], x)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from dynamiq_jax._compat import (
 )
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
-from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted
+from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
 
 
 class _Held(NamedTuple):
@@ -44,18 +44,19 @@ def all_reduce(
       What `ChunkCodec.decode` makes of all chunks, and the last carry.
     """
     stages = topology.stages(n_workers)
-    last, slot = len(stages) - 1, stages[-1].slots.start
-    me = axis_index(axis_name)
+    last, me = len(stages) - 1, axis_index(axis_name)
+    own = Encoder(last, sink_slot(stages, me), me)
     inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
     permutes = topology.transport == "permutes"
     gather = _permuted_sinks if permutes else _gathered_sinks
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]
-        payloads, carry = codec.encode(arrived, chunk, Encoder(last, slot, me), carry)
+        payloads, carry = codec.encode(arrived, chunk, own, carry)
         before = carry
         for sinks, owners in gather(payloads, axis_name, n_workers):
-            encoders = Encoder(last, jnp.full_like(owners, slot), owners)
+            slots = jnp.broadcast_to(sink_slot(stages, owners), owners.shape)
+            encoders = Encoder(last, slots, owners)
             result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
         if permutes:  # All workers decode the same: what was replicated before it is so after it.
             carry = jax.tree.map(

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Topology, steps_of
-from dynamiq_jax.topologies.base import chunk_table
+from dynamiq_jax.topologies.base import chunk_table, sink_slot
 
 CodecOf = Callable[[Any, Array], ChunkCodec]
 """(arrays, worker) -> the codec of that worker's gradient, which has one chunk; hashable."""
@@ -65,7 +65,7 @@ def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
             of[senders] = np.broadcast_to(value, workers.shape)[senders]
     if (np.delete(tree.to, owner) < 0).any():
         raise ValueError(f"some of {n_workers} workers never send chunk {owner}")
-    tree.stage[owner], tree.slot[owner] = len(stages) - 1, stages[-1].slots.start
+    tree.stage[owner], tree.slot[owner] = len(stages) - 1, sink_slot(stages, owner)
     return tree
 
 
@@ -159,5 +159,5 @@ def decode_chunk(codec_of: CodecOf, topology: Topology, n_workers: int, arrays, 
     """What every worker makes of `reduce_chunk`'s payload, flat."""
     stages = topology.stages(n_workers)
     codec, owner = codec_of(arrays, jnp.int32(0)), jnp.zeros(1, jnp.int32)
-    encoder = Encoder(len(stages) - 1, owner + stages[-1].slots.start, owner)
+    encoder = Encoder(len(stages) - 1, sink_slot(stages, owner), owner)
     return codec.decode(payload, owner, encoder, None, codec.carry)[0].reshape(-1)

@@ -249,10 +249,9 @@ class Marsit(BucketedMethod, HopMethod):
 def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]:
     """For how many workers the encoding of each slot stands, by the owner of the chunk; int32.
 
-    What a worker would send to itself stands for none.
+    What a worker would send to itself stands for none, and neither does a sink, which nobody adds.
     """
-    stages = topology.stages(n_workers)
-    found = np.zeros((n_slots(stages), n_workers), np.int32)
+    found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
     held = np.ones((n_workers, n_workers), np.int32)  # by worker and chunk
     workers = np.arange(n_workers, dtype=np.int32)
     for step in steps_of(topology.schedule(n_workers)):
@@ -263,7 +262,6 @@ def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]
         moves = to != workers[:, None]  # all but what a worker would send to itself
         found[np.broadcast_to(slots[:, None], chunks.shape)[moves], chunks[moves]] = standing[moves]
         np.add.at(held, (to[moves], chunks[moves]), standing[moves])
-    found[stages[-1].slots.start] = n_workers
     return found
 
 

@@ -7,7 +7,7 @@ gathered by all. *Executors* (`dynamiq_jax.executors`) run schedules.
 
 Encodings that share their bits and their plan of widths form a *stage*; the sinks are the last one.
 A *slot* numbers the encodings of one chunk, so that a codec can correlate their rounding; every
-(chunk, slot) is used at most once.
+(chunk, slot) is used at most once. The slot of a sink may depend on the owner (`sink_slot`).
 
 Here, chunks have the numbers of their owners. With several *streams* each of them stands for as
 many chunks that take the same way independently: the kernel of one runs under the transfer of
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     sent: int
     """Payloads that one worker sends in it, for one stream."""
     slots: range
-    """The slots of one chunk's encodings."""
+    """The slots of one chunk's encodings; of the last stage those of all sinks."""
     error: float
     """The stage's share in the error at equal bits, where that of the sink is 1: the energy of all
     that is encoded of one chunk, for gradients that are unrelated between workers, halved since
@@ -184,6 +184,12 @@ class Topology(Protocol):
 def streams_for(size: int, streams: int, stream_size: int) -> int:
     """One stream for every ``stream_size`` coordinates, at least one and at most ``streams``."""
     return min(streams, max(1, size // max(stream_size, 1)))
+
+
+def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:
+    """The slot of the sink of this worker's chunks: the owners take the last stage's in turn."""
+    slots = stages[-1].slots
+    return slots.start + owner % len(slots)
 
 
 def n_slots(stages: tuple[Stage, ...]) -> int:

@@ -48,9 +48,13 @@ class Direct:
         """Any number will do."""
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
-        """The all-to-all and the all-gather. The sink has a slot that no worker is paired with."""
+        """The all-to-all and the all-gather.
+
+        Every worker has the slot of its number. The owner does not send its own chunk: the slot is
+        free for the sink, so that no encoding but one of an odd number is without a partner.
+        """
         n = n_workers
-        return Stage(n - 1, range(1, n + 1), (n - 1) / (2 * n)), Stage(n - 1, range(1), 1.0)
+        return Stage(n - 1, range(n), (n - 1) / (2 * n)), Stage(n - 1, range(n), 1.0)
 
     def chunks_per_worker(self, size: int) -> int:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
@@ -62,4 +66,4 @@ class Direct:
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""
         everyone = np.arange(n_workers, dtype=np.int32)
-        return (Rounds(1, lambda _: Step(0, lambda w: everyone, slot=lambda w: w + 1)),)
+        return (Rounds(1, lambda _: Step(0, lambda w: everyone, slot=lambda w: w)),)
