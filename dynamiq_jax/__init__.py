@@ -8,6 +8,9 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 ```
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from dynamiq_jax.agreement import check_agreement
 from dynamiq_jax.by_step import ByStep, by_step
 from dynamiq_jax.collectives import init_state, pmean, psum, reduce
@@ -103,6 +106,20 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+
+
+if TYPE_CHECKING:
+    from dynamiq_jax import optax as optax
+else:
+
+    def __getattr__(name: str):
+        """Imports ``dynamiq_jax.optax`` at its first use, since the library does not need optax."""
+        if name != "optax":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return import_module(f"{__name__}.optax")
+        except ModuleNotFoundError as error:
+            raise AttributeError("dynamiq_jax.optax needs optax: pip install optax") from error
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """Validation at the public boundary: what may be passed, and what the defaults mean."""
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast
@@ -162,7 +163,17 @@ def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], *, allowed: bool
 
 def axis_counts(n_workers: int | tuple[int, ...]) -> tuple[int, ...]:
     """The sizes of all axes, from that of one or of several."""
-    sizes = tuple(n_workers) if isinstance(n_workers, tuple | list) else (n_workers,)
+    given = tuple(n_workers) if isinstance(n_workers, tuple | list) else (n_workers,)
+    try:
+        sizes = tuple(map(operator.index, given))
+    except TypeError:
+        sizes = None
+    if sizes is None or any(isinstance(size, bool) for size in given):
+        axis = next((size for size in given if isinstance(size, str)), "data")
+        raise ValueError(
+            f"n_workers={n_workers!r} is not a number of workers; pass an int, or one for each "
+            f"axis, such as mesh.shape[{axis!r}], or inside a map jax.lax.axis_size({axis!r})"
+        )
     if not sizes or min(sizes) < 1:
         raise ValueError(f"n_workers={n_workers} must be at least 1")
     return sizes
@@ -205,7 +216,7 @@ def check_axis(axis_name, axis_index_groups=None) -> AxisNames:
 
 def _groups_of(axis_name, axis_index_groups) -> Groups:
     groups = tuple(tuple(int(worker) for worker in group) for group in axis_index_groups)
-    n_workers = math.prod(axis_sizes(axis_name))
+    n_workers = math.prod(axis_sizes(axis_name, "the collective"))
     if sorted(worker for group in groups for worker in group) != list(range(n_workers)):
         raise ValueError(
             f"axis_index_groups={groups} must cover all indices exactly once, and axis "
@@ -272,7 +283,7 @@ def check_state(state, first: Callable[[], tuple], method: Method, n_workers: in
     return list(state)
 
 
-def axis_sizes(axis_name: AxisNames, collective: str = "psum") -> tuple[int, ...]:
+def axis_sizes(axis_name: AxisNames, collective: str = "the reduction") -> tuple[int, ...]:
     """Workers on every axis; groups count as one axis.
 
     Raises:

@@ -95,22 +95,32 @@ class Grouping(NamedTuple):
 
 
 def describe_leaves(tree) -> list[Leaf]:
-    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: a leaf holds no numbers, as a PRNG key.
+    """
     return [
-        Leaf(
-            index=i,
-            name=jax.tree_util.keystr(path) or "<root>",
-            shape=tuple(np.shape(x)),
-            dtype=_dtype(x),
-            axes=varying_axes(x),
-        )
-        for i, (path, x) in enumerate(leaves)
+        _described(i, jax.tree_util.keystr(path) or "<root>", x)
+        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
     ]
 
 
-def _dtype(x) -> np.dtype:
-    return np.dtype(x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x))
+def _described(index: int, name: str, x) -> Leaf:
+    kind = getattr(x, "dtype", type(x))
+    if not holds_numbers(kind):
+        raise ValueError(
+            f"leaf {name} is of type {getattr(kind, '__name__', kind)}, which is not one of "
+            "numbers; leave PRNG keys and the like out: pass gradients alone, or of a Flax model "
+            "nnx.state(model, nnx.Param)"
+        )
+    dtype = np.dtype(kind if hasattr(x, "dtype") else jax.dtypes.result_type(x))
+    return Leaf(index, name, tuple(np.shape(x)), dtype, varying_axes(x))
+
+
+def holds_numbers(dtype) -> bool:
+    """Whether `jax.lax.psum` takes leaves of this dtype, or Python type, as numbers."""
+    return jnp.issubdtype(dtype, np.number) or dtype in (bool, jax.dtypes.float0)
 
 
 def group_leaves(

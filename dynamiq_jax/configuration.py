@@ -18,6 +18,8 @@ A file has the names of classes and the fields that are not at their defaults. W
 
 import dataclasses
 import json
+import math
+import sys
 import tomllib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax.arguments import AnyTopology, check_kinds
-from dynamiq_jax.buckets import describe_leaves
+from dynamiq_jax.buckets import describe_leaves, holds_numbers
 from dynamiq_jax.methods import (
     BF16,
     CLTK,
@@ -90,9 +92,14 @@ def load_config(file: str | Path) -> Configuration:
         exist.
     """
     file = Path(file)
-    text, suffix = file.read_text(), _suffix(file)
+    parse = json.loads if _suffix(file) == ".json" else tomllib.loads
     try:
-        return parse_config(json.loads(text) if suffix == ".json" else tomllib.loads(text))
+        return parse_config(parse(file.read_text()))
+    except RecursionError:
+        raise ValueError(
+            f"{file} is nested too deeply; expected the tables method and topology, as "
+            "dq.save_config writes them"
+        ) from None
     except ValueError as error:  # also what the two parsers raise
         raise ValueError(f"{file}: {error}") from error
 
@@ -173,20 +180,29 @@ def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]
     wanted = "expected {name: [shape, dtype]}, as dq.save_model_tree writes it"
     try:
         held = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}; {wanted}") from error
     if not isinstance(held, dict) or not held:
         raise ValueError(f"{file} holds no leaves; {wanted}")
     tree = OrderedDict()
     for name, entry in held.items():
         try:
-            shape, dtype = entry
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise TypeError(f"shape {shape}")
-            tree[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+            tree[name] = _leaf(entry)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}: leaf {name!r} is {entry!r}; {wanted}") from error
+            raise ValueError(f"{file}: leaf {name!r} is {entry!r}: {error}; {wanted}") from error
     return tree
+
+
+def _leaf(entry: Any) -> jax.ShapeDtypeStruct:
+    """The leaf of a model tree; refuses what no array of numbers can be."""
+    shape, dtype = entry
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("the shape has to be a list of integers from 0 on")
+    if not isinstance(dtype, str) or not holds_numbers(jnp.dtype(dtype)):
+        raise ValueError("the dtype has to be one of numbers, such as 'float32'")
+    if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
+        raise ValueError(f"it has more than {sys.maxsize} bytes")
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
 def _suffix(file: Path) -> str:
@@ -235,12 +251,9 @@ def _build(
         raise ValueError(f"{where} {name!r} is not known; expected one of {names}")
     fields = [field.name for field in dataclasses.fields(classes[name])]
     _check_keys(f"{where} {name}", values, ["name", *fields])
-    # JSON and TOML know lists, where fields are tuples.
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "name"}
+    given = {key: value for key, value in values.items() if key != "name"}
     try:
-        return classes[name](**{**plain, **(built or {})})
-    except TypeError as error:  # a value of another type, which is compared with numbers
-        raise ValueError(f"{where} {name}: a value does not fit in {plain}: {error}") from error
+        return classes[name](**{**given, **(built or {})})
     except ValueError as error:
         raise ValueError(f"{where} {name}: {error}") from error
 

@@ -130,7 +130,7 @@ def all_reduce(
 
         def reduced():
             own = None if state.memory is None else state.memory.own()
-            n_workers, chosen = axis_sizes(axis_name), method or DynamiQ()
+            n_workers, chosen = axis_sizes(axis_name, "all_reduce"), method or DynamiQ()
             keeps = jax.eval_shape(
                 lambda: init_state(updates, n_workers, method=chosen, topology=topology)
             )

@@ -447,7 +447,7 @@ def test_files_name_classes_and_what_is_not_default(tmp_path):
         ({"method": {"name": ["a"]}}, r"method \['a'\] is not known"),
         ({"method": {"name": "DynamiQ", "bit": 4}}, "DynamiQ has no 'bit'; expected some of name"),
         ({"method": {"name": "DynamiQ", "bits": 1}}, "method DynamiQ: bits=1 is below 2.375"),
-        ({"method": {"name": "DynamiQ", "bits": "4"}}, "a value does not fit in {'bits': '4'}"),
+        ({"method": {"name": "DynamiQ", "bits": "4"}}, "method DynamiQ: bits='4'; expected float"),
         ({"topology": {"name": "Torus"}}, "topology 'Torus' is not known; expected one of Direct"),
         ({"topology": {"name": "Direct", "outer": None}}, "topology Direct has no 'outer'"),
         (
@@ -473,6 +473,11 @@ def test_files_that_are_none_are_refused(tmp_path):
     for name in ("choice.json", "choice.toml"):
         (tmp_path / name).write_text("{bits")
         with pytest.raises(ValueError, match=name):
+            dq.load_config(tmp_path / name)
+    nested = {"choice.json": '{"method": ' * 100_000, "choice.toml": "a = " + "[" * 100_000}
+    for name, text in nested.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name}.* is nested too deeply; expected .* method"):
             dq.load_config(tmp_path / name)
     (tmp_path / "choice.yaml").write_text("")
     with pytest.raises(ValueError, match="must end in .json or .toml, and ends in '.yaml'"):
@@ -508,6 +513,16 @@ def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
         ('{"w": [[3, 4], "float99"]}', "leaf 'w' is"),
         ('{"w": [3, "float32"]}', "leaf 'w' is"),
         ('{"w": [[3, 4]]}', "leaf 'w' is"),
+        ('{"w": [[3, 4], "object"]}', "the dtype has to be one of numbers"),
+        ('{"w": [[3, 4], "U3"]}', "the dtype has to be one of numbers"),
+        ('{"w": [[3, 4], "f4,f4"]}', "the dtype has to be one of numbers"),
+        ('{"w": [[3, 4], null]}', "the dtype has to be one of numbers"),
+        ('{"w": ["", "float32"]}', "the shape has to be a list of integers"),
+        ('{"w": [[true], "float32"]}', "the shape has to be a list of integers"),
+        ('{"w": [[1e23], "float32"]}', "the shape has to be a list of integers"),
+        (f'{{"w": [[0, {10**23}], "float32"]}}', "it has more than 9223372036854775807 bytes"),
+        (f'{{"w": [[{2**31}, {2**31}], "float32"]}}', "it has more than 9223372036854775807 bytes"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_what_is_no_model_tree_is_refused(tmp_path, held, complaint):

@@ -1,16 +1,21 @@
 """Every refusal says what was wrong, in numbers, and what to pass instead."""
 
+import dataclasses
 import functools
+import pickle
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import auto_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+import dynamiq_jax.optax
+from dynamiq_jax.configuration import METHODS, TOPOLOGIES
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -18,7 +23,16 @@ FIELDS = [
     ({"widths": (4, 4)}, ["widths=(4, 4)", "distinct", "(2, 4, 6, 8, 10)"]),
     ({"widths": (2, 17)}, ["widths=(2, 17)", "0 to 16", "(2, 4, 6, 8, 10)"]),
     ({"widths": (-1, 4)}, ["widths=(-1, 4)", "0 to 16"]),
-    ({"widths": (2.5, 4)}, ["widths=(2.5, 4)", "integers"]),
+    ({"widths": (2.5, 4)}, ["widths=(2.5, 4)", "tuple[int, ...], None", "widths=None"]),
+    ({"widths": (True, 4)}, ["widths=(True, 4)", "tuple[int, ...], None"]),
+    ({"widths": "24"}, ["widths='24'", "tuple[int, ...], None"]),
+    ({"bits": "5"}, ["bits='5'", "expected float", "bits=5.0"]),
+    ({"error_feedback": "off"}, ["error_feedback='off'", "expected bool", "error_feedback=False"]),
+    ({"debug_checks": 1}, ["debug_checks=1", "expected bool", "debug_checks=False"]),
+    ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
+    ({"min_leaf_size": 1.5}, ["min_leaf_size=1.5", "expected int", "min_leaf_size=4096"]),
+    ({"floor": 5.0}, ["floor=5.0", "expected one of int, 'auto', None", "floor='auto'"]),
+    ({"levels": ""}, ["levels=''", "companded"]),
     ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
     ({"super_group_size": 300}, ["super_group_size=300", "(128, 256, 512, 1024)"]),
     (
@@ -40,7 +54,7 @@ FIELDS = [
     ),
     ({"bits": float("nan")}, ["bits=nan"]),
     ({"bits": 33}, ["bits=33", "exceeds 32", "at most 14.38", "lower bits"]),
-    ({"scale_axis": "rows"}, ["scale_axis='rows'", "0 or -2", "'auto'", "None"]),
+    ({"scale_axis": "rows"}, ["scale_axis='rows'", "int, 'auto', None"]),
     ({"dither": True, "levels": "geometric"}, ["dither=True", "levels='piecewise'"]),
     ({"dither": True, "widths": (4, 15)}, ["widths=(4, 15)", "14 or 16"]),
     ({"floor": 5, "widths": (2, 4)}, ["floor=5", "(2, 4)", "'auto'", "None for no floor"]),
@@ -67,6 +81,30 @@ def test_bad_fields_of_a_method(fields, texts):
         assert text in str(info.value)
 
 
+OPTIONS = {**METHODS, **TOPOLOGIES}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_field_takes_a_value_of_another_type(name):
+    needed = {"method": dq.BF16()} if name == "ErrorFeedback" else {}
+    for field in dataclasses.fields(OPTIONS[name]):
+        for value in (b"4", True, 4.5j)[: 1 if isinstance(field.default, bool) else 3]:
+            with raises(ValueError, f"{field.name}={value!r}"):
+                OPTIONS[name](**needed | {field.name: value})
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """So that methods of equal numbers print alike, and can be saved."""
+    given = dq.DynamiQ(
+        bits=np.float32(4.5), group_size=np.int64(64), widths=[np.int8(2), 8], dither=np.bool_(1)
+    )
+    expected = dq.DynamiQ(bits=4.5, group_size=64, widths=(2, 8), dither=True)
+    assert (given, repr(given)) == (expected, repr(expected))
+    assert given == pickle.loads(pickle.dumps(given)) == dataclasses.replace(given)
+    assert repr(dq.Ring(balance=np.float16(0.5))) == repr(dq.Ring(balance=0.5))
+    assert dq.DynamiQ(widths=range(2, 10, 2)).widths == (2, 4, 6, 8)
+
+
 def test_methods_are_hashable_values():
     same = dq.DynamiQ(widths=(8, 2, 4))
     assert same == dq.DynamiQ(widths=(2, 4, 8))
@@ -82,6 +120,8 @@ def test_methods_are_hashable_values():
 def test_bad_fields_of_topologies(topology):
     with raises(ValueError, "streams=0", "at least 1"):
         topology(streams=0)
+    with raises(ValueError, "stream_size=-1", "negative", "pass 0"):
+        topology(stream_size=-1)
     for balance in (17, -16.5, float("nan"), float("inf")):
         with raises(ValueError, f"balance={balance}", "between -16 and 16", "pass None"):
             topology(balance=balance)
@@ -98,7 +138,7 @@ def psum_of_ones(n=2, size=70_000, **options):
     def one(x):
         return dq.psum(x, **{"axis_name": "data", **options})
 
-    return jax.eval_shape(jax.vmap(one, axis_name="data"), jnp.ones((n, size)))
+    return jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((n, size), np.float32))
 
 
 @pytest.mark.parametrize("axis", [0, None, ("data", 1)])
@@ -128,7 +168,7 @@ def test_groups_of_workers(name):
         def one(x):
             return collective(x, "data", axis_index_groups=groups)
 
-        jax.eval_shape(jax.vmap(one, axis_name="data"), jnp.ones((4, 8)))
+        jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((4, 8), np.float32))
 
     ours, native = COLLECTIVES[name]
     with raises(
@@ -163,9 +203,61 @@ def test_unknown_axis(name):
     ours, native = (functools.partial(f, axis_name="rows") for f in COLLECTIVES[name])
     for collective in (ours, native):
         with pytest.raises(NameError, match="unbound axis name: rows"):
-            jax.eval_shape(jax.vmap(collective, axis_name="data"), jnp.ones(2))
+            jax.eval_shape(jax.vmap(collective, axis_name="data"), np.ones(2, np.float32))
     with raises(NameError, "unbound axis name: rows", "jax.shard_map"):
         shard_mapped(ours, jnp.ones(8), in_specs=P("data"))
+
+
+UNMAPPED = {
+    "psum": dq.psum,
+    "pmean": dq.pmean,
+    "reduce": dq.reduce,
+    "psum_scatter": dq.psum_scatter,
+    "all_gather": dq.all_gather,
+    "reduce_in_backward": dq.reduce_in_backward,
+    "all_reduce": lambda x, axis: dq.optax.all_reduce(axis).update(x, OF_NO_STEP),
+}
+OF_NO_STEP = dq.optax.AllReduceState(np.int32(0), None, None)
+
+
+@pytest.mark.parametrize("name", UNMAPPED)
+def test_errors_of_unmapped_axes_name_no_other_function(name):
+    with pytest.raises(NameError, match=f"please call ({name}|the reduction) under"):
+        UNMAPPED[name](np.ones(8, np.float32), "rows")
+
+
+SUMS_AND_FACTS = {
+    **{name: functools.partial(f, axis_name="data") for name, f in UNMAPPED.items()},
+    "explain": functools.partial(dq.explain, n_workers=2),
+    "init_state": functools.partial(dq.init_state, n_workers=2, method=dq.DynamiQ()),
+    "by path": functools.partial(dq.pmean, axis_name="data", method=lambda path, x: dq.DynamiQ()),
+}
+del SUMS_AND_FACTS["reduce_in_backward"], SUMS_AND_FACTS["all_reduce"]
+
+
+@pytest.mark.parametrize("name", SUMS_AND_FACTS)
+def test_leaves_that_are_no_numbers(name):
+    def one(x):
+        tree = {"w": x, "rngs": {"key": jax.random.split(jax.random.key(0), 8)}}
+        return SUMS_AND_FACTS[name](tree)
+
+    with raises(ValueError, "leaf ['rngs']['key'] is of type key<", "leave PRNG keys", "nnx.Param"):
+        jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((2, 8), np.float32))
+
+
+def test_leaves_that_are_no_arrays():
+    for leaf, kind in (("float32", "str"), (np.array(["a"]), "<U1"), (object(), "object")):
+        with raises(ValueError, f"leaf ['x'] is of type {kind}, which is not one of numbers"):
+            dq.explain({"x": leaf}, 2, verbose=False)
+
+
+def test_a_raw_key_is_summed_as_an_integer():
+    def one(_):
+        key = jax.random.PRNGKey(0)
+        return dq.psum(key, "data"), lax.psum(key, "data")
+
+    ours, native = jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((2, 8), np.float32))
+    assert ours.dtype == native.dtype == jnp.uint32
 
 
 @pytest.mark.parametrize("method", [5.0, "dynamiq", dq.Ring()])
@@ -193,7 +285,7 @@ def test_bad_keys():
     with raises(ValueError, "float32", "(2,)", "expected one PRNG key", "jax.random.key(seed)"):
         psum_of_ones(key=jnp.ones(2))
     with raises(ValueError, "uint32", "()", "expected one PRNG key"):
-        psum_of_ones(key=jnp.uint32(3))
+        psum_of_ones(key=np.uint32(3))
 
 
 def test_a_backend_that_cannot_run_here():
@@ -284,6 +376,28 @@ def test_value_and_grad_refuses_batches_that_do_not_divide(batch, texts):
     f = dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data")
     with raises(ValueError, *texts, "axis 'data'"):
         f(jnp.ones(3), *batch)
+
+
+@pytest.mark.parametrize("n", ["model", ("node", "model"), 2.0, True, (2, False), None])
+def test_what_is_no_number_of_workers(n):
+    axis = "model" if n == "model" else "node" if n == ("node", "model") else "data"
+    for function in (
+        functools.partial(dq.explain, verbose=False),
+        dq.wire_bits,
+        functools.partial(dq.init_state, method=dq.DynamiQ()),
+    ):
+        with raises(
+            ValueError,
+            f"n_workers={n!r} is not a number of workers",
+            f"mesh.shape['{axis}']",
+            f"jax.lax.axis_size('{axis}')",
+        ):
+            function(np.ones(3), n)
+
+
+@pytest.mark.parametrize("n", [np.int64(2), jax.device_put(np.int32(2))])
+def test_numbers_of_workers_may_be_scalars_of_arrays(n):
+    assert type(dq.explain(np.ones(3), n, verbose=False).n_workers) is int
 
 
 @pytest.mark.parametrize("n", [0, -2, (), (2, 0)])

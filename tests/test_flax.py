@@ -155,3 +155,12 @@ def test_paths_of_nnx_states_exclude_norms():
     routes = {row.name: row.route for row in found.rows}
     assert {route for name, route in routes.items() if "norm" in name} == {"exact: by path"}
     assert {route for name, route in routes.items() if "norm" not in name} == {"compressed"}
+
+
+def test_states_with_keys_are_refused():
+    """The state of a model with dropout has the keys of its noise; gradients have none."""
+    state = nnx.state(nnx.eval_shape(lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0))))
+    with pytest.raises(
+        ValueError, match=r"leaf \['rngs'\]\['key'\].*nnx\.state\(model, nnx\.Param"
+    ):
+        dq.explain(state, 2, verbose=False)

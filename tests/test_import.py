@@ -30,6 +30,19 @@ def test_importing_the_library_loads_no_command_line():
     assert result.stdout.strip() == "[]", result.stderr
 
 
+def test_optax_is_imported_where_it_is_used(monkeypatch):
+    code = "import sys, dynamiq_jax as dq; print('optax' in sys.modules, dq.optax.all_reduce)"
+    result = python(code)
+    assert result.stdout.startswith("False <function all_reduce"), result.stderr
+    monkeypatch.delattr(dq, "optax", raising=False)
+    monkeypatch.delitem(sys.modules, "dynamiq_jax.optax", raising=False)
+    monkeypatch.setitem(sys.modules, "optax", None)  # as if it were not installed
+    with pytest.raises(AttributeError, match="dynamiq_jax.optax needs optax: pip install optax"):
+        dq.optax  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'dynamiq_jax' has no attribute 'opax'"):
+        dq.opax  # noqa: B018
+
+
 def test_explain_prints_without_rich():
     code = BLOCKED.format("rich") + BLOCKED.format("typer")
     code += "import jax, dynamiq_jax as dq\n"

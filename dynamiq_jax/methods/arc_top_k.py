@@ -19,7 +19,7 @@ What to know of it:
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from dynamiq_jax._compat import AxisNames, psum
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     LARGEST,
     ROUNDING,
@@ -34,7 +35,6 @@ from dynamiq_jax.methods.base import (
     Outcome,
     State,
     Wire,
-    check_choice,
     check_not_negative,
     clipped,
     native_sum,
@@ -82,11 +82,11 @@ class ARCTopK(MatrixMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
         if not 0 < self.density <= 1:
             raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.2")
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-        check_choice("wire", self.wire, get_args(Wire))
         check_not_negative(min_leaf_size=self.min_leaf_size)
 
     @property

@@ -33,7 +33,7 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
         """Raises ValueError for a bad field."""
         if not 0 < self.density <= 1:
             raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.5")
-        if not isinstance(self.block_size, int) or self.block_size < 1:
+        if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
         self.check_limits()
 

@@ -20,6 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer
 
 from dynamiq_jax._compat import AxisNames, axis_index, psum
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     LARGEST,
     ROUNDING,
@@ -80,11 +81,12 @@ class CLTK(NativeSumMethod, BucketedMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
         for name in ("density", "memory_rate"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be above 0 and at most 1; pass 1 for all")
-        if not isinstance(self.chunk_size, int) or not 1 <= self.chunk_size <= MAX_CHUNK:
+        if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
         self.check_limits()
 

@@ -21,7 +21,7 @@ itself, would drift away from the h_i for ever.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ from jaxtyping import Bool, Float
 
 from dynamiq_jax._compat import AxisNames, assume_invarying
 from dynamiq_jax.buckets import ScaleAxis
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     Limits,
     MatrixMethod,
     Method,
     Outcome,
     State,
-    check_choice,
     clipped,
     with_memory,
 )
@@ -118,7 +118,7 @@ class ErrorFeedback:
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
-        check_choice("kind", self.kind, get_args(Kind))
+        check_fields(self)
         if self.eta is not None and self.kind not in ("ef21m", "econtrol"):
             raise ValueError(
                 f"eta={self.eta} is of kind='ef21m' and kind='econtrol', and kind={self.kind!r} "

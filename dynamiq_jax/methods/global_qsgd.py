@@ -9,7 +9,7 @@ next to it at every hop, at random. The rule by which the paper merges two expon
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -26,7 +26,8 @@ from dynamiq_jax.codecs.plain import (
     uniform,
 )
 from dynamiq_jax.executors import ChunkCodec
-from dynamiq_jax.methods.base import BucketedMethod, check_choice, clipped
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import BucketedMethod, clipped
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
@@ -80,11 +81,11 @@ class GlobalQSGD(BucketedMethod, HopMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        if not isinstance(self.bits, int) or not 3 <= self.bits <= 8:
+        check_fields(self)
+        if not 3 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits} must be an integer from 3 to 8, such as 8")
-        check_choice("levels", self.levels, get_args(Levels))
         size = self.piece_size
-        if not isinstance(size, int) or size < UNIT or size % UNIT:
+        if size < UNIT or size % UNIT:
             raise ValueError(f"piece_size={size} must be a positive multiple of {UNIT}, as 4096")
         self.check_limits()
 

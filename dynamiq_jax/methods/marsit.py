@@ -34,6 +34,7 @@ from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
 from dynamiq_jax.codecs.plain import ChunkLayout, chunk_layout, chunk_noise, sent_bits, uniform
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.fingerprint import assert_same_on_workers
 from dynamiq_jax.methods.base import LARGEST, BucketedMethod, Outcome, State, clipped, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
@@ -105,17 +106,17 @@ class Marsit(BucketedMethod, HopMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
         period = self.period
-        if period is not None:
-            if not isinstance(period, int) or not 2 <= period <= LONGEST_PERIOD:
-                raise ValueError(
-                    f"period={period} must be an integer from 2 to {LONGEST_PERIOD}, or None for "
-                    "no rounds of full precision; for nothing but such rounds pass dq.F32()"
-                )
+        if period is not None and not 2 <= period <= LONGEST_PERIOD:
+            raise ValueError(
+                f"period={period} must be an integer from 2 to {LONGEST_PERIOD}, or None for no "
+                "rounds of full precision; for nothing but such rounds pass dq.F32()"
+            )
         if not 0 < self.scale < float("inf"):
             raise ValueError(f"scale={self.scale} must be above 0 and finite, such as 1.0")
         size = self.block_size
-        if not isinstance(size, int) or size < UNIT or size % UNIT:
+        if size < UNIT or size % UNIT:
             raise ValueError(f"block_size={size} must be a positive multiple of {UNIT}, as 1024")
         self.check_limits()
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
 from dynamiq_jax.codecs import minmax
-from dynamiq_jax.codecs.minmax import ROUNDINGS, Rounding
+from dynamiq_jax.codecs.minmax import Rounding
 from dynamiq_jax.codecs.plain import (
     ChunkLayout,
     PlainCodec,
@@ -26,7 +26,8 @@ from dynamiq_jax.codecs.plain import (
     sent_bits,
 )
 from dynamiq_jax.executors import ChunkCodec, reduce_scatter
-from dynamiq_jax.methods.base import BucketedMethod, check_choice
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import BucketedMethod
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
@@ -61,13 +62,13 @@ class MinMax(BucketedMethod, HopMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+        check_fields(self)
+        if not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits} must be an integer from 1 to 8, such as 4")
-        if not isinstance(self.bucket_size, int) or self.bucket_size < 4 or self.bucket_size % 4:
+        if self.bucket_size < 4 or self.bucket_size % 4:
             raise ValueError(
                 f"bucket_size={self.bucket_size} must be a positive multiple of 4, such as 128"
             )
-        check_choice("rounding", self.rounding, ROUNDINGS)
         self.check_limits()
 
     @classmethod

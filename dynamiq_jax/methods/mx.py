@@ -9,7 +9,7 @@ workers, which FP8-LM's automatic scaling finds out.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,7 +25,8 @@ from dynamiq_jax.codecs.plain import (
     wire_bits,
 )
 from dynamiq_jax.executors import Carry, ChunkCodec
-from dynamiq_jax.methods.base import BucketedMethod, check_choice
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import BucketedMethod
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.metrics import PayloadFacts
 from dynamiq_jax.seeds import Seed, seed_of
@@ -67,14 +68,11 @@ class _MX(BucketedMethod, HopMethod):
     min_bucket_size: int = 65536
     bucket_bytes: int = 32 * 2**20
 
-    elements: ClassVar[tuple[str, ...]] = ()
     agreement: ClassVar = "max"
 
     def __post_init__(self):
         """Checks every field."""
-        check_choice("element", self.element, self.elements)
-        check_choice("sum", self.sum, get_args(Sum))
-        check_choice("rounding", self.rounding, get_args(ElementRounding))
+        check_fields(self)
         if not 0 <= self.max_saturated < 1:
             raise ValueError(f"max_saturated={self.max_saturated} is no fraction; pass 1e-5")
         if not 1 <= self.growth <= 2:
@@ -256,8 +254,6 @@ class MXFP8(_MX):
 
     element: Literal["e4m3", "e5m2"] = "e4m3"
 
-    elements: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MXFP6(_MX):
@@ -269,8 +265,6 @@ class MXFP6(_MX):
     """
 
     element: Literal["e3m2", "e2m3"] = "e3m2"
-
-    elements: ClassVar[tuple[str, ...]] = ("e3m2", "e2m3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,5 +284,3 @@ class MXFP4(_MX):
     element: Literal["e2m1"] = "e2m1"
     max_saturated: float = 0.02
     growth: float = 2**0.02
-
-    elements: ClassVar[tuple[str, ...]] = ("e2m1",)

@@ -16,7 +16,7 @@ leave it empty).
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Integer
 
 from dynamiq_jax._compat import AxisNames, psum
-from dynamiq_jax.methods.base import Outcome, State, check_choice
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import Outcome, State
 from dynamiq_jax.methods.blocks import BlockMethod
 from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
@@ -77,7 +78,7 @@ class OmniReduce(BlockMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
-        check_choice("select", self.select, get_args(Select))
+        check_fields(self)
         self.check_blocks()
 
     @classmethod

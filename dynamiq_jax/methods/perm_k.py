@@ -19,6 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int, UInt
 
 from dynamiq_jax._compat import AxisNames, all_gather_invarying, axis_index, psum
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import BucketedMethod, Outcome, State, clipped
 from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
@@ -44,6 +45,7 @@ class PermK(BucketedMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
         self.check_limits()
 
     @property

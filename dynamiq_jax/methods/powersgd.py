@@ -20,7 +20,7 @@ version of XLA get the same bits.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax._compat import AxisNames
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     MatrixMethod,
     Outcome,
     State,
     Wire,
-    check_choice,
     check_not_negative,
     clipped,
     native_sum,
@@ -86,9 +86,9 @@ class PowerSGD(MatrixMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
-        if not isinstance(self.rank, int) or self.rank < 1:
+        check_fields(self)
+        if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-        check_choice("wire", self.wire, get_args(Wire))
         check_not_negative(min_leaf_size=self.min_leaf_size)
 
     @property

@@ -30,6 +30,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax._compat import AxisNames, assume_invarying
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import ROUNDING, Outcome, State
 from dynamiq_jax.methods.blocks import BlockMethod
 from dynamiq_jax.seeds import Seed
@@ -90,6 +91,7 @@ class SIDCo(BlockMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
         self.check_blocks()

@@ -16,7 +16,7 @@ z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``s
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,11 @@ from dynamiq_jax.codecs.lanes import (
     unpack_bits,
     unpack_lanes,
 )
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     BucketedMethod,
     Outcome,
     State,
-    check_choice,
     clipped,
     with_memory,
 )
@@ -118,19 +118,18 @@ class THC(BucketedMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= MAX_BITS:
+        check_fields(self)
+        if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(f"bits={self.bits} must be an integer from 1 to {MAX_BITS}")
         top = 2**self.bits - 1
         least, most = (top, MAX_GRANULARITY) if self.table else (1, top)
-        if not isinstance(self.g, int) or not least <= self.g <= most:
+        if not least <= self.g <= most:
             raise ValueError(
                 f"granularity={self.granularity} must be {least} to {most} with bits={self.bits} "
                 f"and table={self.table}; pass such a number, None, or other bits"
             )
         thc.clip_threshold(self.p)
         hadamard.piece_shape(1, piece_size=self.piece_size)
-        check_choice("form", self.form, get_args(Form))
-        check_choice("rounding", self.rounding, get_args(Rounding))
         if self.sum_bits is not None and not 1 <= self.sum_bits <= MAX_SUM_BITS:
             raise ValueError(f"sum_bits={self.sum_bits} must be 1 to {MAX_SUM_BITS}, or None")
         if self.saturate and self.form != "two-shot":

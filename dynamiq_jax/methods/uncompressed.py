@@ -14,6 +14,7 @@ from jaxtyping import Float
 from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.executors import ChunkCodec
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import BucketedMethod, Outcome, State
 from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
 from dynamiq_jax.seeds import Seed
@@ -33,6 +34,7 @@ class _Uncompressed(BucketedMethod, HopMethod):
 
     def __post_init__(self):
         """Checks the fields."""
+        check_fields(self)
         self.check_limits()
 
     @property

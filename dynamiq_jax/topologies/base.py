@@ -15,9 +15,11 @@ another.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from dynamiq_jax.fields import check_fields
 
 Worker = Any
 """The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
@@ -197,12 +199,14 @@ def n_slots(stages: tuple[Stage, ...]) -> int:
     return max(stage.slots.stop for stage in stages)
 
 
-def check_options(streams: int | None, balance: float | None, transport: Transport | None) -> None:
-    """Refuses less than one stream, balances that are no few bits, and unknown transports."""
-    if transport is not None and transport not in get_args(Transport):
-        raise ValueError(f"transport={transport!r}; expected None or one of {get_args(Transport)}")
+def check_options(topology: Any) -> None:
+    """Refuses fields of a wrong type, less than one stream, and balances beyond 16 bits."""
+    check_fields(topology)
+    streams, size, balance = topology.streams, topology.stream_size, topology.balance
     if streams is not None and streams < 1:
         raise ValueError(f"streams={streams} must be at least 1")
+    if size is not None and size < 0:
+        raise ValueError(f"stream_size={size} must not be negative; pass 0")
     if balance is not None and not -16 <= balance <= 16:
         raise ValueError(
             f"balance={balance} must lie between -16 and 16 bits; pass None for what the method "

@@ -44,7 +44,7 @@ class Butterfly:
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance, self.transport)
+        check_options(self)
 
     def check(self, n_workers: int) -> None:
         """Refuses what is not a power of two."""

@@ -42,7 +42,7 @@ class Direct:
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance, self.transport)
+        check_options(self)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""

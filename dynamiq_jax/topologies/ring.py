@@ -48,7 +48,7 @@ class Ring:
 
     def __post_init__(self):
         """Checks the fields."""
-        check_options(self.streams, self.balance, self.transport)
+        check_options(self)
 
     def check(self, n_workers: int) -> None:
         """Any number will do."""

@@ -294,7 +294,7 @@ def test_wire_bits_and_memory():
     ("fields", "message"),
     [
         ({"rank": 0}, "rank=0 must be a positive integer"),
-        ({"rank": 2.0}, "rank=2.0 must be a positive integer"),
+        ({"rank": 2.0}, "rank=2.0; expected int, such as rank=4"),
         ({"wire": "f16"}, "wire='f16'; expected one of"),
         ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],

@@ -228,7 +228,7 @@ def test_bits_per_coordinate():
         ({"density": 0}, "density=0 must be above 0 and at most 1"),
         ({"headroom": 0.9}, "headroom=0.9 must be at least 1"),
         ({"headroom": math.nan}, "headroom=nan must be at least 1"),
-        ({"block_size": 1.5}, "block_size=1.5 must be a positive integer"),
+        ({"block_size": 1.5}, "block_size=1.5; expected int"),
         ({"bucket_bytes": -1}, "bucket_bytes=-1"),
     ],
 )

@@ -211,7 +211,7 @@ def test_sums_that_fit_do_not_saturate():
     ("fields", "message"),
     [
         ({"saturate": True}, "saturate=True with form='psum': native sums wrap; pass form='two"),
-        ({"bits": 4.0}, "bits=4.0 must be an integer from 1 to 8"),
+        ({"bits": 4.0}, "bits=4.0; expected int, such as bits=4"),
         ({"granularity": 14}, "granularity=14 must be 15 to 1023 with bits=4 and table=True"),
         ({"granularity": 16, "table": False}, "granularity=16 must be 1 to 15"),
         ({"p": 0}, "p is 0"),

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axi
 from dynamiq_jax.buckets import ScaleAxis
 from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     Collective,
     Limits,
@@ -139,6 +140,8 @@ class DynamiQ(HopMethod):
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_backend(self.backend)
+        check_fields(self)
         if self.widths is not None:
             object.__setattr__(self, "widths", tuple(sorted(self.widths)))
             self._check_widths(self.widths)
@@ -149,20 +152,11 @@ class DynamiQ(HopMethod):
                 f"super_group_size={self.super_group_size} holds fewer than 4 groups of "
                 f"group_size={self.group_size}; pass group_size <= {self.super_group_size // 4}"
             )
-        check_choice("levels", self._levels, get_args(Levels))
-        check_choice("rounding", self.rounding, get_args(Rounding))
-        check_choice("group_scale", self.group_scale, get_args(GroupScale))
         if self.dither and self.levels == "geometric":
             raise ValueError(
                 "dither=True needs levels of which all are odd multiples of half a step, and "
                 "levels='geometric' are not; pass levels='piecewise'"
             )
-        if not (self.scale_axis in (None, "auto") or type(self.scale_axis) is int):
-            raise ValueError(
-                f"scale_axis={self.scale_axis!r} is no axis; pass an integer such as 0 or -2, "
-                "'auto', or None for the last axis"
-            )
-        check_backend(self.backend)
         self._check_floor()
         self._check_bits()
         names = ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes")
@@ -174,7 +168,7 @@ class DynamiQ(HopMethod):
             raise ValueError(
                 f"widths={widths} must be distinct and at least one, as (2, 4, 6, 8, 10)"
             )
-        if not all(isinstance(w, int) and 0 <= w <= 16 for w in widths):
+        if not all(0 <= w <= 16 for w in widths):
             raise ValueError(f"widths={widths} must be integers from 0 to 16, as (2, 4, 6, 8, 10)")
         if self.dither and 15 in widths:
             raise ValueError(
