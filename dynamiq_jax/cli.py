@@ -1,5 +1,6 @@
 """The `dynamiq-jax` command: benchmarks, simulations, and curves of runs."""
 
+import math
 import os
 import textwrap
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperGroup
 
-from dynamiq_jax import curves
+from dynamiq_jax import __version__, curves
 from dynamiq_jax.bench import advice, all_reduce, contenders, error, kernels, simulations, tables
 from dynamiq_jax.configuration import SUFFIXES, load_model_tree, parse_config, save_config
 from dynamiq_jax.methods import DynamiQ
@@ -22,10 +24,29 @@ from pallas_kernels import resolve_backend
 CPU_DEVICES = 8
 """Workers that a machine without a GPU stands in for."""
 
+MAX_SUPER_GROUPS = 2**23 - 1
+"""So many of 256 coordinates have indices of 31 bits."""
+
 T = TypeVar("T")
 
+
+class _Commands(TyperGroup):
+    """Reports errors of the library and of the system as messages, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # typer ends quietly where nobody reads on
+            raise
+        except (ValueError, NotImplementedError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
+
+
 app = typer.Typer(
-    help="Compressed multi-hop all-reduce for JAX.", no_args_is_help=True, add_completion=False
+    cls=_Commands,
+    help="Compressed multi-hop all-reduce for JAX.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -43,25 +64,84 @@ ProcessId = Annotated[int, typer.Option(min=0, help="Which of them this one is."
 Coordinator = Annotated[str, typer.Option(help="HOST:PORT where process 0 listens to the others.")]
 
 
-def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuses early what could not be written after minutes of measuring."""
-    if path and not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}: create it first")
+def _checked(options: str | None, parse: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """``parse(...)``, with what it refuses reported as a wrong use of an option.
+
+    An error that begins with a field, as "floor=99 is ..." or "n_inner=5: ...", names the option of
+    ``options`` that is called so; any other error is one of the first. In callbacks of an option,
+    which typer names by itself, ``options`` is `None`.
+    """
+    try:
+        return parse(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        names = (options or "").split()
+        field = str(error).partition("=")[0].removeprefix("n_").replace("_", "-")
+        named = f"--{field}" if f"--{field}" in names else None
+        raise typer.BadParameter(str(error), param_hint=named or next(iter(names), None)) from error
+
+
+def _output(path: Path | None) -> Path | None:
+    """Refuses early what could not be written after minutes of measuring.
+
+    Typer refuses folders, and files that are there and not writable.
+    """
+    if path and not path.exists():
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}: create it first")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise typer.BadParameter(f"folder {path.parent} is not writable: pass another one")
     return path
+
+
+def _image(path: Path | None) -> Path | None:
+    """Refuses early what could not be drawn either."""
+    if path:
+        _checked(None, tables.check_image, path)
+    return _output(path)
+
+
+def _positive(value: float | None) -> float | None:
+    """Refuses what is not a length of time."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"{value:g} is not a positive number: pass for example 180")
+    return value
 
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", callback=_in_a_folder, help="Write the rows to this file."),
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        writable=True,
+        callback=_output,
+        help="Write the rows to this file.",
+    ),
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", callback=_in_a_folder, help="Draw the rows to this image."),
+    typer.Option(
+        "--plot",
+        dir_okay=False,
+        writable=True,
+        callback=_image,
+        help="Draw the rows to this image: .png, .svg, .pdf or another of matplotlib's.",
+    ),
 ]
 
 
+def _version(given: bool) -> None:
+    if given:
+        typer.echo(f"dynamiq_jax {__version__}, jax {jax.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and end."),
+    ] = False,
+) -> None:
     """Lets XLA split the CPU into eight devices; read when JAX first looks for devices."""
     # The flag concerns the CPU platform alone, so that no look for a GPU is needed beforehand.
     flags = os.environ.get("XLA_FLAGS", "")
@@ -109,11 +189,10 @@ def bench_all_reduce(
 
     With --processes, run it in every process; the first one reports.
     """
-    if processes:
-        jax.distributed.initialize(coordinator, processes, process_id)
+    _join(processes, process_id, coordinator)
     routes = [
-        _checked("--topology", contenders.parse_topology, name, nodes, transport)
-        for name in topology.split(",")
+        _checked("--topology --transport", contenders.parse_topology, name, nodes, transport)
+        for name in contenders.parts(topology)
     ]
     if collective not in ("psum", "psum_scatter"):
         raise typer.BadParameter(f"--collective {collective!r}: pass psum or psum_scatter")
@@ -121,24 +200,34 @@ def bench_all_reduce(
         raise typer.BadParameter(f"--nodes {nodes}: {collective} is timed on one axis; pass 1")
     chosen = [
         _checked("--methods", contenders.parse_method, text, route, collective)
-        for text in methods.split(",")
+        for text in contenders.parts(methods)
         for route in routes
     ]
     for contender in chosen:
         _checked("--methods", contenders.check_timed, contender)
     reference = _checked("--baseline", contenders.uncompressed, baseline, collective)
-    if plot_file:
-        _checked("--plot", tables.require_matplotlib)
     found = jax.devices()
     if devices is not None and devices > len(found):
-        raise typer.BadParameter(f"{devices} devices asked for, {len(found)} found: pass fewer")
+        raise typer.BadParameter(
+            f"{devices} devices asked for, {len(found)} found: pass fewer", param_hint="--devices"
+        )
     workers = found[:devices]
     on_cpu = workers[0].platform == "cpu"
     repeats = repeats or (5 if on_cpu else 20)
     sizes = sizes or ("1MiB,4MiB" if on_cpu else "16MiB,64MiB,1GiB")
-    sizes_bytes = [_checked("--sizes", contenders.parse_size, text) for text in sizes.split(",")]
-
-    _checked("--nodes", all_reduce.make_mesh, workers, nodes)
+    texts = contenders.parts(sizes)
+    sizes_bytes = [_checked("--sizes", contenders.parse_size, text) for text in texts]
+    mesh = _checked("--nodes", all_reduce.make_mesh, workers, nodes)
+    for size_bytes in sizes_bytes:
+        if collective == "psum_scatter" and size_bytes // 2 % mesh.size:
+            raise typer.BadParameter(
+                f"a bf16 leaf of {size_bytes} bytes has no {mesh.size} equal slices: pass a "
+                f"multiple of {2 * mesh.size} bytes, or other --devices",
+                param_hint="--sizes",
+            )
+        for contender in chosen:
+            shape = mesh.devices.shape
+            _checked("--methods --topology", contender.wire_bytes, size_bytes // 2, shape)
     title = f"{collective} of one bf16 leaf, {_workers(workers)}, {repeats} repeats"
     if nodes > 1 or processes:
         title += f", {nodes} node(s), {jax.process_count()} process(es)"
@@ -185,9 +274,7 @@ def bench_kernels(
 ) -> None:
     """Time the coding kernels on one device against a plain copy."""
     mix = None if widths is None else _checked("--widths", kernels.parse_widths, widths)
-    _checked("--bits", lambda: DynamiQ(bits=bits, widths=mix, dither=dither))
-    if plot_file:
-        _checked("--plot", tables.require_matplotlib)
+    _checked("--bits --widths --dither", DynamiQ, bits=bits, widths=mix, dither=dither)
     workers = jax.devices()[:1]
     on_cpu = workers[0].platform == "cpu"
     repeats = repeats or (5 if on_cpu else 20)
@@ -226,14 +313,21 @@ def bench_error(
         int | None, typer.Option(min=2, help="How many (default: 8, or all of the file's).")
     ] = None,
     super_groups: Annotated[
-        int, typer.Option(min=1, help="Size of the synthetic gradients, in 256 coordinates.")
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_SUPER_GROUPS,
+            help="Size of the synthetic gradients, in 256 coordinates.",
+        ),
     ] = 4096,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of data and rounding.")] = 3,
     gradients: Annotated[
         Path | None,
         typer.Option(
+            exists=True,
+            dir_okay=False,
             help=".npz with an array 'gradients' [workers, d], and for the worst leaf 'names' and "
-            "'sizes' of all leaves."
+            "'sizes' of all leaves.",
         ),
     ] = None,
     per_leaf: Annotated[
@@ -252,25 +346,27 @@ def bench_error(
     The worst leaf is the one with the largest relative error, if the file says what leaves it has.
     """
     chosen = []
-    for text in methods.split(","):
-        own = _checked("--methods", contenders.native_only, text)
-        for name in ["native"] if own else topology.split(","):
+    for text in contenders.parts(methods):
+        own = contenders.native_only(text)
+        for name in ["native"] if own else contenders.parts(topology):
             route = None if own else _checked("--topology", contenders.parse_topology, name)
             chosen.append((_checked("--methods", contenders.parse_method, text, route), name))
-    if plot_file:
-        _checked("--plot", tables.require_matplotlib)
     if gradients is None:
-        drawn, leaves = list(error.synthetic_gradients(workers or 8, super_groups, seeds)), None
+        drawn, leaves, shape = [], None, (workers or 8, error.SUPER_GROUP * super_groups)
         what = f"synthetic mixture, {super_groups} super-groups"
     else:
         drawn, what = [_checked("--gradients", error.load_gradients, gradients, workers)], gradients
-        leaves = _checked("--gradients", error.load_leaves, gradients, drawn[0].shape[1])
+        shape = drawn[0].shape
+        leaves = _checked("--gradients", error.load_leaves, gradients, shape[1])
     if per_leaf and leaves is None:
         raise typer.BadParameter(
             f"{what}: the leaves are not known; pass --gradients FILE.npz with arrays 'names' and "
             "'sizes' of them, as train_llm.py --dump-gradients writes it",
             param_hint="--per-leaf",
         )
+    for contender, _ in chosen:
+        _checked("--methods --topology", contender.wire_bytes, shape[1], shape[:1])
+    drawn = drawn or list(error.synthetic_gradients(shape[0], super_groups, seeds))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         each = error.bench_error(chosen, drawn, seeds, leaves)
         measured = list(progress.track(each, total=len(chosen)))
@@ -293,7 +389,11 @@ def simulate(
     workers: Annotated[int, typer.Option(min=2, help="How many reduce.")] = 8192,
     super_groups: Annotated[
         int | None,
-        typer.Option(min=1, help="Of 256 coordinates, per worker (default: 32768; on CPU 256)."),
+        typer.Option(
+            min=1,
+            max=MAX_SUPER_GROUPS,
+            help="Of 256 coordinates, per worker (default: 32768; on CPU 256).",
+        ),
     ] = None,
     topology: Annotated[
         str, typer.Option(help="ring, butterfly, direct, hierarchical, or several.")
@@ -340,21 +440,23 @@ def simulate(
         "levels": levels,
         "rounding": rounding,
     }
+    wire_bits = [_checked("--bits", contenders.bits_of, text) for text in contenders.parts(bits)]
+    dynamiq = "--method --bits --widths --floor --levels --rounding"
     cases = [
         _checked(
-            "--topology",
+            "--topology --workers --inner",
             Case,
             n_workers=workers,
             super_groups=super_groups,
             method=codec,
             topology=_checked(
-                "--topology", simulations.parse_topology, route, balance, workers, inner
+                "--topology --balance", simulations.parse_topology, route, balance, workers, inner
             ),
             n_inner=inner,
         )
-        for route in topology.split(",")
-        for name in method.split(",")
-        for codec in _checked("--method", simulations.parse_methods, name, bits, options)
+        for route in contenders.parts(topology)
+        for name in contenders.parts(method)
+        for codec in _checked(dynamiq, simulations.parse_methods, name, wire_bits, options)
     ]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")
@@ -373,7 +475,7 @@ def _config_file(path: Path | None) -> Path | None:
     """Refuses early what could not be written or named."""
     if path and path.suffix not in SUFFIXES:
         raise typer.BadParameter(f"{path} must end in {' or '.join(SUFFIXES)}")
-    return _in_a_folder(path)
+    return _output(path)
 
 
 @app.command("advise")
@@ -394,15 +496,24 @@ def advise(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of --params and --sizes: bf16 or f32.")] = "bf16",
     step_time_ms: Annotated[
-        float | None, typer.Option(min=0, help="A training step with bf16 psum, milliseconds.")
+        float | None,
+        typer.Option(callback=_positive, help="A training step with bf16 psum, milliseconds."),
     ] = None,
-    bits: Annotated[str, typer.Option(help="Wire bits per coordinate to try.")] = "5,4,3.5",
-    dither: Annotated[str, typer.Option(help="DynamiQ without dither, with it: off, on.")] = (
-        "off,on"
-    ),
+    bits: Annotated[
+        str | None,
+        typer.Option(help="Wire bits per coordinate to try (default: 5,4,3.5; on CPU 5,4)."),
+    ] = None,
+    dither: Annotated[
+        str | None,
+        typer.Option(
+            help="DynamiQ without dither, with it: off, on (default: off,on; on CPU off)."
+        ),
+    ] = None,
     topology: Annotated[
         str | None,
-        typer.Option(help="direct, ring, butterfly, hierarchical (default: all that suit)."),
+        typer.Option(
+            help="direct, ring, butterfly, hierarchical (default: all that suit; on CPU direct)."
+        ),
     ] = None,
     nodes: Nodes = 1,
     devices: Annotated[
@@ -418,11 +529,18 @@ def advise(
     iterations: Iterations = None,
     config: Annotated[
         Path | None,
-        typer.Option(callback=_config_file, help="Write the choice to FILE.json or FILE.toml."),
+        typer.Option(
+            dir_okay=False,
+            writable=True,
+            callback=_config_file,
+            help="Write the choice to FILE.json or FILE.toml.",
+        ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
+
+    A CPU tries few settings by default. How long all will take is said once the first has run.
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
@@ -433,26 +551,29 @@ def advise(
     if config and sizes and "," in sizes:
         raise typer.BadParameter(f"--config holds one choice: pass one of the sizes {sizes}")
     trees = _trees(model_tree, params, sizes, dtype)
-    if processes:
-        jax.distributed.initialize(coordinator, processes, process_id)
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    _join(processes, process_id, coordinator)
+    if not processes and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
+    found = jax.devices()
+    on_cpu = found[0].platform == "cpu"
+    bits = bits or ("5,4" if on_cpu else "5,4,3.5")
+    dither = dither or ("off" if on_cpu else "off,on")
     tried = [_checked("--bits", advice.parse_bits, text) for text in contenders.parts(bits)]
     dithers = [_checked("--dither", advice.parse_dither, text) for text in contenders.parts(dither)]
-    found = jax.devices()
     if len(found) < (devices or 2):
         raise typer.BadParameter(
             f"{devices or 'at least 2'} devices asked for, {len(found)} found: an all-reduce takes "
-            "two; with several processes pass --processes"
+            "two; with several processes pass --processes",
+            param_hint="--devices",
         )
     workers = found[:devices]
     mesh = _checked("--nodes", all_reduce.make_mesh, workers, nodes)
     shape = mesh.devices.shape
-    names = topology.split(",") if topology else advice.suiting_topologies(shape)
+    suiting = ["direct"] if on_cpu else advice.suiting_topologies(shape)
+    names = contenders.parts(topology) if topology else suiting
     routes = [_checked("--topology", contenders.parse_topology, name, nodes) for name in names]
     for route in routes:
         _checked("--topology", advice.resolve, None, route, shape)
-    on_cpu = workers[0].platform == "cpu"
     repeats = repeats or (5 if on_cpu else 20)
 
     first = jax.process_index() == 0
@@ -509,9 +630,16 @@ def _trees(
     if params:
         coords = {f"{params} parameters": _checked("--params", contenders.parse_params, params)}
     else:
-        texts = (sizes or "").split(",")
+        texts = contenders.parts(sizes or "")
         parsed = {text: _checked("--sizes", contenders.parse_size, text) for text in texts}
-        coords = {text: max(size // held.itemsize, 1) for text, size in parsed.items()}
+        for text, size in parsed.items():
+            if size % held.itemsize:
+                raise typer.BadParameter(
+                    f"{text} is not a whole number of {dtype} parameters: pass a multiple of "
+                    f"{held.itemsize} bytes",
+                    param_hint="--sizes",
+                )
+        coords = {text: size // held.itemsize for text, size in parsed.items()}
     return {f"{k} in {dtype}": [jax.ShapeDtypeStruct((n,), held)] for k, n in coords.items()}
 
 
@@ -519,10 +647,18 @@ def _trees(
 def plot(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="CSV files of dq.CSVWriter, or folders with such files in them."),
+        typer.Argument(
+            exists=True, help="CSV files of dq.CSVWriter, or folders with such files in them."
+        ),
     ],
     out: Annotated[
-        Path, typer.Option(callback=_in_a_folder, help="The image: .png, .svg or .pdf.")
+        Path,
+        typer.Option(
+            dir_okay=False,
+            writable=True,
+            callback=_image,
+            help="The image: .png, .svg, .pdf or another of matplotlib's.",
+        ),
     ] = Path("curves.png"),
     columns: Annotated[
         str | None,
@@ -530,24 +666,32 @@ def plot(
     ] = None,
 ) -> None:
     """Draw loss, vNMSE and bits of one or several runs against the step."""
-    chosen = columns.split(",") if columns else ()
+    chosen = contenders.parts(columns) if columns else ()
     found = _checked("RUNS", curves.read_runs, runs)
     drawn = _checked("--columns", curves.plot_runs, found, out, chosen)
     print(f"{', '.join(drawn)} of {len(found)} run(s): {out}")
+
+
+def _join(processes: int | None, process_id: int, coordinator: str) -> None:
+    """Waits for the others, where this command runs in several processes."""
+    if process_id >= (processes or 1):
+        raise typer.BadParameter(
+            f"{process_id} is not below --processes {processes or 1}: count them from 0",
+            param_hint="--process-id",
+        )
+    if not coordinator.rpartition(":")[2].isdecimal():
+        raise typer.BadParameter(
+            f"{coordinator!r} has no port: pass for example localhost:29400",
+            param_hint="--coordinator",
+        )
+    if processes:
+        jax.distributed.initialize(coordinator, processes, process_id)
 
 
 def _announce(text: str) -> None:
     """Tells those who wait how far the measurement is; the first process alone speaks."""
     if jax.process_index() == 0:
         typer.echo(text, err=True)
-
-
-def _checked(option: str, parse: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """``parse(...)``, with what it refuses reported as a wrong use of ``option``."""
-    try:
-        return parse(*args, **kwargs)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def _workers(devices: list[Any]) -> str:

@@ -53,17 +53,23 @@ def plot_runs(runs: Sequence[Curves], file: Path, columns: Sequence[str] = ()) -
       columns: which; by default those of ``DEFAULT`` that a run has.
 
     Raises:
-      ValueError: no run has one of the columns, or matplotlib is missing.
+      ValueError: no run has finite numbers in one of the columns, or matplotlib is missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    known = {name for run in runs for name in run.columns if name != "step"}
+    known = {
+        name
+        for run in runs
+        for name, values in run.columns.items()
+        if name != "step" and any(map(math.isfinite, values))
+    }
     chosen = tuple(columns) or tuple(name for name in DEFAULT if name in known)
     missing = [name for name in chosen if name not in known]
     if missing or not chosen:
         raise ValueError(
-            f"no run has a column {', '.join(missing or DEFAULT)}; they have {sorted(known)}"
+            f"no run has a finite number in a column {', '.join(missing or DEFAULT)}; they have "
+            f"some in {sorted(known)}"
         )
     figure = Figure(figsize=(5 * len(chosen), 4.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
@@ -86,8 +92,11 @@ def _name(file: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, list[float]]:
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    try:
+        with file.open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is not a CSV file: {error}") from error
     if not rows or "step" not in rows[0]:
         raise ValueError(f"{file} has {len(rows)} rows and no column 'step' with a step in each")
     try:

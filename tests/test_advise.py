@@ -235,6 +235,11 @@ def measured(tmp_path_factory):
     chosen += ["--dither", "off"]
     result = invoke("--model-tree", folder / "model.json", *chosen, *files)
     assert result.exit_code == 0, result.output
+    assert re.search(
+        r"^1 setting\(s\), about \d+ s each: about \d+ s in all, ", result.stderr, re.M
+    )
+    said = result.stderr.split("overlap\n")[1].splitlines()
+    assert said == [f"round {i} of 5" + ", untimed" * (i < 3) for i in range(1, 6)]
     return folder, result.output, json.loads((folder / "rows.json").read_text())
 
 
@@ -286,7 +291,7 @@ class TestCommand:
         [
             ([], "what is to be reduced? Pass one of --model-tree"),
             (["--params", "1M", "--sizes", "1MiB"], "what is to be reduced?"),
-            (["--params", "lots"], "'lots' is no number of parameters"),
+            (["--params", "lots"], "'lots' is not a whole number of parameters"),
             (["--params", "7B"], "7,000,000,000 parameters: one leaf takes 1 to 2,147,483,647"),
             (["--params", "1M", "--dtype", "int8"], "--dtype 'int8': pass bf16 or f32"),
             (["--params", "1M", "--bits", "4,x"], "'x' is not a number of bits"),
@@ -307,6 +312,32 @@ class TestCommand:
         result = invoke(*arguments)
         assert result.exit_code == 2, result.output
         assert complaint in plain(result.output)
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            ([], [("Direct", 5, False), ("Direct", 4, False)]),
+            (["--bits", "3.5", "--dither", "on"], [("Direct", 3.5, True)]),
+            (["--bits", "5", "--topology", "ring"], [("Ring", 5, False)]),
+        ],
+    )
+    def test_a_cpu_tries_few_settings_unless_told_otherwise(self, arguments, expected, monkeypatch):
+        tried = []
+
+        def measure(mesh, tree, settings, **_):
+            tried.extend((type(t).__name__, m.bits, m.dither) for m, t in settings)
+            return [native(1), *directs(3, 3, 3)]
+
+        monkeypatch.setattr(advice, "bench_links", lambda *_, **__: [])
+        monkeypatch.setattr(advice, "bench_settings", measure)
+        result = invoke("--params", "1M", *arguments)
+        assert result.exit_code == 0, result.output
+        assert tried == expected
+
+    def test_help_says_that_a_cpu_tries_few(self):
+        said = plain(invoke("--help").output)
+        assert "A CPU tries few settings by default." in said
+        assert "How long all will take is said once the first has run." in said
 
     def test_processes_join_as_told_or_as_slurm_says(self, monkeypatch):
         joined = []

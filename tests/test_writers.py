@@ -191,12 +191,18 @@ def test_plot_refuses_what_it_cannot_draw(runs, tmp_path):
         assert result.exit_code == 2
         return plain(result.output)
 
-    assert "is not there; pass what" in said(tmp_path / "no.csv")
+    assert "does not exist" in said(tmp_path / "no.csv")
     (tmp_path / "empty").mkdir()
     assert "has no .csv file in it" in said(tmp_path / "empty")
     (tmp_path / "bad.csv").write_text("loss\n1\n")
     assert "1 rows and no column 'step'" in said(tmp_path / "bad.csv")
     (tmp_path / "word.csv").write_text("step,loss\n1,much\n")
     assert "every cell is a number, nan where unknown" in said(tmp_path / "word.csv")
-    assert "no run has a column speed; they have" in said(runs, "--columns", "loss,speed")
+    (tmp_path / "bytes.csv").write_bytes(b"step,loss\n1,\xff\n")
+    assert "bytes.csv is not a CSV file" in said(tmp_path / "bytes.csv").replace(" bytes", "bytes")
+    columns = ["--columns", "loss,speed"]
+    assert "no run has a finite number in a column speed; they have" in said(runs, *columns)
+    (tmp_path / "nan.csv").write_text("step,loss,vnmse\n1,nan,nan\n2,inf,nan\n")
+    for columns in ([], ["--columns", "loss"]):
+        assert "no run has a finite number in a column loss" in said(tmp_path / "nan.csv", *columns)
     assert "there is no folder" in said(runs, "--out", tmp_path / "none" / "x.png")

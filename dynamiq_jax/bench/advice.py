@@ -11,6 +11,7 @@ taken where no other pays.
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,15 @@ from dynamiq_jax.bench.all_reduce import (
     in_flight,
     timed_program,
 )
-from dynamiq_jax.bench.contenders import TOPOLOGIES, Contender, parse_method, uncompressed
-from dynamiq_jax.bench.timing import Announce, Timing, compile_calls, silent, time_calls
+from dynamiq_jax.bench.contenders import TOPOLOGIES, Contender, bits_of, uncompressed
+from dynamiq_jax.bench.timing import (
+    WARM_UP,
+    Announce,
+    Timing,
+    compile_calls,
+    silent,
+    time_calls,
+)
 from dynamiq_jax.configuration import describe_config
 
 MIN_GAIN = 0.05
@@ -120,8 +128,9 @@ def parse_bits(text: str) -> float:
     Raises:
       ValueError: no number, or none that DynamiQ takes.
     """
-    parse_method(f"dynamiq:{text}", None)
-    return float(text)
+    bits = bits_of(text)
+    dq.DynamiQ(bits=bits)
+    return bits
 
 
 def parse_dither(text: str) -> bool:
@@ -325,9 +334,25 @@ def _time(
     platform = mesh.devices.flat[0].platform
     times = iterations or default_iterations(size_bytes, platform)
     programs = [timed_program(mesh, contender, times) for contender in contenders]
-    calls = compile_calls(programs, data, announce)
     flying = in_flight(times, platform)
-    return time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
+    begin = time.perf_counter()
+    calls = compile_calls(programs[:2], data)
+    jax.block_until_ready(calls[-1]())
+    compiled = time.perf_counter()
+    jax.block_until_ready(calls[-1]())
+    once = time.perf_counter() - compiled
+    each, settings = compiled - begin + (WARM_UP + repeats * flying) * once, len(programs) - 1
+    if settings:
+        announce(
+            f"{settings} setting(s), {_about(each)} each: {_about(each * settings)} in all, less "
+            "where compilations overlap"
+        )
+    calls += compile_calls(programs[2:], data, announce)
+    return time_calls(calls, repeats=repeats, iterations=times, in_flight=flying, announce=announce)
+
+
+def _about(seconds: float) -> str:
+    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
 
 
 def _times(timing: Timing) -> dict[str, Any]:

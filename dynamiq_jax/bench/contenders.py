@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -199,35 +200,39 @@ def parse_params(text: str) -> int:
     if number[-1:] in factors:
         number, factor = number[:-1], factors[number[-1]]
     try:
-        params = round(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no number of parameters: write for example 125M") from None
-    if not 1 <= params < 2**31:
+        exact = Decimal(number) * factor  # 1.1B has no error of rounding
+    except ArithmeticError:
+        exact = Decimal("nan")
+    if exact.is_nan() or (0 < exact < 2**31 and exact % 1):
+        raise ValueError(f"{text!r} is not a whole number of parameters: write for example 125M")
+    if not 1 <= exact < 2**31:
         raise ValueError(
-            f"{text!r} is {params:,} parameters: one leaf takes 1 to {2**31 - 1:,}; pass the "
-            "leaves of a larger model by --model-tree"
+            f"{text!r} is {float(exact):,.15g} parameters: one leaf takes 1 to {2**31 - 1:,}; pass "
+            "the leaves of a larger model by --model-tree"
         )
-    return params
+    return int(exact)
 
 
-def parse_topology(text: str, nodes: int = 1, transport: str | None = None) -> Any:
+def parse_topology(text: str, nodes: int | None = None, transport: str | None = None) -> Any:
     """The topology called ``text``, for one axis, or for two if there are several nodes.
 
-    With a ``transport`` it, or the outer one of a hierarchy, takes that one.
+    With a ``transport`` it, or the outer one of a hierarchy, takes that one. ``nodes`` is `None`
+    where the command has no such option.
 
     Raises:
       ValueError: there is no such topology, or it needs two axes.
     """
     if text not in TOPOLOGIES:
         raise ValueError(f"topology {text!r} is not known: pass one of {', '.join(TOPOLOGIES)}")
-    if text == "hierarchical" and nodes == 1:
+    if text == "hierarchical" and (nodes or 1) == 1:
         raise ValueError(
-            "topology 'hierarchical' reduces over two axes, and here is one: pass another, or in "
-            "`bench all-reduce` --nodes"
+            "topology 'hierarchical' reduces over two axes, and here is one: pass direct, ring or "
+            "butterfly" + ("" if nodes is None else ", or --nodes 2 or more")
         )
     if transport is None:
         return TOPOLOGIES[text]()
     if text == "hierarchical":
+        assert nodes is not None
         outer: Any = across_hosts(nodes)
         return dq.Hierarchical(outer=replace(outer, transport=transport))
     return TOPOLOGIES[text](transport=transport)
@@ -241,6 +246,21 @@ def native_only(text: str) -> bool:
 def parts(text: str) -> list[str]:
     """The comma-separated parts, each once."""
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def bits_of(text: str) -> float:
+    """Wire bits per coordinate; the method says which it takes.
+
+    Raises:
+      ValueError: not a finite number.
+    """
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = math.nan
+    if not math.isfinite(bits):
+        raise ValueError(f"{text!r} is not a number of bits: write for example 5")
+    return bits
 
 
 def make_method(
@@ -263,11 +283,9 @@ def make_method(
         if "bits" not in inspect.signature(known[name]).parameters:
             raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
         try:
-            options["bits"] = float(bits)
-        except ValueError:
-            raise ValueError(
-                f"method {text!r}: {bits!r} is not a number of bits: write for example {name}:5"
-            ) from None
+            options["bits"] = bits_of(bits)
+        except ValueError as error:
+            raise ValueError(f"method {text!r}: {error}") from None
     return known[name](**options)
 
 

@@ -12,6 +12,8 @@ the variances are known for nothing.
 """
 
 import dataclasses
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -102,21 +104,49 @@ def load_gradients(file: Path, n_workers: int | None) -> jax.Array:
     """``gradients`` f32[n, d] of a .npz file, the first ``n_workers`` of them.
 
     Raises:
-      ValueError: the file lacks the array, or holds fewer workers.
+      ValueError: the file is not a .npz file, lacks the array, or holds fewer workers; numbers are
+        NaN or infinite, or all are zero.
     """
-    with np.load(file) as arrays:
-        if "gradients" not in arrays:
+    arrays = _read(file, "gradients")
+    if "gradients" not in arrays:
+        with np.load(file) as held:
             raise ValueError(
-                f"{file} holds {sorted(arrays)}: save an array 'gradients' of shape [workers, d], "
+                f"{file} holds {sorted(held)}: save an array 'gradients' of shape [workers, d], "
                 "as train_llm.py --dump-gradients does"
             )
-        found = arrays["gradients"]
+    found, what = arrays["gradients"], f"'gradients' of {file}"
     if found.ndim != 2 or (n_workers or 2) > found.shape[0] or found.shape[0] < 2:
         raise ValueError(
-            f"'gradients' of {file} has shape {found.shape} and {n_workers or 'at least 2'} "
+            f"{what} has shape {found.shape} and {n_workers or 'at least 2'} "
             "workers are asked for: save [workers, d], or pass fewer --workers"
         )
-    return jnp.asarray(found[:n_workers], jnp.float32)
+    if found.dtype.kind not in "fiu":
+        raise ValueError(f"{what} has dtype {found.dtype}: save f32")
+    with np.errstate(over="ignore"):  # f64 beyond f32 counts as infinite
+        found = found[:n_workers].astype(np.float32)
+    broken = found.size - np.count_nonzero(np.isfinite(found))
+    if broken or not found.any():
+        state = f"{broken:,} NaN or infinite" if broken else "no number but 0"
+        raise ValueError(
+            f"{what} has {state} among {found.size:,} numbers: dump the gradients of another step"
+        )
+    return jnp.asarray(found)
+
+
+def _read(file: Path, *names: str) -> dict[str, np.ndarray]:
+    """The arrays ``names`` of a .npz file, as far as it has them.
+
+    Raises:
+      ValueError: the file is of another kind, or broken.
+    """
+    with file.open("rb") as opened:
+        if not zipfile.is_zipfile(opened):
+            raise ValueError(f"{file} is not a .npz file: write it by numpy.savez")
+    try:
+        with np.load(file) as arrays:
+            return {name: np.asarray(arrays[name]) for name in names if name in arrays}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read ({error}): write it again") from error
 
 
 def load_leaves(file: Path, size: int) -> Leaves | None:
@@ -127,16 +157,22 @@ def load_leaves(file: Path, size: int) -> Leaves | None:
       size: coordinates of a worker's gradient, which the leaves must add up to.
 
     Raises:
-      ValueError: there are not as many names as sizes, or sizes do not add up.
+      ValueError: there are not as many names as sizes, or sizes are not whole numbers from 0 that
+        add up.
     """
-    with np.load(file) as arrays:
-        if "names" not in arrays and "sizes" not in arrays:
-            return None
-        names, sizes = (arrays[key].tolist() if key in arrays else [] for key in Leaves._fields)
+    arrays = _read(file, *Leaves._fields)
+    if not arrays:
+        return None
+    names, sizes = (np.atleast_1d(arrays.get(key, ())).tolist() for key in Leaves._fields)
     if len(names) != len(sizes):
         raise ValueError(
             f"'names' of {file} has {len(names)} leaves and 'sizes' has {len(sizes)}: save one "
             "name and one size for each leaf, or neither array"
+        )
+    wrong = [n for n in sizes if not isinstance(n, int) or n < 0]
+    if wrong:
+        raise ValueError(
+            f"'sizes' of {file} has {wrong[0]!r}: save whole numbers of coordinates, 0 or more"
         )
     if sum(sizes) != size:
         raise ValueError(

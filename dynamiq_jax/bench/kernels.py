@@ -73,11 +73,12 @@ def parse_coords(text: str) -> int:
     """
     base, caret, exponent = text.replace("**", "^").partition("^")
     try:
-        coords = int(base) ** int(exponent) if caret else int(base)
+        number, power = int(base), int(exponent) if caret else 1
     except ValueError:
-        raise ValueError(f"coords {text!r} is not a number: write for example 2^28") from None
+        raise ValueError(f"coords {text!r} is not a whole number: write for example 2^28") from None
+    coords = number**power if 0 <= power < 31 else 0  # a huge power would take for ever
     if not 1 <= coords < 2**31:
-        raise ValueError(f"coords {text!r} is {coords}: pass 1 to 2^31 - 1 coordinates")
+        raise ValueError(f"coords {text!r}: pass 1 to 2^31 - 1 coordinates")
     return coords
 
 

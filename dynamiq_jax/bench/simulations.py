@@ -1,6 +1,7 @@
 """What can be simulated, and how the command line names it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from dynamiq_jax.bench import contenders
@@ -29,23 +30,23 @@ def parse_floor(text: str) -> Floor:
     Raises:
       ValueError: none of these.
     """
-    if text == "auto":
+    if text.lower() == "auto":
         return "auto"
-    if text == "none":
+    if text.lower() == "none":
         return None
     if not text.isdecimal():
         raise ValueError(f"floor {text!r} is not known: pass auto, none or a width, such as 4")
     return int(text)
 
 
-def parse_methods(name: str, bits: str, options: dict[str, Any]) -> list[HopMethod]:
-    """What ``name`` means: DynamiQ with each of ``bits`` (as in "5,6"), or a comparator.
+def parse_methods(name: str, bits: Sequence[float], options: dict[str, Any]) -> list[HopMethod]:
+    """What ``name`` means: DynamiQ with each of ``bits``, or a comparator.
 
     Raises:
       ValueError: there is no such method, or it has no such bits or options.
     """
     if name == "dynamiq":
-        return [DynamiQ(bits=float(text), **options) for text in bits.split(",")]
+        return [DynamiQ(bits=b, **options) for b in bits]
     if name not in ("mxfp8", "mxfp8-own"):
         raise ValueError(f"method {name!r} is not known: pass dynamiq, mxfp8 or mxfp8-own")
     return [MXFP8(sum="recompress" if name == "mxfp8-own" else "shared-scale")]

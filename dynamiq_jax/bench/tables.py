@@ -170,6 +170,23 @@ def require_matplotlib() -> None:
         raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[cli]'")
 
 
+def check_image(path: Path) -> None:
+    """Refuses what no plot can be written to.
+
+    Raises:
+      ValueError: matplotlib is missing, or knows no image of this suffix.
+    """
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"{path} is not an image by its suffix, {path.suffix!r}: pass one of "
+            f".{', .'.join(known)}"
+        )
+
+
 def plot_all_reduce(path: Path, rows: Sequence[Any], title: str) -> None:
     """Bus bandwidth and speedup over size, one line per method."""
     figure, (left, right) = _axes(2)

@@ -23,6 +23,8 @@ import numpy as np
 from jax import lax
 
 _TUNE_ALONE = "--xla_gpu_shard_autotuning=false"
+WARM_UP = 2
+"""Rounds that are not timed."""
 UNROLLED = 8
 """Iterations that follow each other in a program without a loop."""
 
@@ -73,7 +75,8 @@ def time_calls(
     repeats: int,
     iterations: int = 1,
     in_flight: int = 1,
-    warm_up: int = 2,
+    warm_up: int = WARM_UP,
+    announce: Announce = silent,
 ) -> list[Timing]:
     """Times functions against each other, one sample of each per round.
 
@@ -83,6 +86,7 @@ def time_calls(
       iterations: how often one call does the work on the device.
       in_flight: calls that are dispatched before they are waited for together.
       warm_up: untimed rounds; the first compiles.
+      announce: is told of every round that has ended.
 
     Returns:
       The time of one iteration for each function, in the order of `calls`.
@@ -93,11 +97,12 @@ def time_calls(
     for name, count in (("repeats", repeats), ("iterations", iterations), ("in_flight", in_flight)):
         if count < 1:
             raise ValueError(f"{name} is {count}: pass at least 1")
-    for _ in range(warm_up):
+    for done in range(warm_up):
         for call in calls:
             jax.block_until_ready(call())
+        announce(f"round {done + 1} of {warm_up + repeats}, untimed")
     samples_us: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
+    for done in range(repeats):
         for call, samples in zip(calls, samples_us, strict=True):
             start = time.perf_counter()
             for _ in range(in_flight - 1):
@@ -105,6 +110,7 @@ def time_calls(
             jax.block_until_ready(call())
             elapsed_us = (time.perf_counter() - start) * 1e6
             samples.append(elapsed_us / (iterations * in_flight))
+        announce(f"round {warm_up + done + 1} of {warm_up + repeats}")
     return [_summary(samples) for samples in samples_us]
 
 

@@ -62,8 +62,8 @@ class Case:
             )
         if self.n_outer < 2 or self.n_outer * self.inner_workers != self.n_workers:
             raise ValueError(
-                f"{self.n_workers} workers are not two or more sets of {self.inner_workers}; "
-                "pass more workers, or a divisor of theirs as n_inner"
+                f"n_inner={self.inner_workers}: {self.n_workers} workers are not two or more sets "
+                f"of {self.inner_workers}; pass more workers, or a divisor of theirs"
             )
         method = self.method
         if isinstance(method, DynamiQ) and method.super_group_size != SUPER_GROUP:
