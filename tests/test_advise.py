@@ -173,9 +173,9 @@ class TestDecision:
     def test_caveats(self):
         said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])
         assert "90.0% of the coordinates are compressed" in text(said)
-        method = {"name": "DynamiQ", "bits": 4, "min_bucket_bytes": 0}
+        method = {"name": "DynamiQ", "bits": 4, "min_bucket_size": 65536}
         said = decide([native(10), row(4, "Direct", 5, method=method)])
-        assert "hence min_bucket_bytes=0" in text(said)
+        assert "hence min_bucket_size=65536" in text(said)
         assert "spread" not in text(said)
         said = decide([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)])
         assert "The spread is as large as the gain" in text(said)
@@ -400,9 +400,9 @@ def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkey
 
     monkeypatch.setattr(arguments, "fast_links", lambda: True)
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
-    for tree, lifted in (([small], 0), ([small, large], None)):
+    for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
-        assert found == (dq.DynamiQ(bits=4, min_bucket_bytes=lifted), dq.Ring())
+        assert found == (dq.DynamiQ(bits=4, min_bucket_size=lifted), dq.Ring())
     assert advice.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
 
 

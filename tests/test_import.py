@@ -87,6 +87,7 @@ def test_the_version_has_one_source():
     assert re.fullmatch(r"\d+\.\d+\.\d+", dq.__version__)
     changes = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    changes = [version for version in changes if version != "Unreleased"]
     assert changes[0] == dq.__version__ == cited[1]
 
 

@@ -187,7 +187,8 @@ def settings(
     found = []
     for topology in topologies:
         for method in (dq.DynamiQ(bits=b, dither=d) for b in bits for d in dither):
-            for m in (method, dataclasses.replace(method, min_bucket_bytes=0)):
+            size = method.limits(math.prod(sizes), fast_links=False).min_bucket_size
+            for m in (method, dataclasses.replace(method, min_bucket_size=size)):
                 if _compressed(dq.explain(tree, sizes, method=m, topology=topology, verbose=False)):
                     found.append(Setting(m, topology))
                     break
@@ -538,10 +539,11 @@ def _error_sentences(
 
 def _caveats(chosen: SettingRow, native: SettingRow) -> list[str]:
     found = []
-    if chosen.method.get("min_bucket_bytes") == 0:
+    size = chosen.method.get("min_bucket_size")
+    if size is not None:
         found.append(
-            "With the default min_bucket_bytes, which goes by the kind of GPU, everything would "
-            "travel natively: hence min_bucket_bytes=0."
+            "With the default limits, which go by the kind of GPU, everything would travel "
+            f"natively: hence min_bucket_size={size}."
         )
     if chosen.compressed < 0.995:
         found.append(
