@@ -145,17 +145,33 @@ def test_every_super_group_has_the_floor_at_every_stage(name, bits):
         assert np.asarray(plan_widths(plan, stage)).min() == floor
 
 
-def test_padding_costs_the_least_energies_only():
-    """3.5 bits have 4% to spare over width 3; a chunk of 16 tiles, one of them nearly empty."""
-    method, n = dq.DynamiQ(bits=3.5), 8
-    rows = n * (15 * TILE_ROWS + 1)
-    layout = method.layout(rows * 256, n, dq.Direct(streams=1))
+def planned_with_padding(full_tiles, bits):
+    """Layout, energies, widths; the last tile of each of 8 chunks holds one super-group."""
+    rows = 8 * (full_tiles * TILE_ROWS + 1)
+    layout = dq.DynamiQ(bits=bits).layout(rows * 256, 8, dq.Direct(streams=1))
     energy = np.random.default_rng(2).lognormal(0, 4, (1, rows))
     plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
-    widths = np.asarray(plan_widths(plan))[:rows]
-    narrow = widths < 3  # those that share a tile with padding, and one tile more
-    assert 0 < narrow.sum() <= n * (1 + TILE_ROWS)
-    assert energy[0][narrow].max() <= 1.2 * np.sort(energy[0])[n * (1 + TILE_ROWS) - 1]
+    widths = [np.asarray(plan_widths(plan, stage))[:rows] for stage in range(2)]
+    return layout, energy[0], widths
+
+
+@pytest.mark.parametrize("bits", [3.5, 5.0])
+def test_padding_takes_nothing_from_the_floor(bits):
+    """The payload grows instead: by a few percent of a chunk of 17 tiles, the least by default."""
+    layout, _, widths = planned_with_padding(16, bits)
+    for own, floor in zip(widths, layout.floors, strict=True):
+        assert own.min() == floor
+    whole = dq.DynamiQ(bits=bits).layout(8 * 16 * TILE_ROWS * 256, 8, dq.Direct(streams=1))
+    for grown, own in zip(layout.payload_words, whole.payload_words, strict=True):
+        assert own < grown < 1.07 * own
+
+
+def test_padding_of_small_chunks_costs_the_least_energies_only():
+    layout, energy, (widths, _) = planned_with_padding(3, 3.5)
+    narrow = widths < layout.floors[0]
+    most = 8 * (1 + TILE_ROWS)  # those that share a tile with padding, and one tile more
+    assert 0 < narrow.sum() <= most
+    assert energy[narrow].max() <= 1.2 * np.sort(energy)[most - 1]
 
 
 @pytest.mark.parametrize("name", daily(NAMED, ["direct"]))

@@ -16,6 +16,8 @@ from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
+MOST_FOR_PADDING = 1 / 16
+"""What padding may add to a payload, as a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +131,10 @@ def make_layout(
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
     A bandwidth-optimal all-reduce passes 2 (n-1)/n of all coordinates through every worker, a
-    reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these,
-    whatever the padding; only where even the narrowest width for every tile does not fit is it
-    exceeded.
+    reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these. It is
+    exceeded in two cases. Padding fills up the last tile of every chunk; where that takes the words
+    of the floor, payloads grow by what is missing, by `MOST_FOR_PADDING` at most. And every tile
+    gets the narrowest width, however small a shard is.
     """
     n, fmt = n_workers, allocation.fmt
     whole = collective == "all_reduce"
@@ -148,6 +151,11 @@ def make_layout(
         [offset * size / shard_chunks / WORD_BITS for offset in allocation.bits],
         narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
+    )
+    at_floor = [tiles * fmt.tile_words(floor) for floor in allocation.floors]
+    words = tuple(
+        max(own, min(need, int(own * (1 + MOST_FOR_PADDING)) // 4 * 4))
+        for own, need in zip(words, at_floor, strict=True)
     )
     return Layout(
         collective=collective,

@@ -71,6 +71,7 @@ class DynamiQ(HopMethod):
 
     Attributes:
       bits: average bits on the wire per coordinate, all metadata included (b-bar of the paper).
+        Padding of small buckets may add up to 1/16, see `explain`.
       widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
         16 sends bf16. Default: the floors and some above them; without a floor the even
         ones from 2 to 14.
