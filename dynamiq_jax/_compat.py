@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +88,23 @@ def is_constant(x) -> bool:
 def is_transposed(x) -> bool:
     """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
     return isinstance(x, partial_eval.JaxprTracer)
+
+
+def transposes_a_map() -> bool:
+    """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
+
+    JAX does not tell. Its function that transposes a map is on the stack then, nearer than the one
+    that runs the user's function.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_SHARD_MAP_FILE):
+            return "trans" in frame.f_code.co_name
+        frame = frame.f_back
+    return False
+
+
+_SHARD_MAP_FILE = os.path.join("jax", "_src", "shard_map.py")
 
 
 def tracks_varying(axis_name: AxisNames) -> bool:

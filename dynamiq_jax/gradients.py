@@ -60,8 +60,9 @@ def value_and_grad(
       specs: how parameters are sharded over ``mesh``: PartitionSpecs, a tree like ``params`` or a
         prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit axes their
         types. A program that is being traced does not see how its arguments are sharded over
-        automatic axes: there ``specs`` is needed if the mesh has such axes besides ``axis_name``,
-        and for parameters to stay sharded over ``axis_name``.
+        automatic axes. There ``specs`` is needed if the mesh has such axes besides ``axis_name``.
+        It is also needed for parameters that are sharded over ``axis_name`` (FSDP): without it
+        every device gathers them and returns whole gradients.
 
     Returns:
       ``f(params, *batch, key=None, state=None) -> (loss, grads)`` (``((loss, aux), grads)`` with

@@ -11,6 +11,8 @@ from dynamiq_jax._compat import (
     AxisNames,
     axis_tuple,
     to_varying,
+    tracks_varying,
+    transposes_a_map,
     varying_axes,
 )
 from dynamiq_jax.arguments import (
@@ -51,7 +53,8 @@ def reduce_in_backward(
     where a reduction after `jax.grad` waits for the last of them.
 
     * The loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad` is inside the
-      map: the derivative of a loss that is averaged already has a 1 / n of its own.
+      map: the derivative of a loss that is averaged already has a 1 / n of its own. `jax.grad`
+      around a `jax.shard_map` with ``check_vma=True`` is refused.
     * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
       with a whole layer. ``DynamiQ(scale_axis="auto")`` looks at these leaves alone.
     * Parameters that are used twice pass once, above both uses.
@@ -75,7 +78,7 @@ def reduce_in_backward(
 
     Raises:
       ValueError: ``op`` is neither, or a method has memory; in the backward pass, what `reduce`
-        raises.
+        raises, and that `jax.grad` is outside of the map.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
@@ -132,7 +135,18 @@ class Reducer:
         return reduce(moving, self._axis_name, key=words, **self._options).tree
 
     def moving(self, gradients: Any) -> Any:
-        """The gradients but for those of integers, which are float0."""
+        """The gradients but for those of integers, which are float0.
+
+        Raises:
+          ValueError: they are those of a map's result, which JAX sums over the axis by itself.
+        """
+        if tracks_varying(self._axis_name) and transposes_a_map():
+            raise ValueError(
+                f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "
+                "a loss that is averaged over workers has a 1 / n of its own and the mean of "
+                "gradients would be n times too small; call jax.grad of each worker's own loss "
+                "inside the map"
+            )
         leaves, treedef = jax.tree.flatten(gradients)
         moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
         own = [_once(x, self._caller) for x, m in zip(leaves, moves, strict=True) if m]

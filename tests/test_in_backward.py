@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_same_bits, local, mapped
+from cases import CHEAP, SMALL, assert_same_bits, auto_mesh, local, mapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -263,3 +263,30 @@ def test_a_pytree_that_refuses_none_may_hold_integers():
 
     found = mapped(inside, True)(layers["kernel"], x)
     assert np.all(np.isfinite(found[0])) and np.any(np.asarray(found[0]) != 0)
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+@pytest.mark.parametrize("averaged", ["inside", "outside"])
+def test_a_gradient_from_outside_of_the_map_is_refused_where_it_would_be_too_small(
+    in_scan, averaged
+):
+    params, x = jnp.ones(64), jnp.ones((N, 64))
+
+    def own(params, x):
+        def layer(total, _):
+            used = dq.reduce_in_backward(params, "data", method=EXACT)
+            return total + jnp.mean(used * x), None
+
+        start = jnp.sum(0 * x)
+        total = jax.lax.scan(layer, start, None, length=2)[0] if in_scan else layer(start, None)[0]
+        return jax.lax.pmean(total, "data") if averaged == "inside" else total[None]
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P() if averaged == "inside" else P("data")}
+
+    def gradient_of(check_vma):
+        mapped = jax.shard_map(own, mesh=auto_mesh(N), check_vma=check_vma, **specs)
+        return jax.grad(lambda params: jnp.mean(mapped(params, x)))(params)
+
+    with pytest.raises(ValueError, match="jax.grad outside of jax.shard_map.*inside the map"):
+        jax.eval_shape(lambda: gradient_of(True))
+    np.testing.assert_allclose(gradient_of(False), 2 / 64 if in_scan else 1 / 64, rtol=1e-6)
