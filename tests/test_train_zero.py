@@ -128,7 +128,8 @@ def test_counted_bytes_are_the_bits_asked_for():
     count = partial(train_fsdp.sent_bytes, programs.step, params, opt_state, batch(), n_workers=N)
     share = (N - 1) / N
     scattered = share * (2 * 5 / 8 * BLOCK + 4 * (ENDS + SCALES))
-    assert count(inside="scatter_grads") == pytest.approx(scattered, rel=0.01)
+    # Slices of 4590 coordinates: padding adds a sixteenth.
+    assert 0.99 * scattered < count(inside="scatter_grads") < (1 + 1 / 16) * scattered
     gathered = share * (2 * 8 / 8 * BLOCK + 4 * (ENDS + SCALES))
     # A slice of 4590 coordinates, filled up to whole super-groups, and what precedes its codes.
     assert gathered < count(inside="gather_params") < 1.06 * gathered
