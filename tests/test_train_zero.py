@@ -132,7 +132,7 @@ def test_counted_bytes_are_the_bits_asked_for():
     assert 0.99 * scattered < count(inside="scatter_grads") < (1 + 1 / 16) * scattered
     gathered = share * (2 * 8 / 8 * BLOCK + 4 * (ENDS + SCALES))
     # A slice of 4590 coordinates, filled up to whole super-groups, and what precedes its codes.
-    assert gathered < count(inside="gather_params") < 1.06 * gathered
+    assert gathered < count(inside="gather_params") < 1.1 * gathered
 
 
 def test_groups_are_modules_in_the_order_of_the_forward_pass():
