@@ -106,7 +106,16 @@ def check_agreement(
 
 
 def facts_of(
-    tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key, op, weight, specs
+    tree,
+    mesh: Mesh,
+    axis_name: AxisNames,
+    *,
+    method,
+    topology,
+    key,
+    op="mean",
+    weight=None,
+    specs=None,
 ) -> dict[str, str]:
     """Everything that must be the same on all processes, as text."""
     names = axis_tuple(check_axis(axis_name))

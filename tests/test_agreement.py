@@ -24,7 +24,7 @@ TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
 
 def facts(tree=TREE, axis_name="data", **options):
-    defaults = dict.fromkeys(("method", "topology", "key", "weight", "specs")) | {"op": "mean"}
+    defaults = dict.fromkeys(("method", "topology", "key"))
     return agreement.facts_of(tree, auto_mesh(), axis_name, **defaults | options)
 
 
