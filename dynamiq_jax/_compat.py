@@ -52,6 +52,15 @@ def axis_tuple(axis_name: AxisNames) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
+def coordination_client() -> Any:
+    """What talks to JAX's coordination service; `None` where `jax.distributed` was not started."""
+    if not jax.distributed.is_initialized():
+        return None
+    from jax._src import distributed  # there is no public way to it
+
+    return distributed.global_state.client
+
+
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)

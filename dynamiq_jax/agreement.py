@@ -1,32 +1,55 @@
 """Were all workers told the same? `check_agreement` asks them once, before training.
 
-Workers whose configuration, version, tree or key differ would average garbage in silence.
+Workers whose configuration, version, tree or key differ would wait for ever, or average garbage in
+silence. `compare_first` asks without being called, and knows less.
 """
 
+import json
+import os
+import re
+import time
+import warnings
 import zlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec, get_abstract_mesh
 
-from dynamiq_jax._compat import AxisNames, axis_tuple
-from dynamiq_jax.arguments import AnyMethod, AnyTopology, check_axis, chooses_by_path, resolve
-from dynamiq_jax.buckets import describe_leaves
+from dynamiq_jax._compat import AxisNames, axis_tuple, coordination_client
+from dynamiq_jax.arguments import (
+    AnyMethod,
+    AnyTopology,
+    Resolved,
+    check_axis,
+    chooses_by_path,
+    resolve,
+)
+from dynamiq_jax.buckets import Leaf, describe_leaves
 from dynamiq_jax.by_path import methods_of
 from dynamiq_jax.seeds import key_words
 
 FACT_BYTES = 4096
 """What one process says of one fact, as text cut to this length and its hash."""
+HASH_BYTES = 32
+"""Room for the hash."""
 
 FACTS = (
     "arguments", "version of dynamiq_jax", "version of jax", "platform", "mesh", "axis_name",
-    "method", "topology", "limits", "key", "tree",
+    "method", "topology", "limits", "op", "weight", "specs", "key", "tree",
 )  # fmt: skip
 """What processes compare; "arguments" are accepted or refused, and with these nothing else is."""
+
+SWITCH = "DYNAMIQ_JAX_AGREEMENT"
+"""The environment variable that turns `compare_first` off where it is 0."""
+PATIENCE = 60.0
+"""Seconds for which a process waits for another one in `compare_first`."""
+_compared: set[tuple[str, Any]] = set()
+"""Collectives whose first call was compared, and the connection over which it was."""
 
 
 def check_agreement(
@@ -37,8 +60,19 @@ def check_agreement(
     method: AnyMethod | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
+    op: Literal["sum", "mean"] = "mean",
+    weight: Array | float | None = None,
+    specs: Any = None,
 ) -> None:
     """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
+
+    A part of this is done without it. Where there are several processes, they compare their first
+    all-reduce, their first `psum_scatter` and their first `all_gather` while these are traced:
+    versions, method, topology, ``op``, ``specs``, and whether there are a key, a weight, a state
+    and metrics. What differs is an error on all of them. Other leaves or axes are a warning, as
+    processes may trace different things first; so is a process that does not come within 60
+    seconds. Trees of scalars alone, and maps that leave some of the devices out, are not compared.
+    The environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all processes, turns it off.
 
     Args:
       tree: parameters or gradients; only names, shapes and dtypes are looked at.
@@ -47,6 +81,9 @@ def check_agreement(
       method: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
+      op: as for `reduce`.
+      weight: as for `reduce`; whether there is one has to be the same, not its value.
+      specs: as for `psum`.
 
     Raises:
       RuntimeError: names what differs, on which processes, and both values.
@@ -55,7 +92,8 @@ def check_agreement(
     """
     refusal = None
     try:
-        facts = facts_of(tree, mesh, axis_name, method=method, topology=topology, key=key)
+        options = {"method": method, "topology": topology, "key": key}
+        facts = facts_of(tree, mesh, axis_name, op=op, weight=weight, specs=specs, **options)
     except (ValueError, NotImplementedError) as error:
         refusal = error
         facts = dict.fromkeys(FACTS, "") | {"arguments": f"{type(error).__name__}: {error}"}
@@ -67,7 +105,18 @@ def check_agreement(
         raise refusal
 
 
-def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -> dict[str, str]:
+def facts_of(
+    tree,
+    mesh: Mesh,
+    axis_name: AxisNames,
+    *,
+    method,
+    topology,
+    key,
+    op="mean",
+    weight=None,
+    specs=None,
+) -> dict[str, str]:
     """Everything that must be the same on all processes, as text."""
     names = axis_tuple(check_axis(axis_name))
     missing = [name for name in names if name not in mesh.shape]
@@ -81,47 +130,151 @@ def facts_of(tree, mesh: Mesh, axis_name: AxisNames, *, method, topology, key) -
             resolve(own, topology, sizes)
     resolved = resolve(method, topology, sizes)
     words = key_words(key)
-    leaves = describe_leaves(tree)
-    facts = {
-        "arguments": "accepted",
+    told = _facts(names, resolved, describe_leaves(tree), op=op, weight=weight, specs=specs)
+    told["arguments"] = "accepted"
+    told["mesh"] = f"{dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}"
+    told["method"] = repr(resolved.method) if chosen is None else repr(chosen)
+    told["topology"] += f" ({resolved.reason})"
+    told["key"] = "none" if words is None else str(np.asarray(words).tolist())
+    return {fact: told.pop(fact) for fact in FACTS}
+
+
+def _facts(
+    axis_name: AxisNames, resolved: Resolved, leaves: list[Leaf], **options: Any
+) -> dict[str, str]:
+    """What may be known of a reduction while it is traced, as text; ``options`` are arguments."""
+    texts = {}
+    for name, value in options.items():
+        if name == "specs":
+            texts[name] = _describe_specs(value)
+        elif name in ("key", "state", "weight"):
+            texts[name] = "none" if value is None else "given"
+        else:
+            texts[name] = repr(value)
+    return {
         "version of dynamiq_jax": _version(),
         "version of jax": jax.__version__,
         "platform": jax.default_backend(),
-        "mesh": f"{dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}",
-        "axis_name": repr(names),
-        "method": repr(resolved.method) if chosen is None else repr(chosen),
-        "topology": f"{resolved.topology!r} ({resolved.reason})",
+        "axis_name": f"{axis_name!r} of {resolved.sizes} workers",
+        "method": repr(resolved.method),
+        "topology": repr(resolved.topology),
         "limits": repr(resolved.limits()),
-        "key": "none" if words is None else str(np.asarray(words).tolist()),
         "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
-    }
-    assert tuple(facts) == FACTS
-    return facts
+    } | texts
+
+
+def _describe_specs(specs: Any) -> str:
+    def is_spec(x: Any) -> bool:
+        return x is None or isinstance(x, PartitionSpec)
+
+    found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    return "; ".join(f"{jax.tree_util.keystr(path)} {spec}".strip() for path, spec in found)
+
+
+def compare_first(
+    collective: str, axis_name: AxisNames, resolved: Resolved, leaves: list[Leaf], **options: Any
+) -> None:
+    """Raises unless all processes trace their first ``collective`` alike.
+
+    Processes talk over JAX's coordination service, which knows neither devices nor programs: so
+    they can while they trace. A process waits for others once for each collective at most.
+
+    Args:
+      collective: what it is called in messages.
+      axis_name: as for `reduce`.
+      resolved: of this call.
+      leaves: of this call.
+      options: arguments that have to be the same; of a key, a weight and a state whether there is
+        one.
+
+    Raises:
+      RuntimeError: names what differs, on which processes, and both values.
+    """
+    client = coordination_client()
+    if client is None or jax.process_count() == 1 or (collective, client) in _compared:
+        return
+    mesh, names = get_abstract_mesh(), axis_tuple(axis_name)
+    if mesh.size != jax.device_count() or set(names).isdisjoint(mesh.manual_axes):
+        return  # some processes may not take part, or this one traces for itself
+    if all(leaf.shape == () for leaf in leaves) or os.environ.get(SWITCH) == "0":
+        return
+    _compared.add((collective, client))
+    facts = _facts(axis_name, resolved, leaves, **options)
+    try:
+        outcome, text = _exchange(client, collective, facts)
+    except RuntimeError as error:  # JAX's, of the service
+        outcome, text = "warning", f"no answer from process 0: {error}"
+    if outcome == "error":
+        raise RuntimeError(text)
+    if outcome == "warning":
+        warnings.warn(
+            f"the first {collective} of all processes was not compared: {text}. If that is meant, "
+            "set DYNAMIQ_JAX_AGREEMENT=0 on all processes; if not, they may wait for each other "
+            "for ever, and dq.check_agreement tells what differs",
+            stacklevel=2,
+        )
+
+
+def _exchange(client: Any, collective: str, facts: dict[str, str]) -> tuple[str, str]:
+    """What process 0 finds in the facts of all: "agreement", "warning" or "error", and a text."""
+    me, milliseconds = jax.process_index(), int(1000 * PATIENCE)
+    place = f"dynamiq_jax/first {collective}"
+    mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
+    client.key_value_set(f"{place}/{me}", mine, allow_overwrite=True)
+    if me:
+        client.blocking_key_value_get(f"{place}/0", milliseconds)  # as late as it may come
+        return tuple(json.loads(client.blocking_key_value_get(f"{place}/found", 2 * milliseconds)))
+    found = _found(client, place, time.monotonic() + PATIENCE)
+    client.key_value_set(f"{place}/found", json.dumps(found), allow_overwrite=True)
+    return found
+
+
+def _found(client: Any, place: str, deadline: float) -> tuple[str, str]:
+    rows = []
+    for i in range(jax.process_count()):
+        left = max(deadline - time.monotonic(), 0.1)
+        try:
+            rows.append(json.loads(client.blocking_key_value_get(f"{place}/{i}", int(1000 * left))))
+        except RuntimeError:
+            return "warning", f"process {i} did not come to one within {PATIENCE:g} s"
+    different = differences(rows)
+    text = "; ".join(different.values())
+    if different.keys() & {"axis_name", "tree"}:
+        return "warning", f"they came to different ones; {text}"
+    return ("error", _COMPLAINT + text) if different else ("agreement", "")
+
+
+_COMPLAINT = (
+    "workers would not reduce gradients alike; start all of them with the same versions, "
+    "configuration, model and key. What differs: "
+)
 
 
 def compare(rows: Sequence[dict[str, str]]) -> None:
     """Raises unless all processes say the same; ``rows[i]`` are the facts of process i."""
-    complaints = []
-    refused = any(row["arguments"] != rows[0]["arguments"] for row in rows)
-    for fact in ("arguments",) if refused else FACTS:
-        first = rows[0][fact]
-        others = [i for i, row in enumerate(rows) if row[fact] != first]
+    if different := differences(rows):
+        # With arguments that were refused nothing else is known.
+        texts = [different["arguments"]] if "arguments" in different else different.values()
+        raise RuntimeError(_COMPLAINT + "; ".join(texts))
+
+
+def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
+    """What processes do not say alike: on which of them, and two values, by fact."""
+    found = {}
+    for fact, first in rows[0].items():
+        others = [i for i, row in enumerate(rows) if row.get(fact) != first]
         if others:
-            theirs = rows[others[0]][fact]
+            theirs = rows[others[0]].get(fact, "")
             start = next(
                 (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), 0
             )
             start = max(start - 40, 0)
-            complaints.append(
+            found[fact] = (
                 f"{fact}: process 0 has {first[start : start + 160]!r}, "
                 f"process {others[0]} has {theirs[start : start + 160]!r} "
                 f"(differs from process 0 on {others})"
             )
-    if complaints:
-        raise RuntimeError(
-            "workers would not reduce gradients alike; start all of them with the same versions, "
-            "configuration, model and key. What differs: " + "; ".join(complaints)
-        )
+    return found
 
 
 def _version() -> str:
@@ -131,27 +284,30 @@ def _version() -> str:
         return "not installed"
 
 
+def _cut(text: str) -> str:
+    """At most `FACT_BYTES`, and a hash of all of it where more was cut off.
+
+    Objects' addresses, which differ between processes, are left out.
+    """
+    raw = re.sub(r" at 0x[0-9a-f]+", "", text).encode()
+    cut = raw[:FACT_BYTES].decode(errors="ignore")
+    return cut if len(raw) <= FACT_BYTES else f"{cut}... (hash {hash_bytes(raw):08x})"
+
+
 def _encode(facts: dict[str, str]) -> np.ndarray:
-    """uint8[facts, FACT_BYTES + 4]: the text, and a hash of all of it where it was cut."""
-    rows = np.zeros((len(facts), FACT_BYTES + 4), np.uint8)
+    """uint8[facts, FACT_BYTES + HASH_BYTES]."""
+    rows = np.zeros((len(facts), FACT_BYTES + HASH_BYTES), np.uint8)
     for row, text in zip(rows, facts.values(), strict=True):
-        raw = text.encode()
-        row[: min(len(raw), FACT_BYTES)] = np.frombuffer(raw[:FACT_BYTES], np.uint8)
-        if len(raw) > FACT_BYTES:
-            checksum = np.array([hash_bytes(raw)], np.uint32)
-            row[FACT_BYTES:] = checksum.view(np.uint8)
+        raw = np.frombuffer(_cut(text).encode(), np.uint8)
+        row[: raw.size] = raw
     return rows
 
 
 def _decode(rows: np.ndarray, names: list[str]) -> dict[str, str]:
-    facts = {}
-    for name, row in zip(names, np.asarray(rows), strict=True):
-        text = row[:FACT_BYTES].tobytes().rstrip(b"\0").decode(errors="replace")
-        checksum = int(np.ascontiguousarray(row[FACT_BYTES:]).view(np.uint32)[0])
-        facts[name] = text + (f"... (hash {checksum:08x})" if checksum else "")
-    return facts
+    texts = (np.asarray(row).tobytes().rstrip(b"\0").decode() for row in rows)
+    return dict(zip(names, texts, strict=True))
 
 
 def hash_bytes(raw: bytes) -> int:
-    """A non-zero 32-bit hash that is the same in every process (unlike Python's)."""
-    return zlib.crc32(raw) or 1
+    """A 32-bit hash that is the same in every process (unlike Python's)."""
+    return zlib.crc32(raw)

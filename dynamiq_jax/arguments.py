@@ -58,9 +58,9 @@ class Resolved(NamedTuple):
         """Along which axis of leaves coordinates follow each other, if the method has a choice."""
         return getattr(self.method, "scale_axis", None)
 
-    def limits(self) -> Limits:
-        """What `buckets.group_leaves` needs to know."""
-        return self.method.limits(self.n_workers, fast_links=fast_links())
+    def limits(self, *, here: bool = True) -> Limits:
+        """What `buckets.group_leaves` needs to know; ``here`` as for `resolve`."""
+        return self.method.limits(self.n_workers, fast_links=here and fast_links())
 
     def of_bucket(self, bucket: Bucket) -> "Resolved":
         """The same for one bucket: a method of matrices learns the shape of its leaf."""
@@ -81,6 +81,7 @@ def resolve(
     sizes: tuple[int, ...],
     *,
     hierarchies: bool = True,
+    here: bool = True,
 ) -> Resolved:
     """Fills in defaults for axes of ``sizes``, and refuses what does not go together.
 
@@ -89,19 +90,20 @@ def resolve(
       topology: `None` chooses by `dynamiq_jax.topologies.choice`.
       sizes: workers on every axis, the outermost first.
       hierarchies: whether they can serve.
+      here: whether the workers are JAX's devices; else the choice is `assumed`'s.
     """
     check_kinds(method, topology)
     method = DynamiQ() if method is None else cast(Method, method)
     if topology is None and method.native_by_default:
         reason = "native collectives, the method's default"
     elif topology is None:
-        topology, reason = automatic(sizes if hierarchies else (math.prod(sizes),))
+        topology, reason = automatic(sizes if hierarchies else (math.prod(sizes),), here=here)
     else:
         reason = "as passed"
     if isinstance(topology, Hierarchical):
         topology = _two_levels(topology, sizes, allowed=hierarchies)
     if topology is not None:
-        topology, engines = with_transport(topology)
+        topology, engines = with_transport(topology, here=here)
         reason = f"{reason}; by copy engines, since {engines}" if engines else reason
     if isinstance(topology, Hierarchical):
         assert topology.outer is not None

@@ -17,6 +17,7 @@ from dynamiq_jax._compat import (
     several_vmapped,
     zero_tangent,
 )
+from dynamiq_jax.agreement import compare_first
 from dynamiq_jax.arguments import (
     AnyMethod,
     AnyTopology,
@@ -201,6 +202,8 @@ def reduce(
     values, treedef = jax.tree.flatten(tree)
     around, limits = surroundings(axis_name), resolved.limits()._asdict()
     leaves = with_scale_axes(around.leaves(tree, specs), resolved.scale_axis)
+    told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
+    compare_first("all-reduce", axis_name, resolved, leaves, weight=weight, **told)
     grouping = group_leaves(leaves, **limits)
     fixed = fixed_leaves(leaves, values, axis_name)
     if len(fixed) < len(leaves):

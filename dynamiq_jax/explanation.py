@@ -13,7 +13,7 @@ from dynamiq_jax.buckets import COMPRESSED_DTYPES, Bucket, Leaf, describe_leaves
 from dynamiq_jax.by_path import by_path
 from dynamiq_jax.methods import DynamiQ, ErrorFeedback
 from dynamiq_jax.placement import placed_leaves
-from dynamiq_jax.topologies import Hierarchical
+from dynamiq_jax.topologies import Hierarchical, assumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Explanation:
       n_workers: workers on all axes.
       method: how gradients are compressed.
       topology: how payloads travel.
-      reason: why this topology.
+      reason: why this topology, and what is assumed of a cluster that is not this one.
       wire_bytes: bytes one worker sends in all.
       outer_wire_bytes: of these, what crosses the outer axes of `Hierarchical`; of another
         topology all.
@@ -85,8 +85,18 @@ class Explanation:
             shape = "x".join(map(str, row.shape)) or "scalar"
             numbers = f"{row.wire_bytes:,.0f}", f"{row.bits_per_coord:.3f}"
             body.append((row.name, shape, row.dtype, route, *numbers))
-        total = "total", "", "", "", f"{self.wire_bytes:,.0f}", f"{self.bits_per_coord:.3f}"
-        return "\n".join([title, "", *_table(body, total), "", *caption])
+        totals = [("total", self.wire_bytes)]
+        if self.outer_wire_bytes < self.wire_bytes:
+            totals.append(("of it on outer axes", self.outer_wire_bytes))
+        feet = [
+            (name, "", "", "", f"{sent:,.0f}", f"{self._bits_per_coord(sent):.3f}")
+            for name, sent in totals
+        ]
+        return "\n".join([title, "", *_table(body, feet), "", *caption])
+
+    def _bits_per_coord(self, sent: float) -> float:
+        """Bytes in the unit of ``bits_per_coord``."""
+        return self.bits_per_coord * sent / self.wire_bytes if self.wire_bytes else 0.0
 
 
 def _join(calls, tree, options) -> Explanation:
@@ -138,6 +148,10 @@ def explain(
 ) -> Explanation:
     """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless ``verbose=False``.
 
+    More workers than JAX has devices are those of another cluster. `explain` then assumes several
+    hosts, whose devices are the last axis where there are several axes, and slow links between
+    them; the reason says so.
+
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s (nothing is computed).
       n_workers: the size of the axis, or of every axis, the outermost first.
@@ -147,17 +161,22 @@ def explain(
       mesh: as for `init_state`.
       specs: as for `init_state`; shapes and bytes are then those of one device's parts.
     """
-    resolved = resolve(method, topology, axis_counts(n_workers))
-    explanation = explain_leaves(placed_leaves(tree, mesh, specs)[0], resolved)
+    sizes = axis_counts(n_workers)
+    elsewhere = assumed(sizes)
+    resolved = resolve(method, topology, sizes, here=elsewhere is None)
+    if elsewhere is not None:
+        resolved = resolved._replace(reason=f"{resolved.reason}; {elsewhere}")
+    leaves, _ = placed_leaves(tree, mesh, specs)
+    explanation = explain_leaves(leaves, resolved, here=elsewhere is None)
     if verbose:
         print(explanation)
     return explanation
 
 
-def explain_leaves(leaves: list[Leaf], resolved: Resolved) -> Explanation:
-    """Explains the reduction of what one device holds of a tree."""
+def explain_leaves(leaves: list[Leaf], resolved: Resolved, *, here: bool = True) -> Explanation:
+    """Explains the reduction of what one device holds of a tree; ``here`` as for `resolve`."""
     n = resolved.n_workers
-    grouping = group_leaves(leaves, **resolved.limits()._asdict())
+    grouping = group_leaves(leaves, **resolved.limits(here=here)._asdict())
     share = 2 * (n - 1) / n
     rows = {}
     outer = 0.0
@@ -225,10 +244,10 @@ def _expected_error(resolved: Resolved) -> tuple[float | None, str | None]:
     return sum(method.relative_error(*part) for part in parts), " ".join(advices) or None
 
 
-def _table(body: Sequence[Sequence[str]], total: Sequence[str]) -> list[str]:
+def _table(body: Sequence[Sequence[str]], feet: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a plain text table: the last two columns, which are numbers, flush right."""
     head = ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate")
-    widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *body, *feet, strict=True)]
     aligns = "<<<<>>"
 
     def line(cells: Sequence[str]) -> str:
@@ -236,7 +255,7 @@ def _table(body: Sequence[Sequence[str]], total: Sequence[str]) -> list[str]:
         return "  ".join(f"{cell:{align}{width}}" for cell, align, width in padded)
 
     rule = "-" * len(line(head))
-    return [line(head), rule, *map(line, body), rule, line(total)]
+    return [line(head), rule, *map(line, body), rule, *map(line, feet)]
 
 
 def _row(leaf, bucket, route, wire_bytes, share) -> Row:

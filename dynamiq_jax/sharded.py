@@ -10,6 +10,7 @@ from jax import Array
 
 from dynamiq_jax import _compat
 from dynamiq_jax._compat import AxisNames, Groups, inlined, several_vmapped
+from dynamiq_jax.agreement import compare_first
 from dynamiq_jax.arguments import (
     ByPath,
     Fixed,
@@ -93,6 +94,8 @@ def psum_scatter(
     n = resolved.n_workers
     values, treedef = jax.tree.flatten(x)
     leaves = with_scale_axes(describe_leaves(x), resolved.scale_axis)
+    told = {"key": key, "scatter_dimension": scatter_dimension, "tiled": tiled}
+    compare_first("psum_scatter", axis_name, resolved, leaves, **told)
     check_groups(axis_name, all_reduce=False)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
@@ -219,6 +222,8 @@ def all_gather(
     resolved = resolve(method, None, axis_sizes(axis_name, "all_gather"), hierarchies=False)
     values, treedef = jax.tree.flatten(x)
     leaves = with_scale_axes(describe_leaves(x), resolved.scale_axis)
+    told = {"key": key, "axis": axis, "tiled": tiled, "to": to}
+    compare_first("all_gather", axis_name, resolved, leaves, **told)
     check_groups(axis_name, all_reduce=False)
     if to != "varying" and isinstance(axis_name, Groups):
         raise NotImplementedError(

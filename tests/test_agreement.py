@@ -1,8 +1,13 @@
 """Workers that were told different things, or computed them: errors that say what and where."""
 
+import copy
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +23,9 @@ from dynamiq_jax import agreement, fingerprint
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
 
-def facts(tree=TREE, axis_name="data", method=None, topology=None, key=None):
-    return agreement.facts_of(
-        tree, auto_mesh(), axis_name, method=method, topology=topology, key=key
-    )
+def facts(tree=TREE, axis_name="data", **options):
+    defaults = dict.fromkeys(("method", "topology", "key"))
+    return agreement.facts_of(tree, auto_mesh(), axis_name, **defaults | options)
 
 
 def test_one_process_agrees_with_itself():
@@ -33,6 +37,9 @@ DIFFERENT = {
     "topology": facts(topology=dq.Ring()),
     "limits": facts(method=dq.DynamiQ(min_leaf_size=5)),
     "key": facts(key=jax.random.key(2)),
+    "op": facts(op="sum"),
+    "weight": facts(weight=1.0),
+    "specs": facts(specs={"w": P("data"), "b": None}),
     "tree": facts({"w": jnp.ones((300, 401)), "b": TREE["b"]}),
     "version of jax": facts() | {"version of jax": "0.0.1"},
 }
@@ -59,6 +66,17 @@ def test_long_trees_differ_by_their_hash():
     rows = [agreement._decode(agreement._encode(row), list(row)) for row in rows]
     with pytest.raises(RuntimeError, match="tree: process 0"):
         agreement.compare(rows)
+
+
+def test_values_of_weights_and_addresses_of_objects_may_differ():
+    class Marked(dq.BF16):
+        def __repr__(self):
+            return f"Marked({object.__repr__(self)})"
+
+    methods = [Marked(), Marked()]
+    rows = [facts(weight=w, method=m) for w, m in zip((1.0, jnp.float32(2)), methods, strict=True)]
+    assert rows[0]["method"] != rows[1]["method"]
+    agreement.compare([agreement._decode(agreement._encode(row), list(row)) for row in rows])
 
 
 def test_axes_that_the_mesh_does_not_have_are_refused():
@@ -128,3 +146,226 @@ def test_debug_checks_stop_a_step_whose_plans_differ():
     )
     assert ran.returncode != 0
     assert "the plan differs between the workers of axis 'data'" in ran.stderr
+
+
+# --- The first call of every process --------------------------------------------------------------
+
+
+class Service:
+    """JAX's coordination service, for threads that stand for processes."""
+
+    def __init__(self):
+        self.values, self.news = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.news:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.news:
+            if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+
+class Processes:
+    """Threads that stand for processes, on whose devices all of them trace."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.own = monkeypatch, threading.local()
+        monkeypatch.delenv("DYNAMIQ_JAX_AGREEMENT", raising=False)
+        monkeypatch.setattr(agreement, "_compared", set())
+        monkeypatch.setattr(agreement, "coordination_client", lambda: self.own.client)
+        monkeypatch.setattr(jax, "process_index", lambda: self.own.index)
+        monkeypatch.setattr(agreement, "warnings", SimpleNamespace(warn=self.warn))
+
+    def warn(self, text, stacklevel):
+        self.said[self.own.index] += f"warning: {text}"
+
+    def run(self, *functions, patience=20.0):
+        """What each process raised or was warned of; ``service`` is what they talked over."""
+        self.service, self.said = Service(), [""] * len(functions)
+        self.monkeypatch.setattr(jax, "process_count", lambda: len(functions))
+        self.monkeypatch.setattr(agreement, "PATIENCE", patience)
+
+        def process(index, function):
+            self.own.index, self.own.client = index, copy.copy(self.service)
+            try:
+                function()
+            except Exception as error:
+                self.said[index] += f"{type(error).__name__}: {error}"
+
+        threads = [threading.Thread(target=process, args=pair) for pair in enumerate(functions)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.said
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    return Processes(monkeypatch)
+
+
+CHEAP = {"method": dq.BF16(), "topology": dq.Direct()}
+OURS = {"w": jnp.ones((8, 16))}
+
+
+def traces(collective=dq.reduce, tree=OURS, n=8, **options):
+    """A function that traces a collective over a mesh of n devices, and runs nothing."""
+    maps = {"mesh": auto_mesh(n), "in_specs": P(), "out_specs": P(), "check_vma": False}
+
+    def trace():  # a new function every time: what another thread has traced is there already
+        mapped = jax.shard_map(lambda x: collective(x, "data", **options), **maps)
+        jax.eval_shape(mapped, tree)
+
+    return trace
+
+
+def together(*functions):
+    return lambda: [function() for function in functions]
+
+
+ALIKE, OTHER = traces(**CHEAP), traces(tree=TREE, **CHEAP)
+FIRST = {
+    "topology": ("topology", {"topology": dq.Ring()}, "Direct(", "Ring("),
+    "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "bits=5.0", "bits=4.5"),
+    "levels": (
+        "method",
+        {"method": dq.DynamiQ(levels="uniform")},
+        "levels=None",
+        "levels='uniform'",
+    ),
+    "op": ("op", {"op": "sum"}, "'mean'", "'sum'"),
+    "weight": ("weight", {"weight": 2.0}, "none", "given"),
+    "metrics": ("metrics", {"metrics": True}, "False", "True"),
+    "specs": ("specs", {"specs": {"w": P()}}, "None", "['w'] P"),
+}
+"""The fact, what the last process is told, and how process 0 and it put that."""
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_first_reductions_that_differ_are_an_error_on_all_processes(processes, what):
+    fact, options, first, last = FIRST[what]
+    base = {"method": dq.DynamiQ(), "topology": dq.Direct()}
+    alike, odd = (traces(**base | own) for own in ({}, options))
+    said = processes.run(alike, alike, odd)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith("RuntimeError: workers would not reduce gradients alike")
+    found = re.search(rf"{fact}: process 0 has (.*?), process 2 has (.*)", said[0])
+    assert first in found[1]
+    assert last in found[2]
+    assert "(differs from process 0 on [2])" in found[2]
+
+
+@pytest.mark.parametrize("collective", [dq.pmean, dq.psum_scatter, dq.all_gather])
+def test_every_collective_has_a_first_call(processes, collective):
+    alike, odd = (traces(collective, method=dq.DynamiQ(bits=bits)) for bits in (5, 4.5))
+    assert processes.run(alike, alike) == ["", ""]
+    for complaint in processes.run(alike, odd):
+        assert complaint.startswith("RuntimeError: workers would not reduce gradients alike")
+        assert "DynamiQ(bits=4.5" in complaint
+
+
+def test_later_calls_are_not_compared(processes):
+    """A process may trace again, or alone, or something else."""
+    functions = together(ALIKE, OTHER, ALIKE), ALIKE
+    assert processes.run(*functions, patience=5.0) == ["", ""]
+    assert len(processes.service.values) == 3
+
+
+@pytest.mark.parametrize("first", [(ALIKE, OTHER), (ALIKE, traces(n=8, **CHEAP, tree=[OURS["w"]]))])
+def test_processes_that_trace_other_leaves_first_are_warned(processes, first):
+    """They may be meant to: one that looks at another program before it trains, or threads."""
+    said = processes.run(*first)
+    assert said[0] == said[1]
+    assert said[0].startswith("warning: the first all-reduce of all processes was not compared")
+    assert "tree: process 0 has \"['w']: float32[8, 16]\", process 1 has" in said[0]
+    assert "DYNAMIQ_JAX_AGREEMENT=0" in said[0]
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_process_that_does_not_come_is_waited_for_in_vain_and_not_for_ever(processes, present):
+    functions = [lambda: None, lambda: None]
+    functions[present] = together(ALIKE, ALIKE)
+    said = processes.run(*functions, patience=0.2)
+    reason = ("process 1 did not come to one within 0.2 s", "no answer from process 0: DEADLINE")
+    assert said[1 - present] == ""
+    assert said[present].count("warning: the first all-reduce of all processes was not") == 1
+    assert f"compared: {reason[present]}" in said[present]
+
+
+def vmapped():
+    jax.eval_shape(jax.vmap(lambda x: dq.pmean(x, "data"), axis_name="data"), OURS)
+
+
+NOT_COMPARED = {
+    "a loss": traces(dq.pmean, jnp.float32(1)),
+    "some of the devices": traces(n=4, **CHEAP),
+    "vmap": vmapped,
+}
+
+
+@pytest.mark.parametrize("what", NOT_COMPARED)
+def test_calls_that_may_differ_between_processes_are_not_compared(processes, what):
+    assert processes.run(NOT_COMPARED[what], lambda: None, patience=0.1) == ["", ""]
+    assert not processes.service.values
+
+
+def test_a_variable_turns_the_comparison_off(processes, monkeypatch):
+    monkeypatch.setenv("DYNAMIQ_JAX_AGREEMENT", "0")
+    assert processes.run(ALIKE, traces(**CHEAP | {"topology": dq.Ring()})) == ["", ""]
+    assert not processes.service.values
+
+
+def test_a_program_of_one_process_talks_to_nobody(processes):
+    assert processes.run(ALIKE) == [""]
+    assert not processes.service.values
+
+
+TWO_PROCESSES = """
+import sys, time
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import dynamiq_jax as dq
+
+me = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, me, shutdown_timeout_seconds=10)
+mesh = jax.make_mesh((2,), ("data",))
+step = lambda x: dq.pmean(x, "data", topology=[dq.Direct(), dq.Ring()][me])
+mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+x = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=jax.NamedSharding(mesh, P("data")))
+start = time.monotonic()
+try:
+    mapped.lower(x)
+except RuntimeError as error:
+    print(f"{time.monotonic() - start} s: {error}")
+"""
+
+
+def test_two_processes_with_different_topologies_fail_within_seconds():
+    """Of the operating system, over loopback: JAX's own service."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    kept = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
+    env = kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(i)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for text in said:
+        took, error = re.search(r"([\d.]+) s: (workers would not .*)", text).groups()
+        assert float(took) < 30, text
+        assert re.search(r"topology: process 0 has .Direct\(.*process 1 has .Ring\(", error)

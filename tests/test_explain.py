@@ -196,3 +196,55 @@ def test_buckets_of_few_tiles_for_each_worker_travel_exactly_by_default():
     assert dq.explain(enough, 8, verbose=False).rows[0].route == "compressed"
     assert "< min_bucket_size 262144" in dq.explain(short, 8, verbose=False).rows[0].route
     assert dq.explain(short, 2, verbose=False).rows[0].route == "compressed"
+
+
+LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "topology", "said"),
+    [
+        ((4, 8), "Hierarchical(inner=None, outer=Butterfly(", "several axes, whose last one has"),
+        ((3, 8), "Hierarchical(inner=None, outer=Ring(", "several axes, whose last one has"),
+        (32, "Butterfly(", "32 workers on several hosts are a power of two"),
+        (24, "Ring(", "24 workers on several hosts are no power of two"),
+    ],
+)
+def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
+    """Its workers are more than the devices here, which could be any: fast ones, with engines."""
+    monkeypatch.setattr("dynamiq_jax.arguments.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
+    found = dq.explain(LARGE, sizes, verbose=False)
+    assert found.topology.startswith(topology)
+    assert "permutes" not in found.topology
+    assert found.rows[0].route == "compressed"  # 64 MiB, which NVLink would carry natively
+    n = found.n_workers
+    hosts = f"{n // 8} hosts of 8 workers" if isinstance(sizes, tuple) else "several hosts"
+    links = "with links between them that are slower than NVLink"
+    assert found.reason.startswith(said)
+    more = f"; assumed, as {n} workers are more than the devices here (8): {hosts}, {links}"
+    assert found.reason.endswith(more)
+    assert dq.wire_bits(LARGE, sizes) == round(8 * found.wire_bytes)
+    passed = dq.explain(LARGE, sizes, topology=dq.Direct(), verbose=False)
+    assert passed.reason == "as passed" + more
+
+
+@pytest.mark.parametrize("sizes", [8, 4, (2, 4), (2, 2)])
+def test_workers_that_the_devices_here_may_be_are_explained_by_them(sizes):
+    found = dq.explain(LARGE, sizes, verbose=False)
+    assert found.topology.startswith("Direct(")
+    assert found.reason == "all devices are in one process or NVLink domain"
+
+
+def test_what_crosses_the_outer_axes_is_printed_below_the_total():
+    """By hand: 4 nodes of 8 workers; in units in which all of a bf16 all-reduce takes 16 bits."""
+    method = dq.DynamiQ(min_bucket_size=0)
+    found = dq.explain(LARGE, (4, 8), method=method, verbose=False)
+    *_, total, outer, _, caption = str(found).splitlines()[:-1]
+    assert total.split() == ["total", f"{found.wire_bytes:,.0f}", f"{found.bits_per_coord:.3f}"]
+    bits = 8 * found.outer_wire_bytes / (2 * 31 / 32 * 2**24)
+    numbers = f"{found.outer_wire_bytes:,.0f}", f"{bits:.3f}"
+    assert outer.split() == [*"of it on outer axes".split(), *numbers]
+    assert bits == pytest.approx(5 / 8 * (3 / 4) / (31 / 32), rel=0.01)
+    assert caption.startswith("DynamiQ(")
+    assert "outer axes" not in str(dq.explain(LARGE, (4, 8), topology=dq.Ring(), verbose=False))

@@ -13,6 +13,7 @@ from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.choice import (
     Choice,
     across_hosts,
+    assumed,
     automatic,
     fast_links,
     with_transport,
@@ -34,6 +35,7 @@ __all__ = [
     "Topology",
     "Transport",
     "across_hosts",
+    "assumed",
     "automatic",
     "fast_links",
     "steps_of",

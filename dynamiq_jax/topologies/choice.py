@@ -6,6 +6,9 @@
    rounds stay among neighbours, so that on an axis that numbers its workers host by host it keeps
    the traffic between hosts as low as a hierarchy would.
 
+`explain` may be told of more workers than JAX has devices. JAX's devices say nothing about those:
+rules 2 and 3 serve, and `assumed` says so.
+
 What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
 (`dynamiq_jax.xla`), else "collectives".
 """
@@ -47,9 +50,26 @@ def fast_links() -> bool:
     return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)
 
 
-def automatic(sizes: tuple[int, ...]) -> Choice:
-    """The choice for axes of these sizes, the outermost first."""
-    if in_one_domain():
+def assumed(sizes: tuple[int, ...]) -> str | None:
+    """What `explain` takes for granted of a cluster that is not this one.
+
+    Returns:
+      Words for a reason; `None` for workers that JAX's devices could be.
+    """
+    n, here = math.prod(sizes), jax.device_count()
+    if n <= here:
+        return None
+    several = sum(size > 1 for size in sizes) > 1
+    hosts = f"{n // sizes[-1]} hosts of {sizes[-1]} workers" if several else "several hosts"
+    return (
+        f"assumed, as {n} workers are more than the devices here ({here}): {hosts}, with links "
+        "between them that are slower than NVLink"
+    )
+
+
+def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
+    """The choice for axes of these sizes, the outermost first; ``here``: of JAX's devices."""
+    if here and in_one_domain():
         return Choice(Direct(), "all devices are in one process or NVLink domain")
     n = math.prod(sizes)
     if sum(size > 1 for size in sizes) > 1:
@@ -65,10 +85,13 @@ def across_hosts(n_workers: int) -> Topology:
 
 
 def with_transport(
-    topology: Topology | Hierarchical,
+    topology: Topology | Hierarchical, *, here: bool = True
 ) -> tuple[Topology | Hierarchical, str | None]:
-    """The topology, of both levels, with its transport filled in, and why copy engines serve."""
-    reason = copy_engines()
+    """The topology, of both levels, with its transport filled in, and why copy engines serve.
+
+    They serve in one process alone: never, unless the workers are JAX's devices (``here``).
+    """
+    reason = copy_engines() if here else None
     chosen: Transport = "collectives" if reason is None else "permutes"
     if isinstance(topology, Hierarchical):
         levels = {"inner": topology.inner, "outer": topology.outer}
