@@ -180,7 +180,7 @@ def test_small_super_groups_err_as_expected(name, bits):
     """Unrelated gradients, a thousandth of the super-groups with nearly all the energy."""
     n, rows, method = 8, 8 * TILE_ROWS * 24, dq.DynamiQ(bits=bits, **SMALL)
     topology = dq.Ring(unroll_up_to=1) if name == "ring" else NAMED[name]  # the same bits
-    loud = jnp.where(jnp.arange(rows)[:, None] % 8 == 0, 2.0**12, 1.0)
+    loud = jnp.where(jnp.arange(rows)[None, :, None] % 8 == 0, 2.0**12, 1.0)
     x = jax.random.normal(jax.random.key(0), (n, rows, 256)) * loud
     out = vmapped(method, topology)(x.reshape(n, -1), jax.random.key(1))[0].reshape(rows, 256)
     exact = np.asarray(x, np.float64).sum(axis=0)
