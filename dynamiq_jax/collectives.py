@@ -275,7 +275,7 @@ def _weighted(
     share = jnp.where(total == 0, 0.0, own * (n_workers / jnp.where(total == 0, 1.0, total)))
 
     def weigh(x: Array) -> Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
         return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
     alike = {i for i, why in fixed.items() if why != "native"}

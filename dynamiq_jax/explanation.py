@@ -54,7 +54,7 @@ class Explanation:
         topology all.
       bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
       bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
-      relative_error: the largest |error|² / |sum|² that a super-group may expect, see
+      relative_error: about the |error|² / |sum|² of super-groups of little energy, see
         `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
       advice: what to do where that is too much; `None` if it is not.
     """
@@ -75,7 +75,7 @@ class Explanation:
         title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
         caption = [self.method]
         if self.relative_error is not None:
-            error = f"at most {self.relative_error:.2g}"
+            error = f"about {self.relative_error:.2g}, of the worst up to three times that"
             caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
         if self.advice is not None:
             caption.append(self.advice)

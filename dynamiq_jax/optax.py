@@ -195,8 +195,9 @@ def multi_steps(
 
     def update(updates, state, params=None, **extra) -> Any:
         length = every(state.gradient_step) if callable(every) else every
+        count = (state.mini_step + 1).astype(jnp.float32)
         accumulated = jax.tree.map(
-            lambda mean, x: mean + (x.astype(jnp.float32) - mean) / (state.mini_step + 1),
+            lambda mean, x: mean + (x.astype(jnp.float32) - mean) / count,
             state.acc_grads.own(),
             updates,
         )

@@ -24,5 +24,5 @@ def lognormal_mixture(
     magnitude = lognormal_magnitudes(key, super_groups)
     value_key = jax.random.split(key, 3)[2]
     x = jax.random.normal(value_key, (n_workers, super_groups, super_group_size))
-    x = x * (magnitude / super_group_size**0.5)[:, None]
+    x = x * (magnitude / super_group_size**0.5)[None, :, None]
     return x.reshape(n_workers, -1)

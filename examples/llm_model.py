@@ -117,7 +117,8 @@ def rotate(x: jax.Array, base: float = 10_000.0, scaling: RopeScaling | None = N
     seq_len, head_dim = x.shape[1], x.shape[-1]
     frequency = base ** (-jnp.arange(head_dim // 2) / (head_dim // 2))
     frequency = scaling(frequency) if scaling else frequency
-    angle = (jnp.arange(seq_len)[:, None] * frequency)[:, None, :]  # [seq, 1, head_dim/2]
+    angle = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency[None]
+    angle = angle[None, :, None]  # [1, seq, 1, head_dim/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

@@ -162,18 +162,23 @@ def _scatter_words(payload, words, offset, used) -> Array:
     return payload.at[index].set(words, mode="drop", unique_indices=True)
 
 
+def _along_last(count: int, step: int, rank: int) -> np.ndarray:
+    """0, step, 2 step, ... along the last of ``rank`` axes: uint32[1, ..., 1, count]."""
+    return (np.arange(count, dtype=np.uint32) * np.uint32(step)).reshape((1,) * (rank - 1) + (-1,))
+
+
 def _pack(fields, bits: int) -> Array:
     """Packs fields of ``bits`` bits along the last axis into uint32 words, low end first."""
     per_word = 32 // bits
     fields = fields.reshape(*fields.shape[:-1], -1, per_word)
-    shifts = jnp.arange(per_word, dtype=jnp.uint32) * bits
-    return jnp.sum(fields << shifts, axis=-1, dtype=jnp.uint32)
+    shifted = fields << _along_last(per_word, bits, fields.ndim)
+    return jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
 
 
 def _unpack(words, bits: int) -> Array:
     """The inverse of `_pack`."""
-    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
-    fields = (words[..., None] >> shifts) & jnp.uint32((1 << bits) - 1)
+    shifted = words[..., None] >> _along_last(32 // bits, bits, words.ndim + 1)
+    fields = shifted & jnp.uint32((1 << bits) - 1)
     return fields.reshape(*words.shape[:-1], -1)
 
 
@@ -314,7 +319,7 @@ def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:
             # Same sense as adding noise to a fraction: up where fraction + noise reaches 1.
             threshold = (jnp.uint32(0xFFFF) - (noise >> 16)).astype(jnp.float32) * (gap * 2**-16)
             up = z - levels[below] > threshold
-            index = (below + up).astype(jnp.uint32)
+            index = (below + up.astype(jnp.int32)).astype(jnp.uint32)
             result = jnp.where((width == w)[:, None, None], index, result)
     return result
 
@@ -353,9 +358,8 @@ def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
     """Noise words of the super-groups ``order[m]``: uint32[T, R, S]."""
     quads = fmt.super_group_size // 4
     counter = order.astype(jnp.uint32)[:, None, None] * quads
-    counter = counter + jnp.arange(quads, dtype=jnp.uint32)[:, None]
-    rotation = jnp.arange(4, dtype=jnp.uint32) * 8
-    words = noise_words(counter, rotation, Noise(*noise_row), fmt.rounding)
+    counter = counter + jnp.arange(quads, dtype=jnp.uint32)[None, :, None]
+    words = noise_words(counter, _along_last(4, 8, 3), Noise(*noise_row), fmt.rounding)
     return words.reshape(-1, TILE_ROWS, fmt.super_group_size)
 
 

@@ -207,7 +207,7 @@ def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.A
     magnitude = jnp.exp(1.5 * jax.random.normal(keys[0], (rows, 1)))
     mean = 0.3 * jax.random.normal(keys[1], (rows, 1))
     noise = jax.random.normal(keys[2], (n, rows, super_group_size))
-    return ((noise + mean) * magnitude).reshape(n, -1)[:, :size]
+    return ((noise + mean[None]) * magnitude[None]).reshape(n, -1)[:, :size]
 
 
 @functools.cache
@@ -333,6 +333,16 @@ def bias(total, total_squared, samples: int, sign, blocks: int) -> Bias:
     up = total.sum(axis=1) / np.sqrt(variance)
     outward = (total * sign).sum(axis=1) / np.sqrt(variance)
     return Bias(up, outward, (total**2).sum(axis=1) / variance)
+
+
+def promoting(optimizer):
+    """An optimizer of optax, which promotes dtypes."""
+
+    def update(*args, **extra):
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(*args, **extra)
+
+    return optimizer._replace(update=update)
 
 
 def loss_fn(params, x):

@@ -1,7 +1,8 @@
 """Eight CPU devices for every test, one file per test process, bounded memory maps, budgets.
 
-Programs are compiled with the least effort, and annotated shapes are checked. Tests in `release/`
-and tests marked ``release`` run with ``--release``, and only these do.
+Programs are compiled with the least effort, and annotated shapes are checked. JAX refuses to
+promote ranks and dtypes, since users may tell it to. Tests in `release/` and tests marked
+``release`` run with ``--release``, and only these do.
 """
 
 import gc
@@ -41,6 +42,11 @@ def pytest_configure(config):
         flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # which no test reads
+    os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+    if "JAX_NUMPY_DTYPE_PROMOTION" not in os.environ:  # not in subprocesses, where optax promotes
+        import jax
+
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
     gc.set_threshold(200_000, 20, 50)  # tracing makes many objects, and leaves few that are garbage
 
 
@@ -108,6 +114,15 @@ def unchecked_shapes():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def dtypes_promoted():
+    """For tests that run optax's optimisers, which promote dtypes."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

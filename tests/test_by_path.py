@@ -199,7 +199,7 @@ def test_halves_of_an_all_reduce_exclude_by_path():
 
 
 def loss_fn(params, x):
-    return jnp.mean(jnp.square(x @ params["w"] * params["norm"]))
+    return jnp.mean(jnp.square(x @ params["w"] * params["norm"][None]))
 
 
 def test_value_and_grad_and_agreement_take_it():
@@ -232,7 +232,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     }
 
     def loss(params, x):
-        return jnp.mean(jnp.square(x @ params["table"] * params["norm"] @ params["w"]))
+        return jnp.mean(jnp.square(x @ params["table"] * params["norm"][None] @ params["w"]))
 
     def by_name(path, leaf):
         return {"norm": None, "table": coarse, "w": MX8}[path]

@@ -38,7 +38,7 @@ class Flipping(dq.DynamiQ):
             payloads, carry = codec.encode(arrived, chunks, encoder, carry, **rest)
             hit = (encoder.worker == 1) & (encoder.stage == 0)
             mask = jnp.where(hit, self.mask[: payloads.shape[1]], 0).astype(jnp.uint32)
-            return payloads ^ mask, carry
+            return payloads ^ mask[None], carry
 
         return codec._replace(encode=encode)
 

@@ -29,6 +29,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 CASES = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5, "num_key_value_heads": None},
     "llama-grouped-tied": {

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 EXACT = dq.F32()
 STEPS = 3
 

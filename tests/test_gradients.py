@@ -81,7 +81,7 @@ def test_derivatives_under_vmap_and_pmap(name, mapping):
 
 def model(params, x, y):
     """Mean squared error of a two-layer network: 5 -> 40 -> 3."""
-    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
     return jnp.mean(jnp.square(hidden @ params["out"] - y))
 
 

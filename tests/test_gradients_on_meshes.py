@@ -75,9 +75,9 @@ LAYOUTS = {
 
 
 def model(params, x, y):
-    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
     out = jnp.matmul(hidden, params["out"], **OUT.get(jax.typeof(hidden).sharding.spec[-1], {}))
-    return jnp.mean(jnp.square(out * params["scale"] - y))
+    return jnp.mean(jnp.square(out * params["scale"][None] - y))
 
 
 OUT = {"model": {"out_sharding": P()}}

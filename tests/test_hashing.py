@@ -19,7 +19,7 @@ def words_of(seed, n_slots, rounding):
     """The noise words of 4 * QUADS coordinates in every slot: uint32[n_slots, 4 * QUADS]."""
     noise = slot_noise(seed, n_slots, rounding)
     counter = jnp.arange(QUADS, dtype=jnp.uint32)[:, None]
-    rotation = jnp.arange(4, dtype=jnp.uint32) * 8
+    rotation = jnp.arange(4, dtype=jnp.uint32)[None] * 8
     words = [noise_words(counter, rotation, Noise(*row), rounding) for row in noise]
     return jnp.stack(words).reshape(n_slots, -1)
 

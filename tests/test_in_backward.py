@@ -21,7 +21,7 @@ KEY = jax.random.key(5)
 
 
 def layer(x, w):
-    return jnp.tanh(x @ w["kernel"]) + w["bias"]
+    return jnp.tanh(x @ w["kernel"]) + w["bias"][None]
 
 
 def model(layers, x, each=lambda w: w, scanned=True):
@@ -275,7 +275,7 @@ def test_a_gradient_from_outside_of_the_map_is_refused_where_it_would_be_too_sma
     def own(params, x):
         def layer(total, _):
             used = dq.reduce_in_backward(params, "data", method=EXACT)
-            return total + jnp.mean(used * x), None
+            return total + jnp.mean(used[None] * x), None
 
         start = jnp.sum(0 * x)
         total = jax.lax.scan(layer, start, None, length=2)[0] if in_scan else layer(start, None)[0]

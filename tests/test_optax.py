@@ -10,7 +10,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh, compilations, gradient, loss_fn, problem
+from cases import (
+    SMALL,
+    assert_same_bits,
+    auto_mesh,
+    compilations,
+    gradient,
+    loss_fn,
+    problem,
+    promoting,
+)
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
@@ -22,8 +31,18 @@ EXACT = dq.F32()
 SCALED = dq.MXFP8(sum="shared-scale", **SMALL)  # a memory, and cheap to compile
 MEMORY = dq.OmniReduce(block_size=64, error_feedback=True, **SMALL)
 POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
-ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 KEY = jax.random.key(0)
+
+
+def careful(optimizer):
+    return promoting(optax.apply_if_finite(optimizer, 3))
+
+
+def windows_of_optax(optimizer, every):
+    return promoting(optax.MultiSteps(optimizer, every).gradient_transformation())
+
+
+ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 
 def make_step(optimizer, specs, mesh, *, check_vma=True, **extra):
@@ -178,7 +197,7 @@ def test_a_window_of_multi_steps_sends_once():
     entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))
     assert (entry, branches) == (0, [0, once])
     # optax's own calls the inner optimizer at every mini-step, which must be told.
-    theirs = optax.MultiSteps(optax.chain(MX, ADAM), 4).gradient_transformation()
+    theirs = windows_of_optax(optax.chain(MX, ADAM), 4)
     assert moved(theirs, check_vma=False) == (once, [])
     assert moved(theirs, check_vma=False, emit=last_of(4)) == (0, [0, once])
 
@@ -190,16 +209,16 @@ def test_multi_steps_are_those_of_optax(every, windows, left):
     steps = 7
     reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
     params, state = train(dq.optax.multi_steps(reduced, every, "data"), steps)
-    assert_close(params, plain(optax.MultiSteps(ADAM, every).gradient_transformation(), steps))
+    assert_close(params, plain(windows_of_optax(ADAM, every), steps))
     assert (int(state.gradient_step), int(state.mini_step)) == (windows, left)
     assert int(state.inner_opt_state[0].step) == windows
 
 
 def test_multi_steps_of_optax_serve_when_they_say_which_is_the_last():
     reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
-    theirs = optax.MultiSteps(reduced, 3).gradient_transformation()
+    theirs = windows_of_optax(reduced, 3)
     params, state = train(theirs, 6, check_vma=False, emit=last_of(3))
-    assert_close(params, plain(optax.MultiSteps(ADAM, 3).gradient_transformation(), 6))
+    assert_close(params, plain(windows_of_optax(ADAM, 3), 6))
     assert int(state.inner_opt_state[0].step) == 2
 
 
@@ -208,8 +227,7 @@ def poison(step):
 
 
 def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
-    careful = optax.apply_if_finite(ADAM, 3)
-    optimizer = optax.chain(MX, careful)
+    optimizer = optax.chain(MX, careful(ADAM))
     before, _ = train(optimizer, 1)
     skipped, (_, state) = train(optimizer, 2, change=poison(1))
     assert_same_bits(skipped, before)
@@ -230,11 +248,11 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
 def test_the_wrong_order_does_not_compile():
     """There every worker would decide by its own gradient whether to take part."""
     with pytest.raises(TypeError, match="cond"):
-        train(optax.apply_if_finite(optax.chain(MX, ADAM), 3), 1)
+        train(careful(optax.chain(MX, ADAM)), 1)
 
 
 def test_muon_gets_the_mean():
-    muon = optax.contrib.muon(1e-2)
+    muon = promoting(optax.contrib.muon(1e-2))
     optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), muon)
     assert_close(train(optimizer, 2)[0], plain(muon, 2), rtol=1e-3, atol=1e-4)
 
@@ -252,8 +270,7 @@ def saved_and_restored(folder, tree):
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
     reduced = dq.optax.all_reduce("data", method=method, topology=topology, metrics=True)
-    careful = optax.apply_if_finite(ADAM, 3)
-    return dq.optax.multi_steps(optax.chain(reduced, careful), 2, "data")
+    return dq.optax.multi_steps(optax.chain(reduced, careful(ADAM)), 2, "data")
 
 
 @pytest.mark.parametrize("method", [SCALED, POWER])

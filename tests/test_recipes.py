@@ -31,6 +31,13 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="module")
+def promoted(dtypes_promoted):
+    """Recipes broadcast by NumPy's rules."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
     """Runs code in a folder of its own and returns its variables."""

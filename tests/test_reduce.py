@@ -99,7 +99,7 @@ class TestMetrics:
     )
     def test_they_say_what_happened(self, topology, method):
         size = 96 * 2048
-        x = jax.random.normal(KEY, (N, size)) * jnp.repeat(jnp.exp(jnp.arange(96) / 20), 2048)
+        x = jax.random.normal(KEY, (N, size)) * jnp.repeat(jnp.exp(jnp.arange(96) / 20), 2048)[None]
         tree = {"w": x.at[2, 7].set(jnp.inf), "b": jnp.ones((N, 3), jnp.int32)}
         found = reducer(method, topology, op="mean", metrics=True)(tree, KEY, None)
         assert found.state is None
@@ -228,7 +228,7 @@ def test_value_and_grad_takes_the_state_of_every_method(name):
     method, mesh = EVERY_METHOD[name].method, auto_mesh(2)
     x, w = gradient(6, 2, SIZE), jnp.zeros(SIZE)
     step = dq.value_and_grad(
-        lambda w, x: jnp.sum(w * x), mesh=mesh, axis_name="data", method=method
+        lambda w, x: jnp.sum(w[None] * x), mesh=mesh, axis_name="data", method=method
     )
     state = dq.init_state(w, 2, method=method, stacked=True)
     for _ in range(2):

@@ -78,7 +78,7 @@ def noise_of(chunk, seed, tile):
     rows = TILE_ROWS * tile + np.arange(TILE_ROWS, dtype=np.uint32)[:, None, None]
     quads = chunk.fmt.super_group_size // 4
     quad = rows * np.uint32(quads) + np.arange(quads, dtype=np.uint32)[:, None]
-    rotation = 8 * jnp.arange(4, dtype=jnp.uint32)
+    rotation = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None]
     row = pk.Noise(*chunk.noise(seed))
     return np.asarray(noise_words(jnp.asarray(quad), rotation, row, chunk.fmt.rounding))
 

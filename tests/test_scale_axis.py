@@ -77,7 +77,7 @@ def test_it_is_the_reduction_of_the_transposed_leaf():
 def test_scales_along_the_even_axis_lose_less():
     """Magnitudes that vary from column to column, as those of neurons do."""
     size = np.exp(2 * np.random.default_rng(1).normal(size=512))
-    x = jax.random.normal(jax.random.key(2), (4, 256, 512)) * jnp.asarray(size, jnp.float32)
+    x = jax.random.normal(jax.random.key(2), (4, 256, 512)) * jnp.float32(size)[None, None]
     exact = np.sum(np.asarray(x, np.float64), axis=0)
 
     def column_error(scale_axis):
@@ -96,7 +96,7 @@ def test_value_and_grad_returns_gradients_in_their_own_shapes():
     batch = jax.random.normal(jax.random.key(1), (8, 256))
 
     def loss(params, batch):
-        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+        return jnp.mean((batch @ params["w"] + params["b"][None]) ** 2)
 
     method = dq.DynamiQ(scale_axis=0, bits=12, **SMALL)
     step = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method))
@@ -169,7 +169,7 @@ def test_sharded_parameters_get_gradients_with_scales_along_the_axis():
     batch = jax.random.normal(jax.random.key(1), (64, 256))
 
     def loss(params, batch):
-        return jnp.sum(jnp.tanh(batch @ params["w"] / 16) * size * batch)
+        return jnp.sum(jnp.tanh(batch @ params["w"] / 16) * size[None] * batch)
 
     specs = {"w": P(None, "data")}
     placed = {"w": jax.device_put(params["w"], NamedSharding(mesh, specs["w"]))}

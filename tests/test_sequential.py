@@ -25,11 +25,11 @@ def embed(w, tokens):
 
 
 def block(w, x):
-    return jnp.tanh(x[0] @ w["kernel"]) + w["bias"], x[1]
+    return jnp.tanh(x[0] @ w["kernel"]) + w["bias"][None], x[1]
 
 
 def head(w, x):
-    return jnp.mean((x[0] @ w["kernel"] - x[1][:, None]) ** 2)
+    return jnp.mean((x[0] @ w["kernel"] - x[1][:, None].astype(jnp.float32)) ** 2)
 
 
 def model(n_layers):
@@ -210,8 +210,8 @@ def test_a_loop_keeps_one_copy_of_what_layers_share():
 
     def masked(w, x):
         angle = jnp.cos(jnp.arange(7 * DIM) / 9).reshape(7, DIM)
-        hidden = jnp.tanh(x["h"] @ mask @ w["kernel"] @ x["mask"]) * angle.sum(0)
-        return {"h": hidden + w["bias"], "mask": x["mask"]}
+        hidden = jnp.tanh(x["h"] @ mask @ w["kernel"] @ x["mask"]) * angle.sum(0)[None]
+        return {"h": hidden + w["bias"][None], "mask": x["mask"]}
 
     def loss(params, mask):
         x = {"h": jnp.ones((3, DIM)), "mask": mask}
@@ -256,7 +256,7 @@ def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
     monkeypatch.setattr(pipeline, "trace", lambda *args: traced.append(args) or trace(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
-    layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias  # noqa: E731
+    layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]  # noqa: E731
     functions, params = ([dq.Scanned(layer)], [layers]) if scanned else ([layer] * 5, each)
 
     def loss(params, x):

@@ -151,7 +151,7 @@ def test_finished_sums_are_not_rounded_again(name):
     # An owner's own share is not encoded at all: alone it comes back whatever it is.
     rough = gradient(5, N, x.shape[1])
     owner = jnp.arange(x.shape[1]) // (x.shape[1] // N)
-    alone = jnp.where(owner == jnp.arange(N)[:, None], rough, 0)
+    alone = jnp.where(owner[None] == jnp.arange(N)[:, None], rough, 0)
     found = np.asarray(run(alone, jax.random.key(0)))
     assert_same_bits(found.reshape(-1), np.asarray(jnp.sum(alone, axis=0)))
     found = np.asarray(run(rough, jax.random.key(0)))
@@ -164,7 +164,7 @@ def test_slices_at_five_bits(name):
     x, run = gradient(0, N, SIZE), scatter(DEFAULT, TOPOLOGIES[name][0])
     part = SIZE // N
     loud = jnp.repeat(jnp.array([1.0, 1e-6, 1e6, 1e-3]), part)
-    x = x * loud
+    x = x * loud[None]
     first, again = (np.asarray(run(x, jax.random.key(1))) for _ in range(2))
     assert first.shape == (N, part)
     assert_same_bits(first, again)

@@ -23,6 +23,7 @@ import train_fsdp
 import train_llm
 
 N, STEPS = 8, 12
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 CONFIG = replace(
     llm_model.CONFIGS["tiny"],
     vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16, remat=True,

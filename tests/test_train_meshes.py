@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import llm_model
 import train_llm
 
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 STEPS = 8
 CONFIG = replace(
     llm_model.CONFIGS["tiny"],

@@ -14,6 +14,7 @@ from cases import (
     compilations,
     daily,
     first_state,
+    promoting,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -80,7 +81,7 @@ def hash_of(tree):
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_apply_if_finite_skips_a_step_that_is_bad_on_one_worker(name):
-    optimizer = optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=5)
+    optimizer = promoting(optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=5))
 
     def one(own, x, y):
         w, opt_state, memory = own
@@ -144,7 +145,7 @@ def test_dynamic_loss_scaling_finds_its_scale_on_all_workers_alike(name):
         own, (loss, here, finite) = step(own, x, y)
         w, memory, scale, good = own
         assert_replicas_equal((w, scale, good, finite))
-        alone += 0 < np.sum(here) < N
+        alone += bool(0 < np.sum(here) < N)
         # No worker's overflow is lost, and nothing else is taken for one.
         assert finite[0] == np.all(here)
         assert (hash_of(w) == hash_of(before[0])) == (not finite[0])
@@ -170,7 +171,7 @@ def test_a_train_step_compiles_once_whatever_the_data_keys_and_norms(name):
     row, n, shape = EVERY_METHOD[name], 4, (32, 33)
     method = row.method
     topology = row.routes.get(ROUTE.get(name, ""), next(iter(row.routes.values())))
-    optimizer = optax.apply_if_finite(optax.sgd(0.5), max_consecutive_errors=9)
+    optimizer = promoting(optax.apply_if_finite(optax.sgd(0.5), max_consecutive_errors=9))
 
     def one(w, opt_state, memory, key, scale, x, y):
         loss, grads = jax.value_and_grad(loss_of)(w, x, y)

@@ -24,6 +24,7 @@ import train_llm
 import train_zero
 
 N, STEPS = 8, 12
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 CONFIG = replace(
     llm_model.CONFIGS["tiny"],
     vocab_size=61, dim=60, n_layers=2, n_heads=2, n_kv_heads=2, hidden=124, seq_len=16,

@@ -523,7 +523,7 @@ def _error_sentences(
     found = []
     if chosen.relative_error is not None:
         found.append(
-            f"Expected |error|² / |sum|² of a super-group: at most {chosen.relative_error:.2g}. "
+            f"Expected |error|² / |sum|² of a super-group: about {chosen.relative_error:.2g}. "
             "Fewer bits cost training loss: docs/training-quality.md has how much."
         )
     if chosen.warning is not None:

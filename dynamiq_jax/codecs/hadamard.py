@@ -57,7 +57,7 @@ def _signs(shape: tuple[int, ...], seed) -> Array:
     hashed = quad_hash(
         jnp.arange(-(-size // 32), dtype=jnp.uint32), mix(a ^ jnp.uint32(_SIGN_STREAM)), b
     )
-    bits = hashed[:, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = hashed[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None] & 1
     return 1 - 2 * bits.reshape(-1)[:size].reshape(shape).astype(jnp.float32)
 
 

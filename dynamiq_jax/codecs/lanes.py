@@ -7,7 +7,7 @@ words are filled first: packing is arithmetic on long vectors, however many lane
 """
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import UInt, UInt32
 
 from pallas_kernels.format import plane_shift, planes_of
@@ -37,12 +37,13 @@ def _packed(fields, width: int) -> Array:
     spare = [(0, 0)] * (fields.ndim - 1) + [(0, lanes * words - fields.shape[-1])]
     fields = jnp.pad(fields.astype(jnp.uint32), spare)
     fields = fields.reshape(*fields.shape[:-1], lanes, words)
-    shifts = jnp.arange(lanes, dtype=jnp.uint32)[:, None] * width
+    shifts = lax.broadcasted_iota(jnp.uint32, fields.shape, fields.ndim - 2) * width
     return jnp.sum(fields << shifts, axis=-2, dtype=jnp.uint32)
 
 
 def _unpacked(words, size: int, width: int) -> Array:
-    shifts = jnp.arange(32 // width, dtype=jnp.uint32)[:, None] * width
+    shape = *words.shape[:-1], 32 // width, words.shape[-1]
+    shifts = lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1) * width
     fields = words[..., None, :] >> shifts & jnp.uint32((1 << width) - 1)
     return fields.reshape(*words.shape[:-1], -1)[..., :size]
 

@@ -253,12 +253,12 @@ def _checked_scale_code(x, element: Element, scale_code) -> Array:
 def _pack(fields, bits: int) -> Array:
     """Packs fields of ``bits`` bits into uint32 words, low end first."""
     fields = fields.reshape(-1, 32 // bits)
-    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
+    shifts = jnp.arange(32 // bits, dtype=jnp.uint32)[None] * bits
     return jnp.sum(fields << shifts, axis=1, dtype=jnp.uint32)
 
 
 def _unpack(words, bits: int) -> Array:
-    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
+    shifts = jnp.arange(32 // bits, dtype=jnp.uint32)[None] * bits
     return (words[:, None] >> shifts & jnp.uint32((1 << bits) - 1)).reshape(-1)
 
 

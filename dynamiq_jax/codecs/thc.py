@@ -158,7 +158,8 @@ def rounding_noise(
     """
     size = math.prod(shape)
     quad = jnp.arange(-(-size // 4), dtype=jnp.uint32)[:, None]
-    words = noise_words(quad, jnp.arange(4, dtype=jnp.uint32) * 8, Noise(*row), rounding)
+    rotation = jnp.arange(4, dtype=jnp.uint32)[None] * 8
+    words = noise_words(quad, rotation, Noise(*row), rounding)
     return words.reshape(-1)[:size].reshape(shape)
 
 
@@ -189,7 +190,7 @@ def quantize(
     position = jnp.clip(z * (granularity / (2 * threshold)) + granularity / 2, 0, granularity)
     cell = jnp.clip(position.astype(jnp.int32), 0, granularity - 1)
     if _is_uniform(table):
-        below, fraction = cell, position - cell
+        below, fraction = cell, position - cell.astype(jnp.float32)
     else:
         # Nodes lie on the grid of cells: one look-up per cell finds the interval it belongs to.
         index = np.searchsorted(table, np.arange(granularity), side="right") - 1

@@ -167,7 +167,7 @@ def _directions(shape: tuple[int, int], seed: Seed, state: State) -> Float[Array
     if state:
         key = jax.random.fold_in(key, state.step)
     found = jax.random.normal(key, shape, jnp.float32)
-    return found / jnp.sqrt(jnp.sum(found**2, axis=0))
+    return found / jnp.sqrt(jnp.sum(found**2, axis=0, keepdims=True))
 
 
 def _energy(sketch: Float[Array, "rows r"], finite: Array) -> Float[Array, " rows"]:

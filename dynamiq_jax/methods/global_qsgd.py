@@ -189,7 +189,7 @@ class GlobalQSGD(BucketedMethod, HopMethod):
             gap = jnp.ldexp(jnp.float32(1), exponent)
             floor = jnp.where(size_of < 2.0**lowest, 0.0, gap)
             up = share * gap < size_of - floor
-            code = jnp.where(floor > 0, exponent - lowest + 1, 0) + up
+            code = jnp.where(floor > 0, exponent - lowest + 1, 0) + up.astype(jnp.int32)
             sign = (values < 0).astype(jnp.uint32) << (self.bits - 1)
             return pack_bits(jnp.minimum(code, most).astype(jnp.uint32) | sign, self.bits)
 

@@ -224,7 +224,7 @@ class _MX(BucketedMethod, HopMethod):
         """FP8-LM's rule. At the largest mu every block's largest value saturates by itself."""
         largest = self._element.max_value / 2**self._element.emax
         grown = jnp.minimum(mu * self.growth, largest)
-        return jnp.where(saturated > self.max_saturated * size, mu / 2, grown)
+        return jnp.where(saturated.astype(jnp.float32) > self.max_saturated * size, mu / 2, grown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

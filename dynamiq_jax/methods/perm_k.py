@@ -90,7 +90,7 @@ class PermK(BucketedMethod):
             found = all_gather_invarying(own.astype(jnp.bfloat16), axis_name)
             # A set that is not finite on one worker is so in all its coordinates.
             found = jnp.where(jnp.all(jnp.isfinite(found), axis=0), found, jnp.nan)
-            worker = (jnp.arange(n_workers) - shifts[:, None]) % n_workers
+            worker = (jnp.arange(n_workers)[None] - shifts[:, None]) % n_workers
             value = jnp.take_along_axis(found.T.astype(jnp.float32), worker, axis=1)
             value = clipped(value * n_workers) / divisor
             return Outcome(value.reshape(-1)[: x.shape[0]].astype(x.dtype), state)

@@ -185,8 +185,8 @@ def orthonormal(
       instead: columns to take where one of ``a`` depends on those before it, or is zero; without
         them it becomes zero.
     """
-    rank = jnp.arange(a.shape[1])
-    largest = jnp.max(jnp.abs(a), axis=0)
+    rank = jnp.arange(a.shape[1])[None]
+    largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)
     a = a / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
 
     def separate(number: Array, done: Array, column: Array) -> Array:
@@ -194,7 +194,8 @@ def orthonormal(
         before = jnp.where(rank < number, done, 0)
         length = jnp.sqrt(jnp.sum(column**2))
         for _ in range(2):
-            column = column - jnp.sum(before * jnp.sum(before * column[:, None], axis=0), axis=1)
+            part = jnp.sum(before * column[:, None], axis=0, keepdims=True)
+            column = column - jnp.sum(before * part, axis=1)
         left = jnp.sqrt(jnp.sum(column**2))
         independent = left > DEPENDENT * length
         return jnp.where(independent, column / jnp.where(independent, left, 1), 0)

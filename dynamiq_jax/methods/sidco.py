@@ -140,7 +140,7 @@ class SIDCo(BlockMethod):
             result, residual = self.sum_of(blocks, chosen, finite, x, residual, **options)
             if not state:
                 return Outcome(result, state)
-            would_be = finite & (norms >= limits[:, None])
+            would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
             over = own.step + 1 == PERIOD
             after = SIDCoState(
@@ -161,7 +161,7 @@ class SIDCo(BlockMethod):
     ) -> Int[Array, ""]:
         """The next period's number of stages."""
         target = PERIOD * max(1.0, self.density * blocks)
-        ratios = jnp.maximum(counts, 1) / target
+        ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
         good = jnp.abs(ratios[stages - 1] - 1) <= TOLERANCE
         nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
         return jnp.where(good, stages, nearest)
@@ -175,7 +175,7 @@ def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stag
     top = jnp.maximum(jnp.max(norms), 0)
 
     def fitted(alive: Bool[Array, " N"], part: float) -> Array:
-        count = jnp.maximum(jnp.sum(alive), 1)
+        count = jnp.maximum(jnp.sum(alive), 1).astype(jnp.float32)
         low = jnp.min(jnp.where(alive, norms, jnp.inf))
         excess = jnp.sum(jnp.where(alive, norms - low, 0)) / count
         return jnp.minimum(low - excess * math.log(part), top)

@@ -43,8 +43,8 @@ class Allocation(NamedTuple):
     bits: tuple[float, ...]
     """Bits per coordinate of every stage relative to their average over all that is sent."""
     relative_error: float
-    """What is expected of |error|² / |sum|² in a super-group that has the floors' widths, for
-    gradients that are unrelated between workers: related ones have less."""
+    """About the |error|² / |sum|² of super-groups that have the floors' widths, see
+    `DynamiQ.relative_error`."""
 
 
 class Upgrade(NamedTuple):

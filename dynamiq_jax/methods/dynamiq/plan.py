@@ -146,11 +146,11 @@ def assign_widths(
     tables = _tables(fmt, floors)
     tile, least = jnp.arange(level.shape[0], dtype=jnp.int32), fmt.tile_words(min(fmt.widths))
     budgets = np.array(payload_words) - level.shape[0] * least
-    below = level[:, None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)
+    below = level[:, None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)[None]
     tiles_of = jnp.sum(below, axis=0, dtype=jnp.int32)  # of the first so many levels
 
     def assign(budget, table: Any):
-        spent = jnp.sum(tiles_of[table.taken] * table.words, axis=1)
+        spent = jnp.sum(tiles_of[table.taken] * table.words[None], axis=1)
         fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.states)
         state = jnp.maximum(jnp.sum(fits, dtype=jnp.int32) - 1, 0)
         upgraded = tiles_of[table.taken[state]]
@@ -160,8 +160,8 @@ def assign_widths(
         affordable = jnp.where(state < table.states - 1, left // table.words[following], 0)
         is_next = jnp.arange(upgraded.shape[0]) == following
         upgraded = upgraded + jnp.where(is_next, jnp.maximum(affordable, 0), 0)
-        before = jnp.minimum(tile[:, None], upgraded) * table.words
-        width = table.widths[jnp.sum(tile[:, None] < upgraded, axis=1, dtype=jnp.int32)]
+        before = jnp.minimum(tile[:, None], upgraded[None]) * table.words[None]
+        width = table.widths[jnp.sum(tile[:, None] < upgraded[None], axis=1, dtype=jnp.int32)]
         return tile * least + jnp.sum(before, axis=1, dtype=jnp.int32), width
 
     return jax.vmap(assign)(jnp.asarray(budgets, jnp.int32), jax.tree.map(jnp.asarray, tables))
