@@ -7,6 +7,7 @@ from the first load to the last store. Here are memory and launches; what happen
 
 import functools
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,9 @@ from pallas_kernels.tile import (
     pack,
 )
 from pallas_kernels.tuning import tuning_for
+
+# JAX 0.11 says so to whoever lowers a program; users of these kernels can do nothing about it.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def _asm(code: str, x):

@@ -62,6 +62,17 @@ def test_command_says_what_to_install(missing):
     assert result.stderr == f"dynamiq-jax needs {missing}: pip install 'dynamiq_jax[cli]'\n"
 
 
+def test_users_are_not_told_of_what_only_the_kernels_can_change():
+    code = """
+import warnings
+warnings.simplefilter("error")
+import pallas_kernels.triton
+warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning)
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_module_runs_as_the_command():
     command = [sys.executable, "-m", "dynamiq_jax", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
