@@ -3,7 +3,8 @@
     python examples/quickstart.py
 
 fits a small network on all devices, without a GPU on 8 virtual ones of the CPU, and prints what one
-worker sends per step. Expect (2 x86-64 cores, jax 0.10.2, Python 3.11.7):
+worker sends per step. Expect (2 x86-64 cores, jax 0.10.2; the last digit of losses varies with the
+processor):
 
     8 workers on cpu
     method      loss    MB/step

@@ -16,8 +16,9 @@ cores, jax 0.10.2, Python 3.11.7):
 
 Megabytes are one worker's: sent for gradients, sent for gathering parameters, held as parameters
 and Adam's moments. ``--gather dynamiq`` gathers parameters at 8 bits per coordinate instead of in
-bf16: 0.92 MB/step, validation loss 1.9954. Virtual devices exchange everything through memory: the
-time per step says nothing about a network.
+bf16: 0.92 MB/step, validation loss 1.9954. DynamiQ's losses differ between processors, see
+``train_llm.py``. Virtual devices exchange everything through memory: the time per step says nothing
+about a network.
 
 Every worker holds an n-th of the rows of each matrix; vectors (the norms' scales, a thousandth of
 the whole) it holds all. A layer's parameters are gathered when the forward pass comes to it, and

@@ -22,8 +22,9 @@ sees 2 sequences per step. Outer steps at 4 bits lose nothing against f32. DiLoC
 for hundreds of outer steps; in 20 it ends at 2.565, and 0.4, the default here, at 2.299.
 
 Kilobytes are what one worker sends per step on average, those of outer steps spread over the steps
-between. Virtual devices exchange everything through memory: the time per step says nothing about a
-network. ``--outer-lr 1 --momentum 0`` is plain averaging of parameters.
+between. DynamiQ's losses differ between processors, see ``train_llm.py``. Virtual devices exchange
+everything through memory: the time per step says nothing about a network. ``--outer-lr 1 --momentum
+0`` is plain averaging of parameters.
 
 The curves (PNG) and all numbers (JSON) land in ``runs/``. A step's loss is the mean over workers of
 that of their own parameters; the validation loss is that of the parameters after the last outer

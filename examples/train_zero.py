@@ -26,8 +26,9 @@ devices. Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
 Megabytes are one worker's: sent for gradients, sent for gathering parameters, held from step to
 step as parameters and Adam's moments. Within a step every worker holds all parameters; in
 ``train_fsdp.py`` it may gather them twice and never hold all. Updates are of f32 parameters, which
-stay in their shards: what gathering rounds is gone in the next step. Virtual devices exchange
-everything through memory: the time per step says nothing about a network.
+stay in their shards: what gathering rounds is gone in the next step. DynamiQ's losses differ
+between processors, see ``train_llm.py``. Virtual devices exchange everything through memory: the
+time per step says nothing about a network.
 
 The curves (PNG) and all numbers (JSON) land in ``runs/``.
 """

@@ -162,7 +162,10 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
     x = jax.random.normal(jax.random.key(1), (N, 2, 8))
 
     def layers(n, seed):
-        return {"kernel": jax.random.normal(jax.random.key(seed), (n, 8, 8)), "bias": jnp.ones(n)}
+        return {
+            "kernel": jax.random.normal(jax.random.key(seed), (n, 8, 8)),
+            "bias": jnp.ones((n, 8)),
+        }
 
     ends = {
         "head": ([lambda w, x: jnp.mean((x[0] @ w["kernel"]) ** 2)], [head]),
