@@ -199,7 +199,8 @@ def test_plot_refuses_what_it_cannot_draw(runs, tmp_path):
     (tmp_path / "word.csv").write_text("step,loss\n1,much\n")
     assert "every cell is a number, nan where unknown" in said(tmp_path / "word.csv")
     (tmp_path / "bytes.csv").write_bytes(b"step,loss\n1,\xff\n")
-    assert "bytes.csv is not a CSV file" in said(tmp_path / "bytes.csv").replace(" bytes", "bytes")
+    found = said(tmp_path / "bytes.csv").replace(" ", "")  # long paths are broken anywhere
+    assert "bytes.csvisnotaCSVfile" in found
     columns = ["--columns", "loss,speed"]
     assert "no run has a finite number in a column speed; they have" in said(runs, *columns)
     (tmp_path / "nan.csv").write_text("step,loss,vnmse\n1,nan,nan\n2,inf,nan\n")
