@@ -102,14 +102,15 @@ def is_matrix(params: Tree) -> Tree:
 def _norm(x: Array, scale: Array) -> Array:
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return (wide * inverse * scale).astype(x.dtype)
+    return (wide * inverse * scale[None, None]).astype(x.dtype)
 
 
 def _rotate(x: Array) -> Array:
     """Turns the pairs (x[i], x[i + head_dim/2]) by position x frequency i; ``[B, T, H, d]``."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half) / half)
-    angle = (jnp.arange(x.shape[1])[:, None] * frequency)[:, None, :]
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
+    angle = angle[None, :, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

@@ -238,7 +238,7 @@ def squares(tree: Tree) -> Array:
 
 def worker_tokens(text: Array, starts: Array, shape: Shape, n_workers: int) -> Array:
     """Every worker's windows of the text, from where they start: i32[n, sequences, seq_len + 1]."""
-    tokens = text[starts[:, None] + jnp.arange(shape.seq_len + 1)]
+    tokens = text[starts[:, None] + jnp.arange(shape.seq_len + 1)[None]]
     return tokens.reshape(n_workers, -1, shape.seq_len + 1)
 
 

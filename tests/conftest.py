@@ -118,11 +118,13 @@ def unchecked_shapes():
 
 @pytest.fixture(scope="module")
 def dtypes_promoted():
-    """For tests that run optax's optimisers, which promote dtypes."""
+    """For tests that run optax's optimisers, which promote dtypes, in whatever thread."""
     import jax
 
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+    before = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
 
 
 @pytest.hookimpl(optionalhook=True)

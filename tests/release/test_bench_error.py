@@ -30,7 +30,7 @@ def rows_of(text, topology, gradients, seeds=1):
 )
 def test_methods_of_matrices_fold_flat_gradients(text, bits, low, high):
     """14.6 rows of 1024, the last one filled up with zeros, which the wire bits count."""
-    x = jax.random.normal(jax.random.key(3), (3, 15_000)) * jnp.repeat(jnp.arange(15.0), 1000)
+    x = jax.random.normal(jax.random.key(3), (3, 15_000)) * jnp.repeat(jnp.arange(15.0), 1000)[None]
     (row,) = rows_of(text, "ring", [x])
     assert low < row.vnmse < high
     assert row.bits_per_coord == pytest.approx(bits * 15 * 1024 / 15_000, rel=1e-3)
@@ -194,7 +194,7 @@ def test_worst_leaf_is_one_that_is_not_finite():
 
 def test_worst_leaf_is_that_of_the_public_function():
     drawn = jnp.exp(jax.random.normal(jax.random.key(1), (4, 1))) * jnp.ones((4, 4096))
-    x = jax.random.normal(jax.random.key(0), (2, 4 * 4096)) * drawn.reshape(-1)
+    x = jax.random.normal(jax.random.key(0), (2, 4 * 4096)) * drawn.reshape(1, -1)
     contender = contenders.parse_method("dynamiq:4", dq.Direct())
     leaves = error.Leaves(tuple("abcd"), (4096,) * 4)
     ((row, _),) = error.bench_error([(contender, "direct")], [x], 1, leaves)

@@ -46,7 +46,7 @@ class Numbered(MatrixMethod):
         self, x, axis_name, *, n_workers, topology, seed, divisor=1, state=(), metrics=False
     ):
         rows, columns = self.shape_of(x.shape[0])
-        numbers = 1000 * jnp.arange(rows)[:, None] + jnp.arange(columns)
+        numbers = 1000 * jnp.arange(rows)[:, None] + jnp.arange(columns)[None]
         value = lax.psum(x, axis_name) / divisor + numbers.reshape(-1).astype(x.dtype)
         return Outcome(value, jax.tree.map(lambda seen: seen + 1, state))
 

@@ -84,8 +84,8 @@ def init(sizes, seed):
 
 def loss_of(params, x, y):
     for layer in params[:-1]:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
+        x = jnp.tanh(x @ layer["w"] + layer["b"][None])
+    return jnp.mean((x @ params[-1]["w"] + params[-1]["b"][None] - y) ** 2)
 
 
 def train(sizes, method, topology, seed):

@@ -30,6 +30,7 @@ import train_llm
 
 import dynamiq_jax as dq
 
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 METHODS = "bf16-psum,dynamiq:5"
 LAYER = dataclasses.replace(
     llm_model.CONFIGS["tiny"], n_layers=1, dim=64, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16

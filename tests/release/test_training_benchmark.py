@@ -25,6 +25,7 @@ import training_model
 import training_report
 import training_run
 
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 PNG = b"\x89PNG"
 STEPS, SEEDS = 8, 2
 COMMAND = ["--models", "micro", "--methods", "dynamiq:5,f32", "--steps", STEPS, "--seeds", SEEDS]
