@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import assert_replicas_equal, auto_mesh, compilations
+from cases import assert_replicas_equal, auto_mesh, compilations, promoting
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -90,7 +90,7 @@ def loss_of(params, x, y):
 
 def train(sizes, method, topology, seed):
     """Losses of `EPISODE` steps; every worker's parameters, and what its memory has of scalars."""
-    mesh, optimizer = auto_mesh(), optax.adam(3e-3)
+    mesh, optimizer = auto_mesh(), promoting(optax.adam(3e-3))
 
     def one(own, x, y):
         params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
