@@ -15,13 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import assert_replicas_equal, auto_mesh, compilations, promoting
+import pytest
+from cases import assert_replicas_equal, auto_mesh, compilations
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
 STEPS = int(os.environ.get("SOAK_STEPS", "24"))
 EPISODE = 12
@@ -90,7 +93,7 @@ def loss_of(params, x, y):
 
 def train(sizes, method, topology, seed):
     """Losses of `EPISODE` steps; every worker's parameters, and what its memory has of scalars."""
-    mesh, optimizer = auto_mesh(), promoting(optax.adam(3e-3))
+    mesh, optimizer = auto_mesh(), optax.adam(3e-3)
 
     def one(own, x, y):
         params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
