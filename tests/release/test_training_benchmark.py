@@ -496,7 +496,7 @@ def test_programs_compile_ahead_in_order():
         (["--optimisers", "adam"], "--optimisers 'adam': pass some of adamw, sgd"),
         (["--methods", "zip:5"], "method 'zip:5' is not known: pass some of exact, bf16-psum"),
         (["--methods", "mxfp8:5"], "mxfp8 has no choice of bits: write mxfp8"),
-        (["--methods", "dynamiq:x"], "'x' is not a number of bits: write for example dynamiq:5"),
+        (["--methods", "dynamiq:x"], "'x' is not a number of bits: write for example 5"),
         (["--methods", "dynamiq:1"], "bits=1.0 is below"),
         (["--topologies", "star"], "topology 'star' is not known: pass one of direct, ring"),
         (["--topologies", "hierarchical"], "'hierarchical' reduces over two axes"),
