@@ -143,7 +143,7 @@ class GemmaNorm(nnx.Module):
         """Maps ``[batch, seq, dim]`` to the same shape."""
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.epsilon)
-        return (x * (1.0 + self.scale[...])).astype(self.dtype)
+        return (x * (1.0 + self.scale[...])[None, None]).astype(self.dtype)
 
 
 def make_norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm | GemmaNorm:
