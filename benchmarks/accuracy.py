@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.contenders import LEAST_SQUARED_ERROR, PAPER
-from dynamiq_jax.bench.error import error_of, load_gradients
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.bench.contenders import LEAST_SQUARED_ERROR, PAPER
+from dynamiq_jax.commands.bench.error import error_of, load_gradients
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 _START = PAPER | {"rounding": "independent", "group_scale": "bf16", "group_size": 32}
 PAPERS_ABLATION = {

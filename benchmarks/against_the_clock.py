@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from rich.console import Console
 
-from dynamiq_jax.bench import contenders, tables
-from dynamiq_jax.bench.all_reduce import make_mesh, transport
-from dynamiq_jax.bench.timing import compile_together
+from dynamiq_jax.commands.bench import contenders, tables
+from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.commands.bench.timing import compile_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,9 @@ import typer
 from rich import print
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.advice import bench_settings, settings
-from dynamiq_jax.bench.all_reduce import make_mesh
-from dynamiq_jax.bench.contenders import parse_size
+from dynamiq_jax.commands.bench.advice import bench_settings, settings
+from dynamiq_jax.commands.bench.all_reduce import make_mesh
+from dynamiq_jax.commands.bench.contenders import parse_size
 
 
 def main(

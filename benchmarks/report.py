@@ -25,7 +25,7 @@ import typer
 from report_measure import MODELS, Notebook, Row
 from rich.console import Console
 
-from dynamiq_jax.bench.error import MIN_LEAF_SIZE
+from dynamiq_jax.commands.bench.error import MIN_LEAF_SIZE
 
 PAPER_SUPER_GROUPS = 32768
 

@@ -30,11 +30,11 @@ from report_published import Figures
 from rich.console import Console
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import error
-from dynamiq_jax.bench.error import load_gradients, rate_distortion
-from dynamiq_jax.simulate import PUBLISHED, Case, study
-from dynamiq_jax.simulate.study import PUBLISHED_WORKERS
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.bench import error
+from dynamiq_jax.commands.bench.error import load_gradients, rate_distortion
+from dynamiq_jax.commands.simulate import PUBLISHED, Case, study
+from dynamiq_jax.commands.simulate.study import PUBLISHED_WORKERS
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 ROOT = Path(__file__).resolve().parent.parent
 N_WORKERS = 8

@@ -1,7 +1,7 @@
 """The figures of the paper's evaluation (arXiv 2602.08923) that report.py shows beside ours.
 
 All are vNMSE, |estimate - sum|² / |sum|², of eight workers. Those of its simulation are
-`dynamiq_jax.simulate.PUBLISHED`.
+`dynamiq_jax.commands.simulate.PUBLISHED`.
 """
 
 from collections.abc import Mapping

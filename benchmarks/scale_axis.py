@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from rich import print
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench.all_reduce import make_mesh
-from dynamiq_jax.bench.timing import compile_calls, time_calls
+from dynamiq_jax.commands.bench.all_reduce import make_mesh
+from dynamiq_jax.commands.bench.timing import compile_calls, time_calls
 
 ANY_SIZE = {"min_bucket_bytes": 0, "min_bucket_size": 1}
 METHODS: dict[str, Any] = {

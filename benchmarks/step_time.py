@@ -41,9 +41,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders, tables
-from dynamiq_jax.bench.all_reduce import make_mesh, transport
-from dynamiq_jax.bench.timing import compile_together
+from dynamiq_jax.commands.bench import contenders, tables
+from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.commands.bench.timing import compile_together
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import all_reduce, contenders
+from dynamiq_jax.commands.bench import all_reduce, contenders
 
 
 class Span(NamedTuple):

@@ -65,7 +65,7 @@ from training_run import (
     run_seeds,
 )
 
-from dynamiq_jax.bench import contenders
+from dynamiq_jax.commands.bench import contenders
 
 RATES = {
     ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,

@@ -19,7 +19,8 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.bench import contenders
+from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.local_error import LocalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -154,7 +155,7 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
         return dq.reduce(grads, AXIS, key=key, state=state, **chosen)[:2]
 
     def init_state(grads: Tree, n_workers: int) -> Any:
-        return dq.init_state(grads, n_workers, stacked=True, **chosen)
+        return as_compression(None).init_state(grads, n_workers, stacked=True, **chosen)
 
     period = period_of(name)
 

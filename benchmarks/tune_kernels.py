@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from dynamiq_jax.bench.kernels import single_chunk
+from dynamiq_jax.commands.bench.kernels import single_chunk
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import Allocation
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
-from dynamiq_jax.synthetic import lognormal_mixture
 from pallas_kernels import tuning
 
 

@@ -11,19 +11,10 @@ loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, ba
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dynamiq_jax.agreement import check_agreement
-from dynamiq_jax.by_step import ByStep, by_step
-from dynamiq_jax.collectives import init_state, pmean, psum, reduce
-from dynamiq_jax.configuration import (
-    Configuration,
-    load_config,
-    load_model_tree,
-    save_config,
-    save_model_tree,
-)
-from dynamiq_jax.explanation import Explanation, explain, wire_bits
-from dynamiq_jax.gradients import value_and_grad
-from dynamiq_jax.in_backward import reduce_in_backward
+from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
+from dynamiq_jax.collectives.halves import all_gather, psum_scatter
+from dynamiq_jax.compression import Compression, explain
+from dynamiq_jax.lax.xla import xla_options
 from dynamiq_jax.methods import (
     BF16,
     CLTK,
@@ -37,70 +28,52 @@ from dynamiq_jax.methods import (
     ErrorFeedback,
     GlobalQSGD,
     Marsit,
-    Method,
     MinMax,
     OmniReduce,
     PermK,
     PowerSGD,
     SIDCo,
 )
-from dynamiq_jax.metrics import Metrics, Reduced, vnmse, worst_leaf_error
-from dynamiq_jax.pipeline import Scanned, sequential
-from dynamiq_jax.sharded import all_gather, psum_scatter
-from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
-from dynamiq_jax.writers import CSVWriter, TensorBoardWriter
-from dynamiq_jax.xla import xla_options
+from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
+from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
+from dynamiq_jax.training.in_backward import reduce_in_backward
+from dynamiq_jax.training.pipeline import Scanned, sequential
+from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
+    "SIDCo",
+    "PowerSGD",
+    "PermK",
+    "OmniReduce",
+    "MinMax",
+    "Marsit",
+    "GlobalQSGD",
+    "THC",
+    "MXFP8",
+    "MXFP6",
+    "MXFP4",
+    "CLTK",
     "ARCTopK",
     "BF16",
     "Butterfly",
-    "ByStep",
-    "CLTK",
-    "CSVWriter",
-    "Configuration",
+    "Compression",
     "Direct",
     "DynamiQ",
     "ErrorFeedback",
-    "Explanation",
     "F32",
-    "GlobalQSGD",
     "Hierarchical",
-    "MXFP4",
-    "MXFP6",
-    "MXFP8",
-    "Marsit",
-    "Method",
-    "Metrics",
-    "MinMax",
-    "OmniReduce",
-    "PermK",
-    "PowerSGD",
-    "Reduced",
     "Ring",
-    "SIDCo",
     "Scanned",
-    "THC",
-    "TensorBoardWriter",
-    "Topology",
     "all_gather",
-    "by_step",
-    "check_agreement",
     "explain",
-    "init_state",
-    "load_config",
-    "load_model_tree",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
     "reduce_in_backward",
     "sequential",
-    "save_config",
-    "save_model_tree",
     "value_and_grad",
     "vnmse",
-    "wire_bits",
     "worst_leaf_error",
     "xla_options",
 ]

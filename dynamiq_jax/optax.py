@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,14 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import (
-    AnyMethod,
-    AnyTopology,
-    ByPath,
-    axis_sizes,
-    check_axis,
-    chooses_by_path,
-)
-from dynamiq_jax.by_path import methods_of
-from dynamiq_jax.collectives import Op, init_state, reduce
-from dynamiq_jax.methods import DynamiQ, Method, MinMax
+from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.compression import ByPath, Compression, as_compression
+from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
+from dynamiq_jax.methods import Method, MinMax
 from dynamiq_jax.methods.local_error import LocalError
-from dynamiq_jax.metrics import Metrics
+from dynamiq_jax.methods.metrics import Metrics
+from dynamiq_jax.tree.leaves import describe_leaves
 
 Tree = TypeVar("Tree")
 
@@ -59,7 +53,7 @@ class PerWorker:
     """
 
     value: Any
-    axis_name: AxisNames
+    axis_name: AxisName
     other_workers: Literal["reset", "mean"]
 
     def own(self) -> Any:
@@ -68,7 +62,7 @@ class PerWorker:
 
     def after(self, value: Any) -> "PerWorker":
         """Inside a map: the same part with ``value`` as this worker's."""
-        value = jax.tree.map(lambda x: x[None], to_varying(value, self.axis_name))
+        value = jax.tree.map(lambda x: x[None], Axis(axis_names(self.axis_name)).to_varying(value))
         return dataclasses.replace(self, value=value)
 
 
@@ -84,10 +78,9 @@ class AllReduceState(NamedTuple):
 
 
 def all_reduce(
-    axis_name: AxisNames,
+    axis_name: AxisName,
     *,
-    method: AnyMethod | None = None,
-    topology: AnyTopology | None = None,
+    method: Compression | Method | ByPath | None = None,
     op: Op = "mean",
     key: Array | None = None,
     metrics: bool = False,
@@ -111,18 +104,15 @@ def all_reduce(
     Args:
       axis_name: as for `dynamiq_jax.psum`.
       method: as for `dynamiq_jax.psum`; methods with memory serve, too.
-      topology: as for `dynamiq_jax.psum`.
       op: "mean" or "sum".
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
     """
-    axis_name = check_axis(axis_name)
+    axis, own_method = check_axis(axis_name), as_compression(method)
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        chosen = method or DynamiQ()
-        memory = _first_memory(params, sizes, axis_name, chosen, topology, inside=inside)
+        memory = _first_memory(params, axis, own_method)
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
     def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
@@ -130,17 +120,14 @@ def all_reduce(
 
         def reduced():
             own = None if state.memory is None else state.memory.own()
-            n_workers, chosen = axis_sizes(axis_name, "all_reduce"), method or DynamiQ()
-            keeps = jax.eval_shape(
-                lambda: init_state(updates, n_workers, method=chosen, topology=topology)
-            )
+            sizes, chosen = axis_sizes(axis, "all_reduce"), as_compression(method)
+            keeps = jax.eval_shape(lambda: chosen.init_state(updates, sizes))
             serves = _needs_state(updates, chosen) or _kinds(keeps) == _kinds(own)
             found = reduce(
                 updates,
-                axis_name,
+                axis.name,
                 op=op,
                 method=chosen,
-                topology=topology,
                 key=None if key is None else jax.random.fold_in(key, state.step),
                 state=own if jax.tree.leaves(keeps) and serves else None,
                 metrics=metrics,
@@ -164,7 +151,7 @@ def all_reduce(
 def multi_steps(
     inner: optax.GradientTransformation,
     every: int | Callable[[Array], Array],
-    axis_name: AxisNames,
+    axis_name: AxisName,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps` around an `all_reduce`: workers accumulate alone, and reduce once.
 
@@ -178,18 +165,18 @@ def multi_steps(
       every: mini-steps in a window, or a function of ``gradient_step`` that says how many.
       axis_name: that of `all_reduce`.
     """
-    axis_name = check_axis(axis_name)
+    axis = check_axis(axis_name)
     inner = optax.with_extra_args_support(inner)
     if not callable(every) and every < 1:
         raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        n_workers = 1 if inside else _product(sizes, axis_name, "multi_steps")
+        sizes, inside = _known_sizes(axis)
+        n_workers = 1 if inside else _product(sizes, axis, "multi_steps")
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
         if inside:
-            zeros = to_varying(zeros, axis_name)
-        accumulated = PerWorker(zeros, axis_name, "mean")
+            zeros = axis.to_varying(zeros)
+        accumulated = PerWorker(zeros, axis.name, "mean")
         first, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
         return optax.MultiStepsState(first, none, inner.init(params), accumulated)
 
@@ -233,9 +220,9 @@ class LIECState(NamedTuple):
 
 def liec(
     inner: optax.GradientTransformation,
-    axis_name: AxisNames,
+    axis_name: AxisName,
     *,
-    method: Method | None = None,
+    method: Compression | Method | None = None,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LIEC-SGD: local immediate error compensation, compressed both ways.
@@ -257,23 +244,24 @@ def liec(
     Raises:
       ValueError: the method does not tell what it loses, or sorts coordinates, as `DynamiQ`.
     """
-    axis_name, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    exchange = cast(Method, LocalError(method or MinMax()))
+    axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
+    request = as_compression(method or MinMax())
+    exchange = dataclasses.replace(request, method=LocalError(request.method))
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        memory = _first_memory(params, sizes, axis_name, exchange, None, inside=inside)
-        n_workers = 1 if inside else _product(sizes, axis_name, "liec")
+        sizes, inside = _known_sizes(axis)
+        memory = _first_memory(params, axis, exchange)
+        n_workers = 1 if inside else _product(sizes, axis, "liec")
         first = inner.init(params)
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), first)
-        state = PerWorker(to_varying(stacked, axis_name) if inside else stacked, axis_name, "mean")
-        memory = memory or PerWorker((), axis_name, "reset")  # leaves are too small to compress
+        state = PerWorker(axis.to_varying(stacked) if inside else stacked, axis.name, "mean")
+        memory = memory or PerWorker((), axis.name, "reset")  # leaves are too small to compress
         return LIECState(jnp.zeros((), jnp.int32), memory, state)
 
     def update(updates, state, params=None, **extra) -> Any:
         found = reduce(
             updates,
-            axis_name,
+            axis.name,
             method=exchange,
             key=None if key is None else jax.random.fold_in(key, state.step),
             state=state.memory.own() or None,
@@ -285,7 +273,7 @@ def liec(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def average_every(every: int, step: Array, params: Tree, axis_name: AxisNames) -> Tree:
+def average_every(every: int, step: Array, params: Tree, axis_name: AxisName) -> Tree:
     """The mean of all workers' ``params`` where ``step`` is a multiple of ``every``, else these.
 
     A mean by `jax.lax.pmean`, the same bits on all workers. Runs inside `jax.shard_map`; other
@@ -299,11 +287,12 @@ def average_every(every: int, step: Array, params: Tree, axis_name: AxisNames) -
     """
     if every < 1:
         raise ValueError(f"every={every} must be at least 1; pass 1 to average in every step")
+    axis = check_axis(axis_name)
 
     def mean(params: Tree) -> Tree:
-        return to_varying(lax.pmean(params, axis_name), axis_name)
+        return axis.to_varying(axis.pmean(params))
 
-    own = to_varying(params, axis_name)
+    own = axis.to_varying(params)
     return lax.cond(step % every == 0, mean, lambda params: params, own)
 
 
@@ -404,51 +393,48 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _known_sizes(axis_name: AxisNames) -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis if that is known, and whether the axis is that of a map around us."""
+def _known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
+    """Workers on every axis if that is known, and whether a map around us has the axis."""
     try:
-        return axis_sizes(axis_name), True
+        return axis_sizes(axis), True
     except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
         mesh = jax.sharding.get_abstract_mesh()
-    names = axis_tuple(axis_name)
-    known = all(name in mesh.shape for name in names)
-    return tuple(mesh.shape[name] for name in names) if known else None, False
+    known = all(name in mesh.shape for name in axis.names)
+    return tuple(mesh.shape[name] for name in axis.names) if known else None, False
 
 
-def _product(sizes: tuple[int, ...] | None, axis_name: AxisNames, what: str) -> int:
+def _product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
     if sizes is None:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
-            f"workers axis {axis_name!r} has; call dq.optax.init(optimizer, params, mesh)"
+            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
         )
     return math.prod(sizes)
 
 
-def _needs_state(updates, method) -> bool:
-    """Whether it, or one that it chooses by path, would be wrong without its own."""
-    if chooses_by_path(method):
-        chosen = [found for _, found in methods_of(updates, cast(ByPath, method))]
-    else:
-        chosen = [cast(Method, method)]
-    return any(found is not None and found.needs_state for found in chosen)
+def _needs_state(updates: Any, compression: Compression) -> bool:
+    """Whether a method of the request would be wrong without its state."""
+    methods = compression.methods_of(describe_leaves(updates))
+    return any(method is not None and method.needs_state for method in methods)
 
 
-def _kinds(state) -> Any:
-    """What tells states of different methods apart."""
+def _kinds(state: Any) -> Any:
+    """Shapes and dtypes, which tell states of different methods apart."""
     return jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
-def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -> PerWorker | None:
-    """The memory of all workers, or inside a map of this one."""
+def _first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
+    """The memory of all workers, or inside a map of this one; `None` if the method has none."""
+    sizes, inside = _known_sizes(axis)
 
-    def first():
-        return init_state(params, known, method=method, topology=topology, stacked=not inside)
+    def first() -> Any:
+        known = sizes or (2,) * len(axis.names)
+        return compression.init_state(params, known, stacked=not inside)
 
-    known = sizes or (2,) * len(axis_tuple(axis_name))
     if not jax.tree.leaves(jax.eval_shape(first)):
         return None
-    _product(sizes, axis_name, f"method={method!r}")
-    memory = PerWorker(first(), axis_name, "reset")
+    _product(sizes, axis, f"method={compression.method!r}")
+    memory = PerWorker(first(), axis.name, "reset")
     return memory.after(memory.value) if inside else memory
 
 

@@ -88,7 +88,7 @@ def relative(error: np.ndarray, exact: np.ndarray) -> float:
 
 def average(leaves: Leaves, bits: float) -> Found:
     """What a budget of so many bits does."""
-    method = dq.DynamiQ(bits=bits, min_bucket_size=1, min_bucket_bytes=0)
+    method = dq.Compression(dq.DynamiQ(bits=bits), min_bucket_size=1, min_bucket_bytes=0)
     n_workers = next(iter(leaves.values())).shape[0]
     options = {"method": method, "topology": dq.Direct()}
 

@@ -62,6 +62,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 TOPOLOGIES = {"direct": dq.Direct(), "ring": dq.Ring(), "butterfly": dq.Butterfly()}
 GATHERS = ("bf16", "dynamiq")
@@ -315,7 +316,7 @@ def table(results: list[Sharing]) -> Table:
 def compression(bits: float, option: str) -> dq.DynamiQ:
     """DynamiQ at so many bits, for buckets as small as the tiny model's embedding, too."""
     try:
-        return dq.DynamiQ(bits=bits, min_bucket_size=32_768)
+        return dq.Compression(dq.DynamiQ(bits=bits), min_bucket_size=32_768)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {bits}: {error}") from error
 
@@ -351,7 +352,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    as_compression(None).check_agreement(params, run.mesh, AXIS, **reduction)
     n_params = introduce(run, model)
 
     results = [train_sharded(run, wire)]

@@ -89,6 +89,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 AXIS = "data"
 DATA_AXES = ("replica", "data", "fsdp")  # of a mesh, the outermost first; "model" is the other one
@@ -140,9 +141,9 @@ def dynamiq(
 ) -> Method:
     """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
     value_and_grad = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name=AXIS, method=method, topology=topology
+        loss_fn, mesh=mesh, axis_name=AXIS, method=as_compression(method, topology)
     )
-    dq.check_agreement(params, mesh, AXIS, method=method, topology=topology)
+    as_compression(method, topology).check_agreement(params, mesh, AXIS)
     mean = partial(dq.pmean, axis_name=AXIS, method=method, topology=topology)
     cost = dq.explain(params, mesh.size, method=method, topology=topology, verbose=False)
     return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
@@ -176,7 +177,7 @@ def on_mesh(
     method = {"dynamiq": bits, "bf16": dq.BF16(), "f32": dq.F32()}[name]
     options = {"method": method, "topology": topology if name == "dynamiq" else None}
     value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=axes, specs=specs, **options)
-    dq.check_agreement(params, mesh, axes, **options)
+    as_compression(None).check_agreement(params, mesh, axes, **options)
     if "fsdp" in mesh.axis_names:
         return Method(name, value_and_grad, None, float("nan"), float("nan"))
     sizes = tuple(mesh.shape[axis] for axis in axes)

@@ -68,6 +68,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 SYNCHRONOUS = dq.DynamiQ(bits=5)  # of gradients, in the run that is compared with
 
@@ -217,7 +218,7 @@ def train_local(run: Run, name: str, outer: Outer) -> Met:
     """Trains from ``run.init()`` by local steps."""
     outer.check(run.recipe.steps)
     params, options = run.init(), {"method": outer.method, "topology": outer.topology}
-    dq.check_agreement(params, run.mesh, AXIS, **options)
+    as_compression(None).check_agreement(params, run.mesh, AXIS, **options)
     cost = dq.explain(params, run.mesh.size, **options, verbose=False)
     programs = make_programs(run.loss_fn, make_optimizer(run.recipe), outer, run.mesh)
     result = Met(

@@ -68,6 +68,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
@@ -190,7 +191,9 @@ def make_training(run: Run) -> Training:
     def init(key: jax.Array) -> TrainState:
         params_key, key = jax.random.split(key)
         params = init_params(run.model, params_key)
-        memory = dq.init_state(params, tuple(mesh.shape.values()), **options, stacked=True)
+        memory = as_compression(None).init_state(
+            params, tuple(mesh.shape.values()), **options, stacked=True
+        )
         return TrainState(jnp.int32(0), key, params, optimizer.init(params), memory)
 
     @partial(
@@ -267,7 +270,7 @@ def train(
     state, losses = training.init(run.seed), []
     # Workers that were told different things would average garbage in silence.
     options = {"method": run.method, "topology": run.topology}
-    dq.check_agreement(state.params, run.mesh, AXES, **options, key=state.key)
+    as_compression(None).check_agreement(state.params, run.mesh, AXES, **options, key=state.key)
     if checkpoints:
         state, losses = restore(checkpoints, state)
         log(f"starting after step {len(losses)}")

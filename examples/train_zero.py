@@ -77,6 +77,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 # --- Shards: every leaf flat, in equal slices, the last one filled up with zeros ------------------
 
@@ -249,7 +250,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    as_compression(None).check_agreement(params, run.mesh, AXIS, **reduction)
     n_params = introduce(run, model)
 
     results = [train_zero(run, Wire("dynamiq", quantised, scatter))]

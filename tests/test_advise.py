@@ -17,9 +17,9 @@ from test_cli import plain
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.bench import advice, all_reduce, timing
-from dynamiq_jax.bench.advice import NATIVE, SettingRow, decide, step_times
+from dynamiq_jax.commands import cli
+from dynamiq_jax.commands.bench import advice, all_reduce, timing
+from dynamiq_jax.commands.bench.advice import NATIVE, SettingRow, decide, step_times
 from dynamiq_jax.configuration import describe_config, parse_config
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -402,7 +402,7 @@ def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkey
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
-        assert found == (dq.DynamiQ(bits=4, min_bucket_size=lifted), dq.Ring())
+        assert found == (dq.Compression(dq.DynamiQ(bits=4), min_bucket_size=lifted), dq.Ring())
     assert advice.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
 
 

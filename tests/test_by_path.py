@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, gradient
+from cases import assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N = 4
 KEY = jax.random.key(0)
-MX8, MX4 = dq.MXFP8(**SMALL), dq.MXFP4(**SMALL)
+MX8, MX4 = small(dq.MXFP8()), small(dq.MXFP4())
 DIRECT = dq.Direct(transport="collectives")
 OWN = {
     "embed": jax.ShapeDtypeStruct((500, 20), jnp.float32),
@@ -83,9 +84,9 @@ def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
     ]
     kernels = [layer["kernel"] for layer in OWN["layers"]]
     parts = [(MX8, OWN["embed"]), (MX4, kernels)]
-    bits = [dq.wire_bits(tree, N, method=m, topology=DIRECT) for m, tree in parts]
+    bits = [as_compression(m, DIRECT).explain(tree, N) for m, tree in parts]
     exact = 1.5 * 32 * (2 * 3000 + 1)
-    assert dq.wire_bits(OWN, N, method=choose, topology=DIRECT) == sum(bits) + exact
+    assert as_compression(choose, DIRECT).explain(OWN, N) == sum(bits) + exact
     size = 10_000 + 2 * 5600 + 6001
     assert found.bits_per_coord == pytest.approx((sum(bits) + exact) / (1.5 * size))
     assert found.topology == repr(DIRECT)
@@ -97,7 +98,7 @@ def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
 def test_bytes_are_those_of_the_program():
     hlo, asked = lower(dq.psum, OWN, (N,), choose, DIRECT)
     sent = sum(moved_bits(hlo, asked, N).values())
-    assert sent == N * dq.wire_bits(OWN, N, method=choose, topology=DIRECT)
+    assert sent == N * as_compression(choose, DIRECT).explain(OWN, N)
 
 
 def test_every_part_has_the_bits_of_its_method_alone():
@@ -118,16 +119,16 @@ def test_every_part_has_the_bits_of_its_method_alone():
 
 def keeps(path, leaf):
     """Two methods, of which one has a memory."""
-    return dq.MXFP8(sum="shared-scale", **SMALL) if "kernel" in path else choose(path, leaf)
+    return small(dq.MXFP8(sum="shared-scale")) if "kernel" in path else choose(path, leaf)
 
 
 def test_states_and_metrics_are_those_of_all_methods():
     tree = grads()
-    state = dq.init_state(OWN, N, method=keeps, topology=DIRECT)
+    state = as_compression(keeps, DIRECT).init_state(OWN, N)
     assert len(state) == 3
     assert len(jax.tree.leaves(state)) == 1
     before = jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *x.shape)), state)
-    stacked = dq.init_state(OWN, N, method=keeps, topology=DIRECT, stacked=True)
+    stacked = as_compression(keeps, DIRECT).init_state(OWN, N, stacked=True)
     assert_same_bits(before, stacked)
     total, after, metrics = reducer(keeps, op="mean", metrics=True)(tree, before)
     assert jax.tree.structure(after) == jax.tree.structure(before)
@@ -146,7 +147,7 @@ def test_metrics_weigh_methods_by_what_they_reduce():
 
     def by_bits(path, leaf):
         return (
-            None if path == "c" else dq.DynamiQ(bits=32, widths=(4 if path == "a" else 8,), **SMALL)
+            None if path == "c" else small(dq.DynamiQ(bits=32, widths=(4 if path == "a" else 8,)))
         )
 
     tree = {name: gradient(i, N, size) for i, (name, size) in enumerate(sizes.items())}
@@ -163,7 +164,7 @@ def test_metrics_weigh_methods_by_what_they_reduce():
 
 
 def test_a_state_of_other_methods_is_refused():
-    state = dq.init_state(OWN, N, method=choose, topology=DIRECT)
+    state = as_compression(choose, DIRECT).init_state(OWN, N)
     for given, said in ((state[:2], "of 2 method"), ({}, "of a dict method")):
         with pytest.raises(ValueError, match=f"state is {said}.* leaves of 3; pass what"):
             jax.eval_shape(reducer(choose), grads(), given)
@@ -177,7 +178,7 @@ def test_what_is_no_method_is_refused():
 
 
 def test_halves_of_an_all_reduce_exclude_by_path():
-    method = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+    method = small(dq.DynamiQ(bits=32, widths=(8,)))
     x = gradient(0, N, N * 2048)
     tree = {"w": x, "norm": x}
 
@@ -210,21 +211,23 @@ def test_value_and_grad_and_agreement_take_it():
     def by_name(path, leaf):
         return None if path == "norm" else MX8
 
-    dq.check_agreement(params, mesh, "data", method=by_name)
-    f = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=by_name, topology=DIRECT)
+    as_compression(by_name).check_agreement(params, mesh, "data")
+    f = dq.value_and_grad(
+        loss_fn, mesh=mesh, axis_name="data", method=as_compression(by_name, DIRECT)
+    )
     _, found = f(params, x)
     _, exact = jax.value_and_grad(loss_fn)(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(dq.vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
     wrong = {"method": lambda path, leaf: dq.OmniReduce(), "topology": DIRECT}
     with pytest.raises(NotImplementedError, match="leave topology=None"):
-        dq.check_agreement(params, mesh, "data", **wrong)
+        as_compression(None).check_agreement(params, mesh, "data", **wrong)
 
 
 def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     """The kernel is split over "model" alone, the table over "data", too; the norm nowhere."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    coarse = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+    coarse = small(dq.DynamiQ(bits=32, widths=(8,)))
     params = {
         "norm": jnp.ones(64),
         "table": jax.random.normal(KEY, (16, 64)),
@@ -266,7 +269,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
 
 
 def test_processes_compare_the_methods_of_all_leaves():
-    from dynamiq_jax.agreement import facts_of
+    from dynamiq_jax.collectives.agreement import facts_of
 
     options = {"topology": None, "key": None}
     facts = [

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, daily, gradient
+from cases import assert_replicas_equal, daily, gradient, small
 
 import dynamiq_jax as dq
 
 N, SIZE = 4, 4 * 2048 * 3
 METHODS = {
-    "default": dq.DynamiQ(**SMALL),
-    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **SMALL),
-    "geometric": dq.DynamiQ(levels="geometric", **SMALL),
-    "raw_bf16": dq.DynamiQ(widths=(4, 16), bits=9, **SMALL),
+    "default": small(dq.DynamiQ()),
+    "bf16_scales": small(dq.DynamiQ(group_scale="bf16", bits=6)),
+    "geometric": small(dq.DynamiQ(levels="geometric")),
+    "raw_bf16": small(dq.DynamiQ(widths=(4, 16), bits=9)),
 }
 TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 

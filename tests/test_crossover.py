@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax import crossover as taken
+from dynamiq_jax.methods.dynamiq import crossover as taken
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

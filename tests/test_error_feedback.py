@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 from cases import (
     LOOP,
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
     gradient,
     relative_error,
+    small,
     stepper,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders
+from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods import error_feedback
 
 KEY = jax.random.key(3)
@@ -32,18 +33,18 @@ SIZE = 3011
 KINDS = ("ef14", "ef21", "ef21m", "econtrol")
 RING, DIRECT, BUTTERFLY = LOOP, dq.Direct(), dq.Butterfly(balance=0.0)
 METHODS = {
-    "dynamiq": (dq.DynamiQ(bits=5, **SMALL), RING),
-    "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True, **SMALL), DIRECT),
-    "minmax": (dq.MinMax(**SMALL), DIRECT),
-    "minmax, ring": (dq.MinMax(bits=6, **SMALL), dq.Ring(streams=2, stream_size=0)),
-    "mxfp4": (dq.MXFP4(**SMALL), BUTTERFLY),
-    "mxfp8, shared": (dq.MXFP8(sum="shared-scale", **SMALL), RING),
-    "qsgd": (dq.GlobalQSGD(piece_size=128, **SMALL), dq.Direct(transport="permutes")),
+    "dynamiq": (small(dq.DynamiQ(bits=5)), RING),
+    "dynamiq, direct": (small(dq.DynamiQ(bits=4, dither=True)), DIRECT),
+    "minmax": (small(dq.MinMax()), DIRECT),
+    "minmax, ring": (small(dq.MinMax(bits=6)), dq.Ring(streams=2, stream_size=0)),
+    "mxfp4": (small(dq.MXFP4()), BUTTERFLY),
+    "mxfp8, shared": (small(dq.MXFP8(sum="shared-scale")), RING),
+    "qsgd": (small(dq.GlobalQSGD(piece_size=128)), dq.Direct(transport="permutes")),
     "qsgd, exponential": (
-        dq.GlobalQSGD(levels="exponential", piece_size=256, **SMALL), BUTTERFLY,
+        small(dq.GlobalQSGD(levels="exponential", piece_size=256)), BUTTERFLY,
     ),
-    "bf16": (dq.BF16(**SMALL), RING),
-    "thc": (dq.THC(piece_size=512, **SMALL), None),
+    "bf16": (small(dq.BF16()), RING),
+    "thc": (small(dq.THC(piece_size=512)), None),
 }  # fmt: skip
 """Methods whose sums lose nothing that their encoders do not know, each over one topology."""
 WORKERS = dict(zip(METHODS, (4, 3, 5, 7, 8, 6, 4, 2, 3, 4), strict=True))
@@ -131,7 +132,7 @@ def test_what_each_kind_is_good_for():
     x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
     step, mean = {}, {}
     for kind in (None, "ef14", "ef21", "econtrol"):
-        method = dq.MXFP4(**SMALL)
+        method = small(dq.MXFP4())
         method = method if kind is None else dq.ErrorFeedback(method, kind=kind)
         state, found = first_state(method, x[0], 8, DIRECT), []
         for own in x:
@@ -149,7 +150,7 @@ def test_what_each_kind_is_good_for():
 @pytest.mark.parametrize("eta", [None, 0.5])
 def test_econtrol_sends_a_part_of_the_residual(eta):
     """Without loss the result is the sum of g + eta e, and e becomes (1 - eta) e."""
-    x, method = gradients(3, 2), dq.ErrorFeedback(dq.F32(**SMALL), kind="econtrol", eta=eta)
+    x, method = gradients(3, 2), small(dq.ErrorFeedback(dq.F32(), kind="econtrol", eta=eta))
     (fresh,) = first_state(method, x[0], 3, DIRECT)
     found, state = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
     eta = eta or 0.1
@@ -169,7 +170,7 @@ def test_the_momentum_is_what_ef21m_sends():
         assert np.all(np.asarray(after.started))
         errors.append(relative_error(found, total_of(v[step])))
 
-    for method, most in ((dq.F32(**SMALL), 1e-11), (dq.MXFP4(**SMALL), 0.06)):
+    for method, most in ((small(dq.F32()), 1e-11), (small(dq.MXFP4()), 0.06)):
         errors: list[float] = []
         run(dq.ErrorFeedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
         assert max(errors) < most
@@ -179,7 +180,7 @@ def test_the_momentum_is_what_ef21m_sends():
 def test_momentum_waits_for_a_step_in_which_all_is_finite():
     x = gradients(3, 3).copy()
     x[0, 1, 700] = np.inf
-    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21m", eta=0.25)
+    method = small(dq.ErrorFeedback(dq.MXFP8(), kind="ef21m", eta=0.25))
     seen = []
 
     def check(step, found, before, after):
@@ -219,10 +220,10 @@ def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
 def test_it_is_the_error_feedback_that_dynamiq_has():
     """Bit for bit, and so is that of THC."""
     pairs = (
-        (dq.DynamiQ(bits=4, **SMALL), dq.DynamiQ(bits=4, error_feedback=True, **SMALL), RING),
+        (small(dq.DynamiQ(bits=4)), small(dq.DynamiQ(bits=4, error_feedback=True)), RING),
         (
-            dq.THC(piece_size=512, **SMALL),
-            dq.THC(piece_size=512, error_feedback=True, **SMALL),
+            small(dq.THC(piece_size=512)),
+            small(dq.THC(piece_size=512, error_feedback=True)),
             None,
         ),
     )
@@ -237,8 +238,8 @@ def test_it_is_the_error_feedback_that_dynamiq_has():
 def test_the_bytes_of_a_state():
     """Those that the docstring says, and of a method's own state what it needs."""
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
-        state = dq.init_state(
-            jnp.zeros(SIZE), 4, method=dq.ErrorFeedback(dq.MinMax(**SMALL), kind=kind)
+        state = as_compression(small(dq.ErrorFeedback(dq.MinMax(), kind=kind))).init_state(
+            jnp.zeros(SIZE), 4
         )
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
         assert sum(sizes) == each * SIZE + (kind == "ef21m")
@@ -258,7 +259,7 @@ INPUTS = {
 def test_laws_hold_whatever_the_inputs(case, kind):
     n = 4
     x = np.stack([INPUTS[case](n)] * 5).astype(np.float32)
-    results, state = run(dq.ErrorFeedback(dq.MXFP4(**SMALL), kind=kind), RING, x)
+    results, state = run(small(dq.ErrorFeedback(dq.MXFP4(), kind=kind)), RING, x)
     gap = results.sum(axis=0) + total_of(state.residual) - 5 * total_of(x[0])
     assert np.abs(gap).max() < 2e-5 * np.abs(x).max() * n
 
@@ -266,12 +267,12 @@ def test_laws_hold_whatever_the_inputs(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_travel_through_shard_map_and_scan(kind):
     """Three steps in one program with check_vma=True; results count as replicated, as in vmap."""
-    n, method = 4, dq.ErrorFeedback(dq.MXFP8(**SMALL), kind=kind)
+    n, method = 4, small(dq.ErrorFeedback(dq.MXFP8(), kind=kind))
     x = gradients(n, 1)[0]
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
@@ -290,7 +291,7 @@ def test_states_travel_through_shard_map_and_scan(kind):
 
 def test_half_precision_gradients_have_f32_memories():
     x = gradients(3, 3).astype(jnp.bfloat16)
-    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="econtrol")
+    method = small(dq.ErrorFeedback(dq.MXFP8(), kind="econtrol"))
     state = first_state(method, jnp.asarray(x[0]), 3, DIRECT)
     for own in x:
         found, state = stepper(method, DIRECT)(jnp.asarray(own), KEY, state)
@@ -301,7 +302,7 @@ def test_half_precision_gradients_have_f32_memories():
 
 
 def test_metrics_and_wire_bits_are_those_of_the_method():
-    n, alone = 4, dq.DynamiQ(**SMALL)
+    n, alone = 4, small(dq.DynamiQ())
     method, x = dq.ErrorFeedback(alone, kind="ef21"), gradients(4, 1)[0]
 
     def one(x, method, state):
@@ -317,13 +318,13 @@ def test_metrics_and_wire_bits_are_those_of_the_method():
     leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     for inner, topology in METHODS.values():
         method = dq.ErrorFeedback(inner)
-        bits = [dq.wire_bits(leaf, n, method=m, topology=topology) for m in (method, inner)]
+        bits = [as_compression(m, topology).explain(leaf, n) for m in (method, inner)]
         extra = 48 if isinstance(inner, dq.THC) else 0  # its memory counts steps: one f32
         assert bits[0] == bits[1] + extra
 
 
 def test_what_makes_no_sense_is_refused():
-    alone = dq.MinMax(**SMALL)
+    alone = small(dq.MinMax())
     around = dq.ErrorFeedback
     cases: list[tuple] = [
         (lambda: around(around(alone)), r"error feedback already.*dq\.ErrorFeedback\(MinMax\("),
@@ -363,13 +364,13 @@ def test_a_method_that_does_not_tell_what_it_loses_is_refused():
 
 
 F16 = {
-    "ef14": dq.ErrorFeedback(dq.MXFP8(**SMALL)),
-    "ef21": dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21"),
-    "arc": dq.ARCTopK(density=1, min_leaf_size=0),  # rows that are not sent wait
-    "clt": dq.CLTK(**SMALL),
-    "omnireduce": dq.OmniReduce(density=1, error_feedback=True, **SMALL),
-    "sidco": dq.SIDCo(density=1, **SMALL),
-    "powersgd": dq.PowerSGD(min_leaf_size=0),
+    "ef14": small(dq.ErrorFeedback(dq.MXFP8())),
+    "ef21": small(dq.ErrorFeedback(dq.MXFP8(), kind="ef21")),
+    "arc": dq.Compression(dq.ARCTopK(density=1), min_leaf_size=0),  # rows that are not sent wait
+    "clt": small(dq.CLTK()),
+    "omnireduce": small(dq.OmniReduce(density=1, error_feedback=True)),
+    "sidco": small(dq.SIDCo(density=1)),
+    "powersgd": dq.Compression(dq.PowerSGD(), min_leaf_size=0),
 }
 
 
@@ -386,7 +387,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
         found = dq.reduce(x, "data", op="sum", key=KEY, method=method, state=state)
         return found.tree, found.state
 
-    first = dq.init_state(usual[0], 4, method=method, stacked=True)
+    first = as_compression(method).init_state(usual[0], 4, stacked=True)
     overflown, state = step(large, first)
     assert not np.all(np.isfinite(overflown))
     residuals = [x for x in jax.tree.leaves(state) if x.ndim > 1 and x.shape[1] == 64 * 128]
@@ -398,7 +399,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
 
 
 def test_without_state_and_in_halves_it_is_refused():
-    method, x = dq.ErrorFeedback(dq.MinMax(**SMALL)), jnp.ones((2, 8192))
+    method, x = small(dq.ErrorFeedback(dq.MinMax())), jnp.ones((2, 8192))
 
     def mapped(call):
         return jax.eval_shape(jax.vmap(call, axis_name="data"), x)
@@ -408,7 +409,7 @@ def test_without_state_and_in_halves_it_is_refused():
     with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
         mapped(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method))
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        thc = dq.ErrorFeedback(dq.THC(**SMALL))
+        thc = small(dq.ErrorFeedback(dq.THC()))
         mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
 
 
@@ -431,9 +432,9 @@ def test_files_name_the_method_within(tmp_path):
 
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
-    method, topology = dq.ErrorFeedback(dq.MXFP4(**SMALL)), dq.Hierarchical(outer=DIRECT)
+    method, topology = small(dq.ErrorFeedback(dq.MXFP4())), dq.Hierarchical(outer=DIRECT)
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-    first = dq.init_state(own, (2, 2), method=method, topology=topology)
+    first = as_compression(method, topology).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
 
     def one(x, state):
@@ -454,8 +455,8 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
 
 def test_states_have_no_array_twice():
     """So that they can be donated."""
-    method = dq.ErrorFeedback(dq.MXFP4(sum="shared-scale", **SMALL), kind="ef21m")
-    state = dq.init_state(jnp.zeros(SIZE), 4, method=method)
+    method = small(dq.ErrorFeedback(dq.MXFP4(sum="shared-scale"), kind="ef21m"))
+    state = as_compression(method).init_state(jnp.zeros(SIZE), 4)
     leaves = jax.tree.leaves(state)
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
     assert isinstance(state[0], error_feedback.ErrorFeedbackState)
@@ -480,7 +481,7 @@ def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
 
 def test_explain_says_what_the_method_within_may_err():
     tree = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-    alone = dq.DynamiQ(bits=3, **SMALL)
+    alone = small(dq.DynamiQ(bits=3))
     options = {"topology": DIRECT, "verbose": False}
     ours, theirs = (
         dq.explain(tree, 8, method=method, **options) for method in (dq.ErrorFeedback(alone), alone)

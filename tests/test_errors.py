@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.configuration import METHODS, TOPOLOGIES
 from pallas_kernels import resolve_backend
 
@@ -326,7 +327,7 @@ def test_a_state_is_of_leaves_that_vary():
     tree = {"w": jnp.ones((600, 500))}
 
     def one(tree, x):
-        state = dq.init_state(tree, 8, method=method)
+        state = as_compression(method).init_state(tree, 8)
         return dq.reduce(tree, "data", method=method, state=state).tree
 
     with raises(ValueError, "leaf ['w']", "do not vary over axis 'data'", "to='varying'"):
@@ -354,7 +355,9 @@ def test_value_and_grad_refuses_meshes():
         dq.value_and_grad(loss, mesh=mesh, axis_name="batch")
     both = jax.make_mesh((4, 2), ("data", "model"))
     with raises(ValueError, "topology=", "dq.Ring()"):
-        dq.value_and_grad(loss, mesh=mesh, axis_name="data", topology=dq.Ring)
+        dq.value_and_grad(
+            loss, mesh=mesh, axis_name="data", method=dq.Compression(topology=dq.Ring)
+        )
     with raises(ValueError, "axis_name='rows'", "not in the mesh"):
         dq.value_and_grad(loss, mesh=mesh, axis_name=("data", "rows"))
     with raises(NotImplementedError, "axis_name=0", "name of a mapped axis"):

@@ -24,6 +24,7 @@ from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(1)
 
@@ -142,14 +143,14 @@ def test_wire_bits_are_what_the_program_moves(name):
     options = {"method": row.method, "topology": topology}
 
     def with_state(tree, axis_name, method, topology=None):
-        state = dq.init_state(tree, n, method=method)
+        state = as_compression(method).init_state(tree, n)
         options = {"op": "sum", "method": method, "topology": topology}
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 
     hlo, asked = lower(with_state if row.method.needs_state else dq.psum, TREE, (n,), **options)
     moved = moved_bits(hlo, asked, n)
-    promised = dq.wire_bits(TREE, n, **options)
+    promised = as_compression(None).explain(TREE, n, **options)
     # Integers but for 2 (n - 1) / n of two buckets.
     assert abs(promised - sum(moved.values()) / n) <= 2
     assert row.method.wire_bits(4000, 1, topology) == 0

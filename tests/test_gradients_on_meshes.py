@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL
+from cases import SMALL, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import Outcome
 
-F32 = dq.F32(**SMALL)
+F32 = small(dq.F32())
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
 
 
@@ -166,7 +167,7 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
 
 
-COMPRESSED = dq.DynamiQ(bits=8, **SMALL)
+COMPRESSED = small(dq.DynamiQ(bits=8))
 ROUTES = {
     "scattered compressed": dq.Direct(),
     "scattered natively": dq.Hierarchical(outer=dq.Direct()),
@@ -179,7 +180,9 @@ def test_gradients_of_shards_are_compressed(route):
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = jax.jit(dq.value_and_grad(model, method=COMPRESSED, topology=ROUTES[route], **options))
+    f = jax.jit(
+        dq.value_and_grad(model, method=as_compression(COMPRESSED, ROUTES[route]), **options)
+    )
     compiled = f.lower(params, *batch, key=jax.random.key(0)).compile()
     hlo = compiled.as_text()
     assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
@@ -229,10 +232,10 @@ def test_a_state_of_model_shards(kind):
     layout = LAYOUTS["tensor parallel"]
     mesh = layout.make(kind)
     params, batch = placed(layout, mesh)
-    method = dq.OmniReduce(density=0.5, error_feedback=True, block_size=8, **SMALL)
+    method = small(dq.OmniReduce(density=0.5, error_feedback=True, block_size=8))
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
     f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
-    state = dq.init_state(params, 4, stacked=True, **options)
+    state = as_compression(None).init_state(params, 4, stacked=True, **options)
     total, plain = None, expected()[1]
     for step in range(1, 9):
         _, found = f(params, *batch, state=state)
@@ -278,6 +281,6 @@ def test_groups_that_scatter_apart_do_so_with_different_noise():
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = dq.value_and_grad(model, method=Seeds(**SMALL), topology=dq.Direct(), **options)
+    f = dq.value_and_grad(model, method=as_compression(Seeds(**SMALL), dq.Direct()), **options)
     grads = f(params, *batch, key=jax.random.key(1))[1]
     assert np.all(np.asarray(grads["in"]) != 0)

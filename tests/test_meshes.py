@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh, gradient
+from cases import assert_same_bits, auto_mesh, gradient, small
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, PARTS, MODEL = 4, 2, 1
 SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}
@@ -23,8 +24,8 @@ MODELS = {
     "data explicit": (AxisType.Explicit, AxisType.Auto),
     "model explicit": (AxisType.Auto, AxisType.Explicit),
 }
-F32 = dq.F32(**SMALL)
-DYNAMIQ = dq.DynamiQ(bits=8, **SMALL)
+F32 = small(dq.F32())
+DYNAMIQ = small(dq.DynamiQ(bits=8))
 
 
 def mesh_of(kind="automatic", sizes=(N, PARTS), names=("data", "model")):
@@ -220,7 +221,7 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
-MEMORY = dq.OmniReduce(density=0.5, error_feedback=True, **SMALL)
+MEMORY = small(dq.OmniReduce(density=0.5, error_feedback=True))
 
 
 def test_buckets_of_different_axes_are_told_apart():
@@ -229,7 +230,7 @@ def test_buckets_of_different_axes_are_told_apart():
     assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
-    assert dq.wire_bits(tree, N, method=F32, mesh=mesh_of(), specs=SPECS) == 48 * coords
+    assert as_compression(F32).explain(tree, N, mesh=mesh_of(), specs=SPECS) == 48 * coords
 
 
 def abstract(shapes):
@@ -276,7 +277,7 @@ def test_states_are_those_of_every_part(kind):
 
 
 def test_a_state_of_whole_leaves_is_refused():
-    mesh, state = mesh_of(), dq.init_state(abstract(SHAPES), N, method=MEMORY, stacked=True)
+    mesh, state = mesh_of(), as_compression(MEMORY).init_state(abstract(SHAPES), N, stacked=True)
     steps = functools.partial(two_steps, specs=SPECS)
     mapped = jax.shard_map(
         steps, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), axis_names={"data"}
@@ -293,9 +294,7 @@ def test_metrics_are_those_of_all_parts():
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    bits = dq.wire_bits(
-        abstract(SHAPES), N, method=F32, topology=dq.Direct(), mesh=mesh, specs=SPECS
-    )
+    bits = as_compression(F32, dq.Direct()).explain(abstract(SHAPES), N, mesh=mesh, specs=SPECS)
     assert metrics.wire_bytes == bits / 8
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.phases import Progress, trace
+from dynamiq_jax.training.phases import Progress, trace
 
 N = 4
 TABLE = np.arange(5, dtype=np.float32)

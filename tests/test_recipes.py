@@ -272,7 +272,7 @@ def test_by_step(run, capsys):
 
 @pytest.mark.release
 def test_metrics(run, tmp_path):
-    from dynamiq_jax.curves import read_runs
+    from dynamiq_jax.commands.curves import read_runs
 
     run("metrics")
     (curves,) = read_runs([tmp_path / "runs"])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, gradient, vmapped
+from cases import assert_replicas_equal, assert_same_bits, gradient, small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.executors.sequential import tree_of
@@ -129,7 +129,7 @@ def test_a_topology_of_ones_own(n, looped):
     topology: Any = TwoArms(looped=looped)
     test_every_worker_sends_every_chunk_of_others_once_and_owners_get_all(topology, n)
     x = np.random.default_rng(n).integers(-99, 100, (n, 1000)).astype(np.float32)
-    found = vmapped(dq.F32(**SMALL), topology)(x, None)
+    found = vmapped(small(dq.F32()), topology)(x, None)
     np.testing.assert_array_equal(found, np.broadcast_to(x.sum(axis=0), x.shape))
 
 
@@ -138,7 +138,7 @@ def test_hops_of_a_ring_may_have_bits_of_their_own():
     n, x = 6, gradient(0, 6, 1536 * 256)
     own, shared = dq.Ring(stage_per_hop=True), dq.Ring(unroll_up_to=1)
     options = {"floor": None, "levels": "piecewise", "rounding": "independent"}
-    method = dq.DynamiQ(**options, **SMALL)
+    method = small(dq.DynamiQ(**options))
     words = method.layout(x.shape[1], n, own).payload_words
     assert len(words) == n
     assert words[0] < words[n - 2]
@@ -213,7 +213,7 @@ def test_schedules_that_break_their_promises_are_refused():
     }
     for complaint, topology in broken.items():
         with pytest.raises(ValueError, match=complaint):
-            vmapped(dq.F32(**SMALL), topology)(jnp.ones((5, 4096)), None)
+            vmapped(small(dq.F32()), topology)(jnp.ones((5, 4096)), None)
     for complaint, topology in {"twice": OneArm(times=2), "never": OneArm()}.items():
         with pytest.raises(ValueError, match=complaint):
             tree_of(topology, 5)
@@ -222,7 +222,7 @@ def test_schedules_that_break_their_promises_are_refused():
 def test_a_loop_gives_the_bits_of_its_rounds():
     x = gradient(2, 5, 3000)
     unrolled, looped = (dq.Ring(unroll_up_to=up_to, streams=2, stream_size=0) for up_to in (9, 1))
-    method = dq.MXFP4(rounding="stochastic", **SMALL)
+    method = small(dq.MXFP4(rounding="stochastic"))
     key = jax.random.key(0)
     assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))
 
@@ -235,4 +235,4 @@ def test_what_lacks_members_of_a_topology_is_refused_by_their_names():
             """As topologies once had it."""
 
     with pytest.raises(ValueError, match=r"is not a topology \(it lacks schedule\)"):
-        vmapped(dq.F32(**SMALL), Old())(jnp.ones((2, 9000)), None)
+        vmapped(small(dq.F32()), Old())(jnp.ones((2, 9000)), None)

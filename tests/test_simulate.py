@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, daily
+from cases import assert_same_bits, daily, small
 from jax import lax
 from test_schedules import TwoArms
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.bench import tables
+from dynamiq_jax.commands import cli
+from dynamiq_jax.commands.bench import tables
+from dynamiq_jax.commands.simulate import PUBLISHED, Case, simulate
+from dynamiq_jax.commands.simulate.gradients import (
+    Source,
+    contribution,
+    mixture_source,
+    worker_gradient,
+)
+from dynamiq_jax.commands.simulate.survey import Given, add_exactly, shared_by_all, survey
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.executors import sequential
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
-from dynamiq_jax.simulate import PUBLISHED, Case, simulate
-from dynamiq_jax.simulate.gradients import Source, contribution, mixture_source, worker_gradient
-from dynamiq_jax.simulate.survey import Given, add_exactly, shared_by_all, survey
-from dynamiq_jax.synthetic import lognormal_mixture
 
 METHOD = dq.DynamiQ(bits=5.5, widths=(4, 8))
 SUPER_GROUPS = 64
@@ -99,10 +104,10 @@ def repeated_source(n, seed):
 
 
 PLAIN = {
-    "f32": (dq.F32(**SMALL), dq.Ring(unroll_up_to=1), 5),
-    "bf16": (dq.BF16(**SMALL), dq.Butterfly(), 4),
-    "mxfp4": (dq.MXFP4(rounding="stochastic", **SMALL), dq.Direct(), 3),
-    "mxfp8, shared": (dq.MXFP8(sum="shared-scale", **SMALL), dq.Ring(), 4),
+    "f32": (small(dq.F32()), dq.Ring(unroll_up_to=1), 5),
+    "bf16": (small(dq.BF16()), dq.Butterfly(), 4),
+    "mxfp4": (small(dq.MXFP4(rounding="stochastic")), dq.Direct(), 3),
+    "mxfp8, shared": (small(dq.MXFP8(sum="shared-scale")), dq.Ring(), 4),
 }
 CASES = {f"dynamiq, {n}": (METHOD, topology, n) for n, topology in TOPOLOGIES.items()} | PLAIN
 

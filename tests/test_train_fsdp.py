@@ -33,7 +33,7 @@ BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
 GATHERED = dq.DynamiQ(bits=8, **LARGE)
 METHODS = {
-    "exact": dq.DynamiQ(min_leaf_size=2**40),
+    "exact": dq.Compression(dq.DynamiQ(), min_leaf_size=2**40),
     "compressed": dq.DynamiQ(bits=5, **LARGE),
 }
 GATHERS = {

@@ -30,7 +30,7 @@ CONFIG = replace(
     vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
 )  # fmt: skip
 LOSS = llm_model.make_loss(CONFIG)
-BITS = dq.DynamiQ(bits=4, min_leaf_size=1, min_bucket_size=4096)
+BITS = dq.Compression(dq.DynamiQ(bits=4), min_leaf_size=1, min_bucket_size=4096)
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "method": dq.F32()}
 """Outer steps to the mean of the workers' parameters."""
 

@@ -27,7 +27,7 @@ CONFIG = replace(
 )  # fmt: skip
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 MESHES = ("data=4,model=2", "replica=2,fsdp=4", "fsdp=2,model=4", "replica=2,fsdp=2,model=2")
-BITS = dq.DynamiQ(bits=8, min_leaf_size=1, min_bucket_size=4096)
+BITS = dq.Compression(dq.DynamiQ(bits=8), min_leaf_size=1, min_bucket_size=4096)
 
 
 def make_run(mesh):

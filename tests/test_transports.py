@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, gradient
+from cases import CHEAP, gradient, small
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax._compat import to_varying
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.lax import xla
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
 
@@ -60,7 +61,7 @@ def test_permutes_bring_exact_sums_to_all(topology, n):
     route = topology(transport="permutes", **STREAMS)
 
     def reduce(x):
-        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route)
+        return dq.psum(x, "data", method=small(dq.F32()), topology=route)
 
     np.testing.assert_array_equal(program(reduce, n, P())(x), x.sum(axis=0))
 
@@ -70,7 +71,7 @@ def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
     x = jax.random.randint(jax.random.key(0), (n, 3, SIZE), -99, 99).astype(jnp.float32)
 
     def reduce(x, groups=None):
-        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route, axis_index_groups=groups)
+        return dq.psum(x, "data", method=small(dq.F32()), topology=route, axis_index_groups=groups)
 
     summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
     np.testing.assert_array_equal(summed, x.sum(axis=0))
@@ -97,21 +98,24 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
 
 @pytest.mark.parametrize(
     "method",
-    [dq.DynamiQ(error_feedback=True, **SMALL), dq.MXFP4(sum="shared-scale", **SMALL)],
+    [small(dq.DynamiQ(error_feedback=True)), small(dq.MXFP4(sum="shared-scale"))],
     ids=["own to each worker", "the same on all"],
 )
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), {}
     for transport in ("collectives", "permutes"):
         options = {"method": method, "topology": dq.Direct(transport=transport, **STREAMS)}
-        state = dq.init_state(jnp.zeros(SIZE), n, stacked=True, **options)
+        state = as_compression(None).init_state(jnp.zeros(SIZE), n, stacked=True, **options)
 
         def one(x, state, options=options):
             state = jax.tree.map(lambda s: s[0], state)
             done = dq.reduce(
                 x[0], "data", state=state, metrics=True, key=jax.random.key(1), **options
             )
-            own = jax.tree.map(lambda s: to_varying(s, "data")[None], (done.tree, done.state))
+            kept = done.tree, done.state
+            own = jax.tree.map(lambda s: Axis(("data",)).to_varying(s)[None], kept)
+                lambda s: Axis(("data",)).to_varying(s)[None], (done.tree, done.state)
+            )
             return own, done.metrics
 
         specs = {"in_specs": P("data"), "out_specs": (P("data"), P())}
@@ -123,7 +127,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_payloads_travel_by_permutes_alone(topology):
     n = 4
-    method, route = dq.F32(**SMALL), topology(transport="permutes", **STREAMS)
+    method, route = small(dq.F32()), topology(transport="permutes", **STREAMS)
     streams = route.chunks_per_worker(SIZE)
     lowered = program(lambda x: dq.psum(x, "data", method=method, topology=route), n, P()).lower(
         jnp.zeros((n, SIZE))
@@ -137,7 +141,7 @@ def test_payloads_travel_by_permutes_alone(topology):
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
     n, x = 4, jax.random.randint(jax.random.key(0), (4, 4 * SIZE), -99, 99).astype(jnp.float32)
     route = dq.Direct(transport="permutes")
-    method = dq.DynamiQ(widths=(16,), bits=18, **SMALL)
+    method = small(dq.DynamiQ(widths=(16,), bits=18))
 
     def scatter(x):
         return dq.psum_scatter(x, "data", tiled=True, method=method, topology=route)

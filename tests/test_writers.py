@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, gradient
+from cases import gradient, small
 from tensorboardX.proto.event_pb2 import Event
 from test_cli import keep_xla_flags, plain  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli, curves
+from dynamiq_jax.commands import cli, curves
 
 PNG = b"\x89PNG"
 METRICS = dq.Metrics(
@@ -124,14 +124,14 @@ def test_metrics_of_a_reduction_can_be_written(tmp_path):
     x = gradient(0, 4, 5000)
 
     def one(x):
-        method = dq.MXFP8(**SMALL)
+        method = small(dq.MXFP8())
         return dq.reduce(x, "data", method=method, topology=dq.Direct(), metrics=True).metrics
 
     metrics = jax.tree.map(lambda m: m[0], jax.jit(jax.vmap(one, axis_name="data"))(x))
     with dq.CSVWriter(tmp_path / "metrics.csv") as log:
         log.write(0, metrics)
     (row,) = read(tmp_path / "metrics.csv")
-    sent = dq.explain(x[0], 4, method=dq.MXFP8(**SMALL), topology=dq.Direct(), verbose=False)
+    sent = dq.explain(x[0], 4, method=small(dq.MXFP8()), topology=dq.Direct(), verbose=False)
     assert float(row["wire_bytes"]) == pytest.approx(sent.wire_bytes)
 
 

@@ -26,21 +26,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.base import (
     LARGEST,
     ROUNDING,
+    Call,
     MatrixMethod,
     Outcome,
     State,
     Wire,
-    check_not_negative,
     clipped,
     native_sum,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 
@@ -69,7 +68,6 @@ class ARCTopK(MatrixMethod):
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
         four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
         reduce gradients that are divided by it.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
     """
 
@@ -77,7 +75,6 @@ class ARCTopK(MatrixMethod):
     rank: int = 4
     wire: Wire = "bf16"
     error_feedback: bool = True
-    min_leaf_size: int = 4096
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -87,7 +84,6 @@ class ARCTopK(MatrixMethod):
             raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.2")
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-        check_not_negative(min_leaf_size=self.min_leaf_size)
 
     @property
     def min_side(self) -> int:
@@ -111,19 +107,9 @@ class ARCTopK(MatrixMethod):
         bits += (32 if self.wire == "f32" else 16) * self._count(size) * columns
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
         shape = self.shape_of(x.shape[0])
         with jax.named_scope("arc_top_k_all_reduce"):
             y = x.astype(jnp.float32)
@@ -132,17 +118,17 @@ class ARCTopK(MatrixMethod):
             matrix = y.reshape(shape)
             sketch = jnp.matmul(
                 matrix / self.headroom(x.shape[0], n_workers),
-                _directions((shape[1], self.rank), seed, state),
+                _directions((shape[1], self.rank), call.seed, state),
                 precision=lax.Precision.HIGHEST,
             )
-            sketch = psum(sketch.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
+            sketch = axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
             # What a sum has no room for waits in memory, if there is one.
             room = LARGEST / n_workers if self.error_feedback else LARGEST
-            sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis_name)
+            sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis)
             result = jnp.zeros(shape, x.dtype)
-            total = (clipped(total) / divisor).astype(x.dtype)
+            total = (clipped(total) / call.divisor).astype(x.dtype)
             result = result.at[chosen].set(total, unique_indices=True)
             fits = jnp.all(jnp.isfinite(result), axis=1)  # f16 ends early
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)

@@ -9,18 +9,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.thc import scale_of
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.base import (
     LARGEST,
-    BucketedMethod,
     NativeSumMethod,
     clipped,
     with_memory,
 )
 
 
-class BlockMethod(NativeSumMethod, BucketedMethod):
+class BlockMethod(NativeSumMethod):
     """Members of methods with these fields."""
 
     __slots__ = ()
@@ -35,7 +34,6 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
             raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.5")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
-        self.check_limits()
 
     def n_blocks(self, size: int) -> int:
         """Blocks of ``size`` coordinates."""
@@ -54,7 +52,7 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
         self,
         x: Float[Array, " d"],
         residual: Float[Array, " d"] | None,
-        axis_name: AxisNames,
+        axis: Axis,
         n_workers: int,
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"], Float[Array, " N"]]:
         """What this worker has to send, its blocks' scales, and the energies of all workers.
@@ -66,7 +64,7 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
         scale = scale_of(blocks)
         largest = 2.0**126 / n_workers
         energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
-        return blocks, scale, psum(energy.astype(jnp.bfloat16), axis_name)
+        return blocks, scale, axis.psum(energy.astype(jnp.bfloat16))
 
     def sum_of(
         self,
@@ -75,7 +73,7 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
         finite: Bool[Array, " N"],
         x: Float[Array, " d"],
         residual: Float[Array, " d"] | None,
-        axis_name: AxisNames,
+        axis: Axis,
         n_workers: int,
         divisor: int,
     ) -> tuple[Float[Array, " d"], Float[Array, " d"] | None]:
@@ -90,7 +88,7 @@ class BlockMethod(NativeSumMethod, BucketedMethod):
         sent = jnp.clip(blocks[chosen], -room, room)
         # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
         sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)
-        total = psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
+        total = axis.psum(sent.astype(jnp.bfloat16)).astype(jnp.float32)
         total = (clipped(total) / divisor).astype(x.dtype)
         result = jnp.zeros(blocks.shape, x.dtype).at[chosen].set(total, unique_indices=True)
         result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer
 
-from dynamiq_jax._compat import AxisNames, axis_index, psum
 from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.base import (
     LARGEST,
     ROUNDING,
-    BucketedMethod,
+    Call,
     NativeSumMethod,
     Outcome,
     State,
@@ -32,7 +32,6 @@ from dynamiq_jax.methods.base import (
     native_sum,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
@@ -49,7 +48,7 @@ class CLTKState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(NativeSumMethod, BucketedMethod):
+class CLTK(NativeSumMethod):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
     Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
@@ -66,18 +65,12 @@ class CLTK(NativeSumMethod, BucketedMethod):
       memory_rate: beta of the paper, above 0 up to 1: how far memory moves to what is left. Below 1
         it forgets some of what is left, and remembers some of what was sent: a low-pass filter, for
         large learning rates.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     density: float = 1 / 64
     chunk_size: int = 256
     error_feedback: bool = True
     memory_rate: float = 1.0
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -88,7 +81,6 @@ class CLTK(NativeSumMethod, BucketedMethod):
                 raise ValueError(f"{name}={value} must be above 0 and at most 1; pass 1 for all")
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
-        self.check_limits()
 
     @property
     def needs_state(self) -> bool:
@@ -105,33 +97,23 @@ class CLTK(NativeSumMethod, BucketedMethod):
         bits = (8 + 16) * -(-size // self.chunk_size) * self._count
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
         size = x.shape[0]
         with jax.named_scope("clt_k_all_reduce"):
             y = with_memory(x, state.residual) if self.error_feedback else x.astype(jnp.float32)
             chunks = self._cut(y)
-            leads = axis_index(axis_name) == (state.step % n_workers if state else 0)
-            places = self._places(chunks, leads, axis_name)
+            leads = axis.index == (state.step % n_workers if state else 0)
+            places = self._places(chunks, leads, axis)
             # What a sum has no room for waits in memory, if there is one.
             room = LARGEST / n_workers if self.error_feedback else LARGEST
             values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
-            sent, total = native_sum(values, "bf16", axis_name)
+            sent, total = native_sum(values, "bf16", axis)
             finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
-            total = (clipped(total) / divisor).astype(x.dtype)
+            total = (clipped(total) / call.divisor).astype(x.dtype)
             fits = jnp.all(jnp.isfinite(total), axis=1)[:, None]  # f16 ends early
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
@@ -155,11 +137,11 @@ class CLTK(NativeSumMethod, BucketedMethod):
         return jnp.pad(x, (0, -x.shape[0] % self.chunk_size)).reshape(-1, self.chunk_size)
 
     def _places(
-        self, chunks: Float[Array, "N c"], leads: Array, axis_name
+        self, chunks: Float[Array, "N c"], leads: Array, axis: Axis
     ) -> Integer[Array, "N k"]:
         """Where the leader's largest values are, known to all."""
         own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
-        return psum(jnp.where(leads, own, 0), axis_name).astype(jnp.int32)
+        return axis.psum(jnp.where(leads, own, 0)).astype(jnp.int32)
 
 
 def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:

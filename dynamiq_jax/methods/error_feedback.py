@@ -20,6 +20,7 @@ further hops would be in nobody's memory, and the sum of the h_i, which every wo
 itself, would drift away from the h_i for ever.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -28,10 +29,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from dynamiq_jax._compat import AxisNames, assume_invarying
-from dynamiq_jax.buckets import ScaleAxis
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
+    Call,
+    Collective,
     Limits,
     MatrixMethod,
     Method,
@@ -40,8 +41,8 @@ from dynamiq_jax.methods.base import (
     clipped,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import ScaleAxis
 
 Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
 
@@ -68,7 +69,7 @@ class ErrorFeedbackState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorFeedback:
+class ErrorFeedback(Method):
     """Any method with a memory of what its compression lost.
 
     ::
@@ -129,7 +130,7 @@ class ErrorFeedback:
         self._check_method(self.method)
 
     def _check_method(self, method: Any) -> None:
-        if isinstance(method, type) or not hasattr(method, "wire_bits"):
+        if not isinstance(method, Method):
             raise ValueError(
                 f"method={method!r} is not a method; pass for example "
                 "dq.ErrorFeedback(dq.DynamiQ(bits=4)), and to choose by path a function that "
@@ -152,7 +153,7 @@ class ErrorFeedback:
             )
         if getattr(method, "memory_rate", 1) != 1:
             raise ValueError(
-                f"method={method!r} has memory_rate={method.memory_rate}, and would tell that much "
+                f"method={method!r} has a memory_rate, and would tell that much "
                 "of what it lost; pass memory_rate=1 to it"
             )
         if _remembers(method):
@@ -179,7 +180,19 @@ class ErrorFeedback:
     @property
     def scale_axis(self) -> ScaleAxis:
         """As the method has it."""
-        return getattr(self.method, "scale_axis", None)
+        return self.method.scale_axis
+
+    def relative_error(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> float | None:
+        """As the method has it."""
+        return self.method.relative_error(n_workers, topology, collective)
+
+    def advice(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> str | None:
+        """As the method has it."""
+        return self.method.advice(n_workers, topology, collective)
 
     @property
     def _eta(self) -> float:
@@ -196,9 +209,9 @@ class ErrorFeedback:
         method: Any = self.method
         return method if self._tells else replace(method, error_feedback=True)
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """As the method has them."""
-        return self.method.limits(n_workers, fast_links=fast_links)
+        return self.method.limits(given, n_workers, fast_links=fast_links)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """As the method checks."""
@@ -228,31 +241,20 @@ class ErrorFeedback:
             inner=inner if self._tells else inner._replace(residual=None),
         )
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
-        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
+        state, divisor = call.state, call.divisor
         with jax.named_scope("error_feedback"):
             own, momentum = x, state.momentum
             if momentum is not None:
                 eta = jnp.where(state.started, jnp.float32(self._eta), 1.0)
                 own = with_memory(x * eta, (1 - eta) * momentum)
             y = self._to_send(own, state)
-            delivered, lost, inner = self._reduce(y, axis_name, state.inner, **options)
+            delivered, lost, inner = self._reduce(y, call._replace(state=state.inner, divisor=1))
             value = delivered.value
             good = jnp.isfinite(value)
             if state.total is not None:  # the same on all workers, as what was added to it
-                total = assume_invarying(state.total, axis_name)
+                total = call.axis.assume_invarying(state.total)
                 value = jnp.where(good, clipped(total + value), value)
             result = (value / divisor if divisor != 1 else value).astype(x.dtype)
             good &= jnp.isfinite(result)  # f16 ends early
@@ -287,16 +289,16 @@ class ErrorFeedback:
         return with_memory(x, -state.sent)
 
     def _reduce(
-        self, y: Float[Array, " d"], axis_name: AxisNames, inner: State, **options: Any
+        self, y: Float[Array, " d"], call: Call
     ) -> tuple[Outcome, Float[Array, " d"], State]:
         """The sum of ``y``, what this worker's encodings lost, and the method's next state."""
         method = self._inner
         if self._tells:
-            outcome, lost = method.all_reduce_and_lost(y, axis_name, state=inner, **options)
+            outcome, lost = method.all_reduce_and_lost(y, call)
             return outcome, lost, outcome.state
         # Of a memory that was empty, what is in it afterwards.
-        empty = inner._replace(residual=jnp.zeros(y.shape, jnp.float32))
-        outcome = method.all_reduce(y, axis_name, state=empty, **options)
+        empty = call.state._replace(residual=jnp.zeros(y.shape, jnp.float32))
+        outcome = method.all_reduce(y, call._replace(state=empty))
         return outcome, outcome.state.residual, outcome.state._replace(residual=None)
 
 

@@ -16,7 +16,12 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.codecs.plain import (
+from dynamiq_jax.executors import ChunkCodec
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import clipped
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.plain import (
     ChunkLayout,
     PlainCodec,
     chunk_codec,
@@ -25,11 +30,6 @@ from dynamiq_jax.codecs.plain import (
     sent_bits,
     uniform,
 )
-from dynamiq_jax.executors import ChunkCodec
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import BucketedMethod, clipped
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -53,7 +53,7 @@ class QSGDShared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalQSGD(BucketedMethod, HopMethod):
+class GlobalQSGD(HopMethod):
     """All-reduce of codes with a scale that all workers share: b bits per coordinate.
 
     Unbiased. A NaN or infinity on any worker makes its whole piece NaN on all; sums of what is
@@ -65,17 +65,11 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         "exponential" (relative errors, which grow with every hop: `Direct` has two, a ring n).
       piece_size: coordinates that share the scale, a multiple of 32. The paper has one scale for
         all; pieces keep leaves of different magnitude apart, for 32 / ``piece_size`` bits.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     bits: int = 8
     levels: Levels = "linear"
     piece_size: int = 4096
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     agreement: ClassVar = "max"
 
@@ -87,7 +81,6 @@ class GlobalQSGD(BucketedMethod, HopMethod):
         size = self.piece_size
         if size < UNIT or size % UNIT:
             raise ValueError(f"piece_size={size} must be a positive multiple of {UNIT}, as 4096")
-        self.check_limits()
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than codes have room for.

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, pmax, psum
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
-from dynamiq_jax.fingerprint import assert_same_on_workers
-from dynamiq_jax.methods.base import MethodDefaults, Outcome, State
-from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.lax.fingerprint import assert_same_on_workers
+from dynamiq_jax.lax.seeds import Seed
+from dynamiq_jax.methods.base import Call, Method, Outcome, State
+from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -41,7 +40,7 @@ class Bound(NamedTuple):
         return n_slots(self.topology.stages(self.n_workers))
 
 
-class HopMethod(MethodDefaults):
+class HopMethod(Method):
     """Members of methods that run over topologies."""
 
     __slots__ = ()
@@ -106,84 +105,54 @@ class HopMethod(MethodDefaults):
         """What is known of the payloads, for `Metrics`."""
         return PayloadFacts()
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
-        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
-        options |= {"divisor": divisor, "state": state}
-        return self._all_reduce(x, axis_name, **options)[0]
+        return self._all_reduce(x, call)[0]
 
     def all_reduce_and_lost(
-        self, x: Float[Array, " d"], axis_name: AxisNames, **options: Any
+        self, x: Float[Array, " d"], call: Call
     ) -> tuple[Outcome, Float[Array, " d"]]:
-        """The same, and what this worker's encodings lost, f32[d]: for `ErrorFeedback`.
+        """`all_reduce`, and what this worker's encodings lost, f32[d]: for `ErrorFeedback`.
 
-        Added up over workers, all that is lost is what the sum lacks.
+        The losses of all workers add up to what the sum lacks.
         """
-        outcome, lost = self._all_reduce(x, axis_name, keep_error=True, **options)
+        outcome, lost = self._all_reduce(x, call, keep_error=True)
         assert lost is not None
         return outcome, lost
 
     def _all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-        keep_error: bool = False,
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = False
     ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        assert topology is not None
-        bound = self.bind(x.shape[0], n_workers, topology)
+        assert call.topology is not None
+        bound = self.bind(x.shape[0], call.n_workers, call.topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
-            y = self.source(x, state)
-            shared = self.agreed(y, axis_name, seed, bound, state)
-            keeping = {"keep_error": True} if keep_error else {}
-            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor, **keeping)
+            y = self.source(x, call.state)
+            shared = self.agreed(y, call, bound)
+            options = {"keep_error": True} if keep_error else {}
+            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=call.divisor, **options)
             streams = bound.layout.chunks_per_worker
-            result, carry = all_reduce(topology, codec, axis_name, n_workers, streams)
+            result, carry = all_reduce(call.topology, codec, call.axis, streams)
             lost = None
             if keep_error:
                 carry, lost = self.kept(carry)
                 lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
-                assert_same_on_workers(result, axis_name, "the result")
+                assert_same_on_workers(result, call.axis, "the result")
             value = result.reshape(-1)[: x.shape[0]]
-            outcome = Outcome(value, self.after(shared, carry, bound, state))
-            if metrics:
-                facts = self.facts(shared, carry, value, bound, divisor)
+            outcome = Outcome(value, self.after(shared, carry, bound, call.state))
+            if call.metrics:
+                facts = self.facts(shared, carry, value, bound, call.divisor)
                 outcome = outcome._replace(facts=facts)
             return outcome, lost
 
-    def agreed(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        seed: Seed,
-        bound: Bound,
-        state: State = (),
-    ) -> Shared:
+    def agreed(self, x: Float[Array, " d"], call: Call, bound: Bound) -> Shared:
         """What all workers know once they have talked."""
-        message = self.measure(x, bound, state)
+        message = self.measure(x, bound, call.state)
         if message is not None:
-            message = (psum if self.agreement == "sum" else pmax)(message, axis_name)
-        shared = self.share(message, seed, bound)
+            message = getattr(call.axis, f"p{self.agreement}")(message)
+        shared = self.share(message, call.seed, bound)
         if self.debug_checks:
-            assert_same_on_workers(shared, axis_name, "the plan")
+            assert_same_on_workers(shared, call.axis, "the plan")
         return shared
 
     def merge(self, a: Message, b: Message) -> Message:

@@ -13,6 +13,7 @@ have, and nothing waits in the memories of those who send. Models drift apart by
 together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,10 +22,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, axis_index
-from dynamiq_jax.codecs.plain import ChunkLayout
-from dynamiq_jax.methods.base import Limits, MethodDefaults, Outcome, State, clipped
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.methods.base import Call, Limits, Method, Outcome, clipped
+from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Direct, Topology
 
 ROUTE = Direct(streams=1)
@@ -32,7 +31,7 @@ ROUTE = Direct(streams=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalError(MethodDefaults):
+class LocalError(Method):
     """A method whose result on every worker has what that worker's own encoding lost.
 
     Not for `dynamiq_jax.psum`: results differ between workers. The state is f32[d / n], what the
@@ -72,9 +71,9 @@ class LocalError(MethodDefaults):
             )
         self.method.check(n_workers, ROUTE)
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """As the method has them."""
-        return self.method.limits(n_workers, fast_links=fast_links)
+        return self.method.limits(given, n_workers, fast_links=fast_links)
 
     def native_dtype(self, dtype) -> jnp.dtype:
         """As the method has it."""
@@ -88,21 +87,11 @@ class LocalError(MethodDefaults):
         """Nothing lost yet."""
         return jnp.zeros(self._layout(size, n_workers).chunk_size, jnp.float32)
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`; but the value is every worker's own."""
+        n_workers, state = call.n_workers, call.state
         size, spare = x.shape[0], self._layout(x.shape[0], n_workers).padded_size - x.shape[0]
-        mine = jnp.arange(n_workers)[:, None] == axis_index(axis_name)
+        mine = jnp.arange(n_workers)[:, None] == call.axis.index
 
         def chunks(flat: Array) -> Array:
             return jnp.pad(flat, (0, spare)).reshape(n_workers, -1)
@@ -112,13 +101,13 @@ class LocalError(MethodDefaults):
 
         with jax.named_scope("local_error_all_reduce"):
             y = x.astype(jnp.float32) + flat(jnp.where(mine, state, 0))
-            options = {"n_workers": n_workers, "topology": ROUTE, "seed": seed}
-            outcome, lost = self.method.all_reduce_and_lost(y, axis_name, **options)
+            inner = Call(call.axis, ROUTE, call.seed)
+            outcome, lost = self.method.all_reduce_and_lost(y, inner)
             good = chunks(jnp.isfinite(outcome.value))
             lost = chunks(clipped(lost))
             own = jnp.where(good & mine, lost, jnp.where(mine, state, 0))
             local = flat(jnp.where(mine, 0, lost)) * n_workers
-            value = (outcome.value + local) / divisor
+            value = (outcome.value + local) / call.divisor
             return Outcome(value.astype(x.dtype), jnp.sum(own, axis=0), outcome.facts)
 
     def _layout(self, size: int, n_workers: int) -> ChunkLayout:

@@ -30,15 +30,14 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
-from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.codecs.plain import ChunkLayout, chunk_layout, chunk_noise, sent_bits, uniform
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.fingerprint import assert_same_on_workers
-from dynamiq_jax.methods.base import LARGEST, BucketedMethod, Outcome, State, clipped, with_memory
+from dynamiq_jax.lax.fingerprint import assert_same_on_workers
+from dynamiq_jax.lax.seeds import Seed, fold_seed, seed_of
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.seeds import Seed, fold_seed, seed_of
+from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, chunk_noise, sent_bits, uniform
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
 
@@ -72,7 +71,7 @@ class MarsitShared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Marsit(BucketedMethod, HopMethod):
+class Marsit(HopMethod):
     """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
 
     A single result is noisy: each coordinate is the sign of one worker. It is unbiased for the mean
@@ -92,17 +91,11 @@ class Marsit(BucketedMethod, HopMethod):
       period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.
       scale: the length of a step, in mean magnitudes of the workers' gradients, above 0.
       block_size: coordinates that share it, a multiple of 32; 64 / ``block_size`` bits of wire.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     period: int | None = 100
     scale: float = 1.0
     block_size: int = 1024
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -118,7 +111,6 @@ class Marsit(BucketedMethod, HopMethod):
         size = self.block_size
         if size < UNIT or size % UNIT:
             raise ValueError(f"block_size={size} must be a positive multiple of {UNIT}, as 1024")
-        self.check_limits()
 
     @property
     def needs_state(self) -> bool:
@@ -199,37 +191,27 @@ class Marsit(BucketedMethod, HopMethod):
         one_bit = sent_bits(payload, layout, topology.stages(n_workers))
         return agreed, one_bit, passes * FULL_BITS * size // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
-        assert topology is not None
-        assert isinstance(state, MarsitState)
+        assert call.topology is not None
+        assert isinstance(call.state, MarsitState)
+        axis, n_workers, state, topology = call.axis, call.n_workers, call.state, call.topology
         bound, size = self.bind(x.shape[0], n_workers, topology), x.shape[0]
         with jax.named_scope("marsit_all_reduce"):
             y = with_memory(x, state.residual)
             # A state varies, for all that JAX knows: the round is one that all have added up.
-            shared = self.agreed(x, axis_name, seed, bound, state)
+            shared = self.agreed(x, call, bound)
 
             def signs() -> tuple[Array, Array]:
                 codec = self.codec(y, shared, bound, dtype=jnp.float32, divisor=n_workers)
                 streams = bound.layout.chunks_per_worker
-                result, _ = all_reduce(topology, codec, axis_name, n_workers, streams)
+                result, _ = all_reduce(topology, codec, axis, streams)
                 mean = result.reshape(-1)[:size]
                 return mean, y - mean
 
             def full() -> tuple[Array, Array]:
                 sent = jnp.clip(y, -LARGEST / n_workers, LARGEST / n_workers)
-                return psum(sent, axis_name) / n_workers, y - sent
+                return axis.psum(sent) / n_workers, y - sent
 
             if self.period is None:
                 mean, left = signs()
@@ -239,10 +221,12 @@ class Marsit(BucketedMethod, HopMethod):
             known = jnp.repeat(jnp.isfinite(shared.scale), self.block_size)[:size]
             mean = jnp.where(known, mean, jnp.nan)
             if self.debug_checks:
-                assert_same_on_workers(mean, axis_name, "the result")
+                assert_same_on_workers(mean, axis, "the result")
             residual = jnp.where(known, clipped(left), state.residual)
             after = MarsitState(residual, (state.step + 1) % (self.period or LONGEST_PERIOD))
-            value = clipped(mean * (n_workers / divisor)) if divisor != n_workers else mean
+            value = mean
+            if call.divisor != n_workers:
+                value = clipped(mean * (n_workers / call.divisor))
             return Outcome(value.astype(x.dtype), after)
 
 

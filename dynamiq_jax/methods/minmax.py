@@ -14,10 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt
 
-from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
 from dynamiq_jax.codecs import minmax
 from dynamiq_jax.codecs.minmax import Rounding
-from dynamiq_jax.codecs.plain import (
+from dynamiq_jax.executors import ChunkCodec, reduce_scatter
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import Call, ShardedMethod
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.plain import (
     ChunkLayout,
     PlainCodec,
     chunk_codec,
@@ -25,16 +29,11 @@ from dynamiq_jax.codecs.plain import (
     chunk_noise,
     sent_bits,
 )
-from dynamiq_jax.executors import ChunkCodec, reduce_scatter
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import BucketedMethod
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MinMax(BucketedMethod, HopMethod):
+class MinMax(HopMethod, ShardedMethod):
     """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
 
     Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
@@ -48,17 +47,11 @@ class MinMax(BucketedMethod, HopMethod):
         "shift" (unbiased, at the squared error of "nearest"; the error of a bucket is the same
         function of one random number in all coordinates). Pass a new key in every step for the
         last two: without one, the noise is always the same.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     bits: int = 4
     bucket_size: int = 128
     rounding: Rounding = "stochastic"
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field."""
@@ -69,7 +62,6 @@ class MinMax(BucketedMethod, HopMethod):
             raise ValueError(
                 f"bucket_size={self.bucket_size} must be a positive multiple of 4, such as 128"
             )
-        self.check_limits()
 
     @classmethod
     def flash_communication(cls, bits: int = 4, **options) -> "MinMax":
@@ -127,48 +119,35 @@ class MinMax(BucketedMethod, HopMethod):
             return self._payload_bits(layout) * (n_workers - 1)
         return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers)[:-1])
 
-    def reduce_scatter(
-        self,
-        x: Float[Array, "n s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology,
-        seed: Seed,
-    ) -> Float[Array, " s"]:
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
-        size = x.shape[1]
-        layout = self._slices(size, n_workers, topology)
+        assert call.topology is not None
+        size, n = x.shape[1], call.n_workers
+        layout = self._slices(size, n, call.topology)
         with jax.named_scope("minmax_reduce_scatter"):
             spare = layout.chunks_per_worker * layout.chunk_size - size
             rows = jnp.pad(x, ((0, 0), (0, spare))) if spare else x
-            bound = Bound(layout, topology, n_workers)
-            codec = self.codec(rows.reshape(-1), seed_of(seed), bound, dtype=x.dtype)
+            bound = Bound(layout, call.topology, n)
+            codec = self.codec(rows.reshape(-1), seed_of(call.seed), bound, dtype=x.dtype)
             streams = layout.chunks_per_worker
-            result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
+            result, _ = reduce_scatter(call.topology, codec, call.axis, streams)
             return result.reshape(-1)[:size]
 
     def all_gather(
-        self,
-        x: Float[Array, " s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        seed: Seed,
-        invarying: bool = False,
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """All workers' ``x``, each encoded once by itself; the same bits on all workers.
 
         With ``invarying`` JAX counts the result as replicated.
         """
-        size = x.shape[0]
-        layout = self._slices(size, n_workers, None)
-        gather = all_gather_invarying if invarying else all_gather
+        size, n, axis = x.shape[0], call.n_workers, call.axis
+        layout = self._slices(size, n, None)
         with jax.named_scope("minmax_all_gather"):
-            plain = self._plain(layout, seed_of(seed), 1)
+            plain = self._plain(layout, seed_of(call.seed), 1)
             own = jnp.pad(x.astype(jnp.float32), (0, layout.chunk_size - size))
-            payloads = gather(plain.encode(own, axis_index(axis_name), 0), axis_name)
-            values = jax.vmap(plain.decode)(payloads, jnp.arange(n_workers, dtype=jnp.int32))
+            payload = plain.encode(own, axis.index, 0)
+            payloads = axis.all_gather(payload, to="invarying" if invarying else "varying")
+            values = jax.vmap(plain.decode)(payloads, jnp.arange(n, dtype=jnp.int32))
             return values[:, :size].astype(x.dtype)
 
     def _slices(self, size: int, n_workers: int, topology: Topology | None) -> ChunkLayout:

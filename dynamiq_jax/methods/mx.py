@@ -16,7 +16,12 @@ from jax import Array
 from jaxtyping import Float, UInt, UInt8
 
 from dynamiq_jax.codecs import mx
-from dynamiq_jax.codecs.plain import (
+from dynamiq_jax.executors import Carry, ChunkCodec
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.metrics import PayloadFacts
+from dynamiq_jax.methods.plain import (
     ChunkLayout,
     PlainCodec,
     chunk_codec,
@@ -24,12 +29,6 @@ from dynamiq_jax.codecs.plain import (
     chunk_noise,
     wire_bits,
 )
-from dynamiq_jax.executors import Carry, ChunkCodec
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import BucketedMethod
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 UNIT = 4 * mx.BLOCK
@@ -58,15 +57,12 @@ class MXShared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _MX(BucketedMethod, HopMethod):
+class _MX(HopMethod):
     element: str
     sum: Sum = "recompress"
     rounding: ElementRounding = "nearest"
     max_saturated: float = 1e-5
     growth: float = 2 ** (1 / 1000)
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     agreement: ClassVar = "max"
 
@@ -77,7 +73,6 @@ class _MX(BucketedMethod, HopMethod):
             raise ValueError(f"max_saturated={self.max_saturated} is no fraction; pass 1e-5")
         if not 1 <= self.growth <= 2:
             raise ValueError(f"growth={self.growth} must lie between 1 and 2; pass 2 ** (1 / 1000)")
-        self.check_limits()
 
     def init(self, size: int, n_workers: int) -> ScaleState | tuple[()]:
         """The safe multiplier for shared scales; nothing else has a state."""
@@ -247,9 +242,6 @@ class MXFP8(_MX):
       max_saturated: with shared scales, the fraction of sums at the largest magnitude above which
         the multiplier is halved for the next step.
       growth: with shared scales, the factor by which it grows otherwise.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     element: Literal["e4m3", "e5m2"] = "e4m3"

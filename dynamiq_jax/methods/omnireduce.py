@@ -23,11 +23,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Integer
 
-from dynamiq_jax._compat import AxisNames, psum
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State
 from dynamiq_jax.methods.blocks import BlockMethod
-from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 Select = Literal["energy", "union"]
@@ -63,18 +61,12 @@ class OmniReduce(BlockMethod):
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
         Blocks that come out NaN leave this memory as it was, so that it is always finite. It has
         the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     density: float = 0.5
     block_size: int = 256
     select: Select = "energy"
     error_feedback: bool = False
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -110,34 +102,24 @@ class OmniReduce(BlockMethod):
         bits = (16 + count_bits) * blocks + 16 * sent * self.block_size
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
         count, residual, fraction = self._shape(x.shape[0])[1], None, None
         with jax.named_scope("omnireduce_all_reduce"):
             if self.error_feedback:
                 residual = state.residual
-            blocks, scale, energy = self.measured(x, residual, axis_name, n_workers)
+            blocks, scale, energy = self.measured(x, residual, axis, n_workers)
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             if self.select == "union":
-                counts = psum(_marks(scale, state.fraction, n_workers), axis_name)
+                counts = axis.psum(_marks(scale, state.fraction, n_workers))
                 union = finite & (counts > 0)
                 chosen = jnp.lexsort((-priority, ~union))[:count]
                 fraction = self._adapt(state.fraction, union)
             else:
                 chosen = lax.top_k(priority, count)[1]
-            options = {"axis_name": axis_name, "n_workers": n_workers, "divisor": divisor}
+            options = {"axis": axis, "n_workers": n_workers, "divisor": call.divisor}
             result, residual = self.sum_of(blocks, chosen, finite, x, residual, **options)
             if not self.needs_state:
                 return Outcome(result, state)

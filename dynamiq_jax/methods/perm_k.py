@@ -18,35 +18,24 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, UInt
 
-from dynamiq_jax._compat import AxisNames, all_gather_invarying, axis_index, psum
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import BucketedMethod, Outcome, State, clipped
-from dynamiq_jax.seeds import Seed, seed_of
+from dynamiq_jax.lax.seeds import seed_of
+from dynamiq_jax.methods.base import Call, Method, Outcome, clipped
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PermK(BucketedMethod):
+class PermK(Method):
     """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
 
     Unbiased, but for rounding to bf16. A NaN or infinity on any worker makes all coordinates NaN
     that its n neighbours are drawn for together, on all workers; what is finite ends at the largest
     bf16 number. Serves ``topology=None`` only.
-
-    Attributes:
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
-
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
         check_fields(self)
-        self.check_limits()
 
     @property
     def native_by_default(self) -> bool:
@@ -64,36 +53,26 @@ class PermK(BucketedMethod):
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""
         return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 64 // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, seed = call.axis, call.n_workers, call.seed
         with jax.named_scope("perm_k_all_reduce"):
             wide = x.astype(jnp.float32)
             if seed.ndim == 0:
                 known = jnp.stack([jnp.sum(wide), jnp.sum(jnp.square(wide))])
-                seed = seed_of(seed, psum(known, axis_name))
+                seed = seed_of(seed, axis.psum(known))
             sets = jnp.pad(wide, (0, -x.shape[0] % n_workers)).reshape(-1, n_workers)
             shifts = _shifts(seed, sets.shape[0], n_workers)
-            place = (axis_index(axis_name) + shifts) % n_workers
+            place = (axis.index + shifts) % n_workers
             own = jnp.take_along_axis(sets, place[:, None], axis=1)[:, 0]
             own = jnp.where(jnp.all(jnp.isfinite(sets), axis=1), clipped(own), jnp.nan)
-            found = all_gather_invarying(own.astype(jnp.bfloat16), axis_name)
+            found = axis.all_gather(own.astype(jnp.bfloat16), to="invarying")
             # A set that is not finite on one worker is so in all its coordinates.
             found = jnp.where(jnp.all(jnp.isfinite(found), axis=0), found, jnp.nan)
             worker = (jnp.arange(n_workers)[None] - shifts[:, None]) % n_workers
             value = jnp.take_along_axis(found.T.astype(jnp.float32), worker, axis=1)
-            value = clipped(value * n_workers) / divisor
-            return Outcome(value.reshape(-1)[: x.shape[0]].astype(x.dtype), state)
+            value = clipped(value * n_workers) / call.divisor
+            return Outcome(value.reshape(-1)[: x.shape[0]].astype(x.dtype), call.state)
 
 
 def _shifts(seed: UInt[Array, " 2"], count: int, n_workers: int) -> Int[Array, " N"]:

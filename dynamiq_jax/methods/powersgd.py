@@ -27,19 +27,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.base import (
+    Call,
     MatrixMethod,
     Outcome,
     State,
     Wire,
-    check_not_negative,
     clipped,
     native_sum,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed, seed_of
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
@@ -74,14 +73,12 @@ class PowerSGD(MatrixMethod):
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
         four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
         reduce gradients that are divided by it.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
       matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     rank: int = 4
     wire: Wire = "bf16"
     error_feedback: bool = True
-    min_leaf_size: int = 4096
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -89,7 +86,6 @@ class PowerSGD(MatrixMethod):
         check_fields(self)
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-        check_not_negative(min_leaf_size=self.min_leaf_size)
 
     @property
     def min_side(self) -> int:
@@ -111,33 +107,23 @@ class PowerSGD(MatrixMethod):
         bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        state = call.state
         size, shape = x.shape[0], self.shape_of(x.shape[0])
-        unit = self.headroom(size, n_workers)
+        unit = self.headroom(size, call.n_workers)
         with jax.named_scope("powersgd_all_reduce"):
-            start = self._start(size, jnp.uint32(0) if state else seed)
+            start = self._start(size, jnp.uint32(0) if state else call.seed)
             y = x.astype(jnp.float32)
             if self.error_feedback:
                 y = with_memory(x, state.residual)
             matrix = y.reshape(shape) / unit
             left = _product(matrix, state.factor if state else start)
-            left = native_sum(left, self.wire, axis_name)[1]
+            left = native_sum(left, self.wire, call.axis)[1]
             finite = jnp.all(jnp.isfinite(left))  # as all workers' matrices are
             left = orthonormal(jnp.where(finite, left, 0))
-            sent, right = native_sum(_product(matrix.T, left), self.wire, axis_name)
-            total = clipped(_outer(left, right) * (unit / divisor)).astype(x.dtype)
+            sent, right = native_sum(_product(matrix.T, left), self.wire, call.axis)
+            total = clipped(_outer(left, right) * (unit / call.divisor)).astype(x.dtype)
             result = jnp.where(finite, total, jnp.nan).reshape(-1)
             finite &= jnp.all(jnp.isfinite(total))  # f16 ends early
             if not state:

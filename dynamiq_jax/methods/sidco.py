@@ -29,11 +29,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax._compat import AxisNames, assume_invarying
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import ROUNDING, Outcome, State
+from dynamiq_jax.methods.base import ROUNDING, Call, Outcome, State
 from dynamiq_jax.methods.blocks import BlockMethod
-from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
@@ -76,18 +74,12 @@ class SIDCo(BlockMethod):
       error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
         Blocks that come out NaN leave this memory as it was, so that it is always finite. It has
         the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     density: float = 0.1
     headroom: float = 1.0
     block_size: int = 64
     error_feedback: bool = True
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -113,30 +105,20 @@ class SIDCo(BlockMethod):
         bits = 16 * blocks + 16 * self._room(blocks) * self.block_size
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
         own = state or self.init(x.shape[0], n_workers)
         with jax.named_scope("sidco_all_reduce"):
             residual = own.residual if self.error_feedback else None
-            blocks, _, energy = self.measured(x, residual, axis_name, n_workers)
+            blocks, _, energy = self.measured(x, residual, axis, n_workers)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)
-            place, stages = (assume_invarying(s, axis_name) for s in (own.place, own.stages))
+            place, stages = (axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
-            options = {"axis_name": axis_name, "n_workers": n_workers, "divisor": divisor}
+            options = {"axis": axis, "n_workers": n_workers, "divisor": call.divisor}
             result, residual = self.sum_of(blocks, chosen, finite, x, residual, **options)
             if not state:
                 return Outcome(result, state)

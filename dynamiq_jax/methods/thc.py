@@ -24,14 +24,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt32
 
-from dynamiq_jax._compat import (
-    AxisNames,
-    all_gather_invarying,
-    all_to_all,
-    axis_index,
-    pmax,
-    psum,
-)
 from dynamiq_jax.codecs import hadamard, thc
 from dynamiq_jax.codecs.lanes import (
     bit_words,
@@ -42,14 +34,16 @@ from dynamiq_jax.codecs.lanes import (
     unpack_lanes,
 )
 from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.seeds import seed_of, statistics_seed
 from dynamiq_jax.methods.base import (
-    BucketedMethod,
+    Call,
+    Method,
     Outcome,
     State,
     clipped,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
@@ -72,7 +66,7 @@ class THCState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class THC(BucketedMethod):
+class THC(Method):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
     Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
@@ -97,9 +91,6 @@ class THC(BucketedMethod):
         gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
       rounding: how workers' noise is related, see `pallas_kernels.hashing`.
       piece_size: the most coordinates that are rotated together, a power of two.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     bits: int = 4
@@ -112,9 +103,6 @@ class THC(BucketedMethod):
     error_feedback: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -136,7 +124,6 @@ class THC(BucketedMethod):
             raise ValueError(
                 f"saturate=True with form={self.form!r}: native sums wrap; pass form='two-shot'"
             )
-        self.check_limits()
 
     @property
     def g(self) -> int:
@@ -199,26 +186,16 @@ class THC(BucketedMethod):
         words = bit_words(part, self.bits) + bit_words(part, width)
         return rings * (n_workers - 1) // n_workers + 32 * words * (n_workers - 1)
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
         threshold = thc.clip_threshold(self.p)
         with jax.named_scope("thc_all_reduce"):
             y = with_memory(x, state.residual) if self.error_feedback else x
             pieces = hadamard.cut(y, piece_size=self.piece_size)
-            scale, seed = self._agree(pieces, axis_name, seed, state)
+            scale, seed = self._agree(pieces, axis, call.seed, state)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
-            own = slot_noise(seed, n_workers, self.rounding)[axis_index(axis_name)]
+            own = slot_noise(seed, n_workers, self.rounding)[axis.index]
             noise = thc.rounding_noise(z.shape, own, self.rounding)
             index = thc.quantize(z, self.integers, threshold, noise)
 
@@ -226,9 +203,9 @@ class THC(BucketedMethod):
                 z = thc.dequantize_sum(total, n, self.g, threshold)
                 return clipped(thc.unstandardize(hadamard.unrotate(z, seed), scale))
 
-            total, beyond = self._total(index, axis_name, n_workers)
+            total, beyond = self._total(index, axis, n_workers)
             mean = decode(total, n_workers)
-            result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / divisor))
+            result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / call.divisor))
             if self.error_feedback:
                 delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
                 lost = clipped(pieces - decode(delivered.astype(jnp.uint32), 1))
@@ -237,12 +214,12 @@ class THC(BucketedMethod):
                 state = THCState(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
             return Outcome(result.astype(x.dtype), state)
 
-    def _agree(self, pieces, axis_name, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
+    def _agree(self, pieces, axis: Axis, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
         """The largest scale of every piece and the step's seed, the same on all workers."""
         facts = thc.scale_of(pieces)
         if self.error_feedback:  # a state varies, for all that JAX knows: its step travels along
             facts = jnp.append(facts, state.step.astype(jnp.float32))
-        facts = pmax(facts, axis_name)
+        facts = axis.pmax(facts)
         keyed = seed.ndim == 1
         seed = seed_of(seed, facts)
         if keyed and self.error_feedback:
@@ -250,17 +227,17 @@ class THC(BucketedMethod):
         return facts[: pieces.shape[0]], seed
 
     def _total(
-        self, index: UInt32[Array, "p D"], axis_name, n: int
+        self, index: UInt32[Array, "p D"], axis: Axis, n: int
     ) -> tuple[UInt32[Array, "p D"], Int[Array, "p D"] | int]:
         """The sum of all workers' integers, and what saturation took from it at this worker."""
         width, flat = self._sum_bits(n), index.reshape(-1)
         if self.form == "psum":
             words = pack_lanes(thc.lookup(flat, self.integers), width, max_sum=n * self.g)
-            total = unpack_lanes(psum(words, axis_name), flat.size, width)
+            total = unpack_lanes(axis.psum(words), flat.size, width)
             return total.reshape(index.shape), 0
         part = _part_size(flat.size, n)
         parts = jnp.pad(flat, (0, n * part - flat.size)).reshape(n, part)
-        arrived = all_to_all(pack_bits(parts, self.bits), axis_name)
+        arrived = axis.all_to_all(pack_bits(parts, self.bits))
         integers = thc.lookup(unpack_bits(arrived, part, self.bits), self.integers)
         exact = jnp.sum(integers, axis=0, dtype=jnp.uint32)
         # What fits lies around the middle, n g / 2; `low` is zero where all of it does.
@@ -268,14 +245,14 @@ class THC(BucketedMethod):
         low = jnp.uint32(max(0, n * self.g - most + 1) // 2)
         total = jnp.clip(exact, low, low + most) if self.saturate else exact
         words = pack_bits(total - low, width)
-        gathered = unpack_bits(all_gather_invarying(words, axis_name), part, width) + low
+        gathered = unpack_bits(axis.all_gather(words, to="invarying"), part, width) + low
 
         def back(all_parts: Array) -> Array:
             return all_parts.reshape(-1)[: flat.size].reshape(index.shape)
 
         if not self.saturate:
             return back(gathered), 0
-        mine = axis_index(axis_name) == jnp.arange(n)[:, None]
+        mine = axis.index == jnp.arange(n)[:, None]
         return back(gathered), back(jnp.where(mine, (exact - total).astype(jnp.int32), 0))
 
     def _sum_bits(self, n_workers: int) -> int:

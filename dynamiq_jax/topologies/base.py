@@ -28,7 +28,7 @@ Worker = Any
 Transport = Literal["collectives", "permutes"]
 """What moves payloads. "collectives": all-to-all and all-gather where all workers send to all.
 "permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.xla`)."""
+ppermutes use best (`dynamiq_jax.lax.xla`)."""
 
 
 class Stage(NamedTuple):

@@ -10,7 +10,7 @@
 rules 2 and 3 serve, and `assumed` says so.
 
 What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
-(`dynamiq_jax.xla`), else "collectives".
+(`dynamiq_jax.lax.xla`), else "collectives".
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dynamiq_jax.lax.xla import copy_engines
 from dynamiq_jax.topologies.base import Topology, Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import Hierarchical
 from dynamiq_jax.topologies.ring import Ring
-from dynamiq_jax.xla import copy_engines
 
 
 class Choice(NamedTuple):

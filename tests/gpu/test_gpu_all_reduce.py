@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.lax import xla
 
-METHOD = dq.DynamiQ(min_bucket_size=1)
+METHOD = dq.Compression(dq.DynamiQ(), min_bucket_size=1)
 TOPOLOGIES = {
     "ring": dq.Ring(),
     "ring, two streams": dq.Ring(streams=2, stream_size=1),

@@ -12,11 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax._compat import to_varying
+from dynamiq_jax.lax import xla
+from dynamiq_jax.lax.axis import Axis
 
 LAYERS, DIM = 6, 512
-METHOD = dq.DynamiQ(min_leaf_size=0, min_bucket_size=0)
+METHOD = dq.Compression(dq.DynamiQ(), min_leaf_size=0, min_bucket_size=0)
 
 
 def block(w, x):
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, lag, ear
         found = jax.grad(compressed)(params, x[0])
         own = jax.grad(plain)(lax.pcast(params, "data", to="varying"), x[0])
         pair = found, lax.pmean(own, "data")
-        return jax.tree.map(lambda g: to_varying(g[None], "data"), pair)
+        return jax.tree.map(lambda g: Axis(("data",)).to_varying(g[None]), pair)
 
     with jax.default_matmul_precision("highest"):
         found, exact = both(params, x)

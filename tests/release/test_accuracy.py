@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import LOOP, SMALL, vmapped
+from cases import LOOP, SMALL, small, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 SEEDS = range(3)
 PAPERS_MIXTURE = {3: 0.30, 4: 0.018, 5: 0.0024, 6: 0.0005}
@@ -45,7 +45,7 @@ def test_error_at_every_budget(bits):
     assert found <= PAPERS_MIXTURE[bits]
     assert found == pytest.approx(PINNED[bits], rel=0.1)
     if bits in PINNED_DEFAULT:
-        found = errors(dq.DynamiQ(bits=bits, **SMALL)).mean()
+        found = errors(small(dq.DynamiQ(bits=bits))).mean()
         assert found <= PAPERS_MIXTURE[bits]
         assert found == pytest.approx(PINNED_DEFAULT[bits], rel=0.1)
 
@@ -78,7 +78,7 @@ def test_parts_gain_in_the_papers_order():
 
 def test_antithetic_beats_correlated_beats_independent_rounding():
     found = [
-        errors(dq.DynamiQ(rounding=rounding, **SMALL))
+        errors(small(dq.DynamiQ(rounding=rounding)))
         for rounding in ("antithetic", "correlated", "independent")
     ]
     # 9% and 40% less, on the same data.
@@ -91,7 +91,7 @@ def test_error_grows_no_faster_than_the_ring_is_long():
 
     So the error, over the squared norm of the sum of n independent gradients, grows like n.
     """
-    method, relative = dq.DynamiQ(bits=6, **SMALL), []
+    method, relative = small(dq.DynamiQ(bits=6)), []
     for n in (2, 5, 12):
         x = jax.random.normal(jax.random.key(7), (n, 64 * n * 256))
         exact = np.sum(np.asarray(x, np.float64), axis=0)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
 ARCTopK = functools.partial(dq.ARCTopK, min_leaf_size=1)
@@ -222,7 +223,7 @@ def test_devices_send_the_rows_that_vmap_sends():
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "sum", "method": method, "key": KEY}
@@ -255,7 +256,7 @@ def test_wire_bits_and_memory():
 
     assert bits(density=0.25) == 16 * (0.25 + 4 / 512)
     assert bits(density=0.5, rank=8, wire="f32") == 32 * 0.5 + 16 * 8 / 512
-    state = jax.eval_shape(lambda: dq.init_state(leaf, n, method=dq.ARCTopK()))
+    state = jax.eval_shape(lambda: as_compression(dq.ARCTopK()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 512 + 4
 
 

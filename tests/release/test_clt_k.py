@@ -19,6 +19,7 @@ from cases import (
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
 CHUNK = 16
@@ -150,7 +151,7 @@ def test_states_differ_between_devices_and_places_do_not():
     x, method = draw(9, 4), CLTK(density=0.25)
 
     def one(x):
-        state = dq.init_state(x[0], 4, method=method)
+        state = as_compression(method).init_state(x[0], 4)
         return jax.tree.map(lambda v: v[None], dq.reduce(x[0], "data", method=method, state=state))
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
@@ -170,7 +171,7 @@ def test_bits_per_coordinate():
 
     assert bits() == 24 / 64
     assert bits(density=0.1, chunk_size=64) == 24 * 7 / 64
-    state = jax.eval_shape(lambda: dq.init_state(leaf, 8, method=dq.CLTK()))
+    state = jax.eval_shape(lambda: as_compression(dq.CLTK()).init_state(leaf, 8))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * (1 << 20) + 4
 
 

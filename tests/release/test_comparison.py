@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import comparison
 import llm_model
 
-from dynamiq_jax.bench import contenders
+from dynamiq_jax.commands.bench import contenders
 
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     auto_mesh,
     first_state,
     loss_fn,
     problem,
+    small,
     stepper,
 )
 from jax.sharding import NamedSharding
@@ -25,7 +25,7 @@ from dynamiq_jax.methods.local_error import LocalError
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16
-MINMAX = dq.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest", **SMALL)
+MINMAX = small(dq.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest"))
 
 
 def draw(seed, size=500):
@@ -143,7 +143,7 @@ def test_it_follows_plain_sgd():
         grads = jax.jit(jax.grad(loss_fn))(plain[-1], x)
         plain.append(jax.tree.map(lambda p, g: p - 0.3 * g, plain[-1], grads))
     for models, exact in zip(
-        train(dq.optax.liec(optax.sgd(0.3), "data", method=dq.F32(**SMALL)), 5, steps), plain[1:],
+        train(dq.optax.liec(optax.sgd(0.3), "data", method=small(dq.F32())), 5, steps), plain[1:],
         strict=True,
     ):  # fmt: skip
         jax.tree.map(lambda p, q: np.testing.assert_allclose(p, [q] * N, atol=1e-6), models, exact)

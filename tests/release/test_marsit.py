@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.marsit import workers_in
 
 KEY = jax.random.key(5)
@@ -233,7 +234,7 @@ def steps_program(n, method, topology, steps, *, check_vma=True):
 
     def run(x):
         x = x[0]
-        state = dq.init_state(x, n, method=method, topology=topology)
+        state = as_compression(method, topology).init_state(x, n)
         state = lax.pcast(state, "data", to="varying") if check_vma else state
 
         def step(state, _):
@@ -274,7 +275,7 @@ def test_wire_bits_are_what_the_rounds_move(topology):
         total, state, _ = dq.reduce(x, "data", state=state, **options)
         return total, jax.tree.map(lambda leaf: leaf[None], state)
 
-    state = dq.init_state(own, n, method=method, topology=topology, stacked=True)
+    state = as_compression(method, topology).init_state(own, n, stacked=True)
     specs = {"in_specs": P("data"), "out_specs": (P(), P("data"))}
     step = jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
     hlo = step.lower(jnp.zeros((n, size)), state).compile().as_text()
@@ -305,7 +306,7 @@ def test_what_makes_no_sense_is_refused():
         with pytest.raises(ValueError, match=message):
             dq.Marsit(**fields)
     with pytest.raises(ValueError, match="up to 4096 workers, and here are 5000; pass topology=dq"):
-        dq.init_state(jnp.zeros(1 << 20), 5000, method=dq.Marsit(), topology=dq.Ring())
+        as_compression(dq.Marsit(), dq.Ring()).init_state(jnp.zeros(1 << 20), 5000)
     x = jnp.ones((2, 8192))
     with pytest.raises(ValueError, match=r"Marsit\(.* is only right with its state"):
         jax.vmap(lambda x: dq.psum(x, "data", method=Marsit()), axis_name="data")(x)

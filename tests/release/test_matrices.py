@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import MatrixMethod, Outcome
 
 N = 4
@@ -95,12 +96,12 @@ def test_matrices_are_reduced_alone_and_all_else_exactly():
         "vector": (None, "exact: no matrix"),
     }
     exact_bits = 32 * (80 + 9 + 80 + 50) * 2 * (N - 1) // N
-    assert dq.wire_bits(abstract(SHAPES), N, method=METHOD) == exact_bits + 607 + 508
+    assert as_compression(METHOD).explain(abstract(SHAPES), N) == exact_bits + 607 + 508
 
 
 def test_states_have_the_shapes_of_matrices():
     x = inputs(SHAPES)
-    state = dq.init_state(abstract(SHAPES), N, method=METHOD, stacked=True)
+    state = as_compression(METHOD).init_state(abstract(SHAPES), N, stacked=True)
     assert [part["seen"].shape for part in state] == [(N, 6, 7), (N, 5, 8)]
 
     def one(tree, state):
@@ -145,7 +146,7 @@ def test_on_a_mesh_a_matrix_is_what_one_device_holds(kind):
 
 def test_states_on_a_mesh_are_those_of_parts():
     options = {"method": METHOD, "mesh": jax.make_mesh((N, 2), ("data", "model")), "specs": SPECS}
-    state = dq.init_state(abstract(WHOLE), N, **options)
+    state = as_compression(None).init_state(abstract(WHOLE), N, **options)
     assert [part["seen"].shape for part in state] == [(2, 5, 4), (2, 4, 5)]
     told = dq.explain(abstract(WHOLE), N, **options, verbose=False)
     assert [row.bucket for row in told.rows] == [0, 1, None]
@@ -179,8 +180,8 @@ def test_arrays_of_an_unknown_matrix_are_single_rows():
 
 
 METHODS = {
-    "powersgd": dq.PowerSGD(rank=2, wire="f32", min_leaf_size=1),
-    "arc top-k": dq.ARCTopK(density=0.5, rank=2, wire="f32", min_leaf_size=1),
+    "powersgd": dq.Compression(dq.PowerSGD(rank=2, wire="f32"), min_leaf_size=1),
+    "arc top-k": dq.Compression(dq.ARCTopK(density=0.5, rank=2, wire="f32"), min_leaf_size=1),
 }
 
 
@@ -202,13 +203,13 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
         return total, jax.tree.map(lambda v: v[None], state)
 
     def alone(part):
-        state = dq.init_state(jnp.zeros(part.shape[1:]), N, method=method, stacked=True)
+        state = as_compression(method).init_state(jnp.zeros(part.shape[1:]), N, stacked=True)
         specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": (P(), P("data"))}
         return jax.jit(jax.shard_map(two_steps, **specs))(part, state)
 
     expected = [alone(part) for part in np.split(x, 2, axis=2)]
     options = {"method": method, "mesh": mesh, "specs": spec, "stacked": True}
-    state = dq.init_state(jnp.zeros((24, 20)), N, **options)
+    state = as_compression(None).init_state(jnp.zeros((24, 20)), N, **options)
     if manual:  # parts of a state are told by the mesh alone
 
         def both(x, state):

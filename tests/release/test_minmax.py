@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOW_LIMITS, assert_replicas_equal, auto_mesh, gradient
+from cases import assert_replicas_equal, auto_mesh, gradient, low
 from hlo import crossing_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,7 +110,7 @@ def test_flash_communication_has_its_error_whatever_the_number_of_workers(bits, 
     The figures are of both roundings for everybody. An owner's own share is rounded once only.
     """
     x = jax.random.normal(jax.random.key(n), (n, 128 * 256))
-    method = dq.MinMax.flash_communication(bits, **LOW_LIMITS)
+    method = low(dq.MinMax.flash_communication(bits))
     one = partial(dq.psum, axis_name="data", method=method, topology=dq.Direct())
     found = jax.jit(jax.vmap(one, axis_name="data"))(x)
     assert_replicas_equal(found)
@@ -131,9 +131,9 @@ def test_presets_are_those_of_the_papers():
 
 
 HALVES = {
-    "qsdp": dq.MinMax.qsdp(6, **LOW_LIMITS),
-    "flash": dq.MinMax.flash_communication(5, **LOW_LIMITS),
-    "weights": dq.MinMax.qsdp_weights(6, **LOW_LIMITS),
+    "qsdp": low(dq.MinMax.qsdp(6)),
+    "flash": low(dq.MinMax.flash_communication(5)),
+    "weights": low(dq.MinMax.qsdp_weights(6)),
 }
 
 
@@ -159,7 +159,7 @@ def test_halves_are_sums_of_slices_and_the_same_shards_for_all(name, topology):
 
 def test_wire_bits_of_halves_are_what_the_compiled_collectives_move():
     n, size = 4, 5000
-    method = dq.MinMax(bits=3, bucket_size=64, **LOW_LIMITS)
+    method = low(dq.MinMax(bits=3, bucket_size=64))
     maps = {"mesh": auto_mesh(n), "in_specs": P("data"), "out_specs": P("data")}
     x = jax.ShapeDtypeStruct((n, n * size), jnp.float32)
 

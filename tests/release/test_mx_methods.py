@@ -16,23 +16,25 @@ from cases import (
     assert_same_bits,
     auto_mesh,
     bias,
+    small,
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.codecs import mx
+from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.mx import ScaleState
-from dynamiq_jax.synthetic import lognormal_mixture
 
 SIZE = 8 * 256 - 77
 SHARED = {"sum": "shared-scale", **SMALL}
 METHODS = {
-    "e4m3": dq.MXFP8(**SMALL),
-    "e5m2": dq.MXFP8(element="e5m2", **SMALL),
-    "e3m2": dq.MXFP6(**SMALL),
-    "e2m3": dq.MXFP6(element="e2m3", **SMALL),
-    "e2m1": dq.MXFP4(**SMALL),
+    "e4m3": small(dq.MXFP8()),
+    "e5m2": small(dq.MXFP8(element="e5m2")),
+    "e3m2": small(dq.MXFP6()),
+    "e2m3": small(dq.MXFP6(element="e2m3")),
+    "e2m1": small(dq.MXFP4()),
     "e4m3, shared": dq.MXFP8(**SHARED),
     "e5m2, shared": dq.MXFP8(element="e5m2", **SHARED),
     "e3m2, shared": dq.MXFP6(**SHARED),
@@ -143,7 +145,7 @@ def test_a_ring_adds_as_the_definitions_say(name):
 
 
 SHARDED = {
-    "own scales": (dq.MXFP6(rounding="stochastic", **SMALL), dq.Ring()),
+    "own scales": (small(dq.MXFP6(rounding="stochastic")), dq.Ring()),
     "shared scales": (dq.MXFP8(**SHARED), dq.Direct()),
 }
 
@@ -180,12 +182,12 @@ def test_means_trees_and_several_axes():
         "small": leaf((7,), jnp.float32).at[:].add(2.0**-20),
         "int": leaf((700,), jnp.int32),
     }
-    method = dq.MXFP8(sum="shared-scale", min_leaf_size=100, min_bucket_size=100)
+    method = dq.Compression(dq.MXFP8(sum="shared-scale"), min_leaf_size=100, min_bucket_size=100)
     grid = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), tree)
     one_worker = jax.tree.map(lambda x: x[0], tree)
 
     def reduced(op, topology, workers):
-        state = dq.init_state(one_worker, workers, method=method, topology=topology)
+        state = as_compression(method, topology).init_state(one_worker, workers)
         assert len(state) == 3
         state = tuple(ScaleState(jnp.float32(0.25)) for _ in state)
 
@@ -267,7 +269,7 @@ def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
     x = np.random.default_rng(11).standard_normal((n, SIZE)).astype(np.float32)
     step = stateful(method)
     safe = element.max_value / (2 ** (element.emax + 1) * n)
-    state = dq.init_state(jnp.zeros(SIZE), n, method=method, topology=LOOP)
+    state = as_compression(method, LOOP).init_state(jnp.zeros(SIZE), n)
     assert state[0].mu == np.float32(safe)
 
     def next_mu(x, mu):
@@ -300,7 +302,7 @@ def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
 def test_without_state_shared_scales_use_the_safe_multiplier():
     method, n = METHODS["e4m3, shared"], 4
     x = np.random.default_rng(12).standard_normal((n, SIZE)).astype(np.float32)
-    (safe,) = dq.init_state(jnp.zeros(SIZE), n, method=method, topology=LOOP)
+    (safe,) = as_compression(method, LOOP).init_state(jnp.zeros(SIZE), n)
     found = vmapped(method)(x, None)
     assert_replicas_equal(found)
     # A division by a constant may become a product with its inverse.
@@ -318,7 +320,7 @@ def test_without_state_shared_scales_use_the_safe_multiplier():
 def test_wire_bits_are_those_of_elements_and_scales(method, topology, n, bits):
     size = 3000
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = dq.wire_bits(leaf, n, method=method, topology=topology)
+    promised = as_compression(method, topology).explain(leaf, n)
     padded = -(-size // (128 * n)) * 128 * n
     share = 2 * (n - 1) / n
     if method.sum == "recompress":
@@ -368,4 +370,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="growth=0.5 must lie between 1 and 2"):
         dq.MXFP4(growth=0.5)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must not be negative"):
-        dq.MXFP4(bucket_bytes=-1)
+        dq.Compression(dq.MXFP4(), bucket_bytes=-1)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import LOW_LIMITS
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 THC = functools.partial(dq.THC, piece_size=1024, **LOW_LIMITS)
 CLTK = functools.partial(dq.CLTK, chunk_size=64, **LOW_LIMITS)
@@ -115,7 +116,7 @@ def test_states_travel_through_shard_map_and_scan(name):
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "sum", "method": method, "key": KEY}

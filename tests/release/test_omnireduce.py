@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, sharded, vmapped
+from cases import SMALL, assert_replicas_equal, sharded, small, vmapped
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 BLOCK = 16
 N = 8
@@ -76,7 +77,7 @@ def test_blocks_of_most_energy_are_summed_and_others_are_zero(density, size):
 
 def test_chunked_top_k_is_its_definition():
     """J chunks of the largest sum of squared norms, whole, and the rest in memory for later."""
-    x, method = draw(7, 4 * 40), dq.OmniReduce.top_k_chunked(density=0.25, **SMALL)
+    x, method = draw(7, 4 * 40), small(dq.OmniReduce.top_k_chunked(density=0.25))
     assert (method.block_size, method.error_feedback) == (4 * BLOCK, True)
     chunks = x.reshape(N, 40, 64)
     order = np.argsort(-np.sum(chunks**2, axis=(0, 2), dtype=np.float64))
@@ -142,7 +143,7 @@ def stepper(method):
 
 def start(method, x, fraction=None):
     """Every worker's first state, perhaps with another k."""
-    state = dq.init_state(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), len(x), method=method)
+    state = as_compression(method).init_state(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), len(x))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (len(x), *s.shape)), state)
     if fraction is not None:
         state = (state[0]._replace(fraction=jnp.full(len(x), fraction, jnp.float32)),)

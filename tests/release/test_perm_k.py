@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, sharded, vmapped
+from cases import assert_replicas_equal, assert_same_bits, sharded, small, vmapped
 
 import dynamiq_jax as dq
 
 KEY = jax.random.key(0)
-METHOD = dq.PermK(**SMALL)
+METHOD = small(dq.PermK())
 
 
 def draw(seed, n, size=1003):
@@ -106,4 +106,4 @@ def test_bits_per_coordinate_and_refusals():
 
 def test_bad_fields():
     with pytest.raises(ValueError, match="min_leaf_size=-1"):
-        dq.PermK(min_leaf_size=-1)
+        dq.Compression(dq.PermK(), min_leaf_size=-1)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.powersgd import orthonormal
 
 KEY = jax.random.key(0)
@@ -218,7 +219,7 @@ def test_devices_find_what_vmap_finds():
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             total, state, _ = dq.reduce(x, "data", op="sum", method=method, state=state)
@@ -231,7 +232,7 @@ def test_devices_find_what_vmap_finds():
     np.testing.assert_allclose(found, np.stack(expected), rtol=1e-3, atol=1e-4)
 
     def own_copies(x):
-        state = dq.init_state(x[0], n, method=method)
+        state = as_compression(method).init_state(x[0], n)
         return jax.tree.map(lambda v: v[None], dq.reduce(x[0], "data", method=method, state=state))
 
     mapped = jax.shard_map(own_copies, out_specs=P("data"), check_vma=False, **specs)
@@ -250,7 +251,7 @@ def test_value_and_grad_takes_its_state_and_leaves_vectors_exact():
         return sum(jnp.sum(params[name] * x[name][0]) for name in params)
 
     step = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method)
-    state = dq.init_state(params, n, method=method, stacked=True)
+    state = as_compression(method).init_state(params, n, stacked=True)
     _, (mean, after, _) = step(params, x, state=state)
     assert relative_error(n * mean["w"], total_of(x["w"])) < 1e-8
     np.testing.assert_array_equal(mean["b"], np.mean(x["b"], axis=0))
@@ -278,9 +279,9 @@ def test_wire_bits_and_memory():
     leaf, n = jax.ShapeDtypeStruct((1024, 4096), jnp.float32), 8
     told = dq.explain(leaf, n, method=dq.PowerSGD(), verbose=False)
     assert told.bits_per_coord == pytest.approx(16 * 4 * (1 / 1024 + 1 / 4096))
-    wide = dq.wire_bits(leaf, n, method=dq.PowerSGD(wire="f32", rank=8))
+    wide = as_compression(dq.PowerSGD(wire="f32", rank=8)).explain(leaf, n)
     assert wide == 4 * 2 * (n - 1) / n * 16 * 4 * (1024 + 4096)
-    state = jax.eval_shape(lambda: dq.init_state(leaf, n, method=dq.PowerSGD()))
+    state = jax.eval_shape(lambda: as_compression(dq.PowerSGD()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 4096 + 4 * 4 * 4096
     routes = {(7, 5000): "matrix of 7 x 5000 < min_side 8", (9999,): "no matrix"}
     for shape, why in routes.items():

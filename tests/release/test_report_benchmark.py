@@ -18,8 +18,8 @@ import report_measure
 import report_published
 from report_measure import Row
 
-from dynamiq_jax.bench import error
-from dynamiq_jax.simulate import PUBLISHED
+from dynamiq_jax.commands.bench import error
+from dynamiq_jax.commands.simulate import PUBLISHED
 
 OPTIONS = ["--models", "tiny", "--seeds", 2, "--super-groups", 4]
 SIZES = (4096, 5000)

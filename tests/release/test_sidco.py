@@ -19,6 +19,7 @@ from cases import (
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods import sidco
 
 KEY = jax.random.key(0)
@@ -199,7 +200,7 @@ def test_devices_choose_alike_though_their_memories_differ():
     x, method = draw(5, 300), SIDCo(density=0.2, headroom=1.25)
 
     def one(x):
-        state = dq.init_state(x[0], N, method=method)
+        state = as_compression(method).init_state(x[0], N)
         return jax.tree.map(lambda v: v[None], dq.reduce(x[0], "data", method=method, state=state))
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}

@@ -20,6 +20,7 @@ from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 
 import dynamiq_jax as dq
 from dynamiq_jax.codecs import hadamard, thc
+from dynamiq_jax.compression import as_compression
 
 SHORT: dict[str, Any] = {"piece_size": 1024, **SMALL}
 FORMS = ("psum", "two-shot")
@@ -131,7 +132,7 @@ def test_sums_that_would_overflow_are_refused():
     with pytest.raises(ValueError, match=r"9 workers.*granularity=30 reach 270.*the 255 of 8 bits"):
         reduce(eight_bits, x)
     with pytest.raises(ValueError, match="pass sum_bits=9, or a granularity of at most 28"):
-        dq.wire_bits(x[0], 9, method=eight_bits)
+        as_compression(eight_bits).explain(x[0], 9)
     with pytest.raises(ValueError, match="exceeds the 2147483647 of 31 bits; pass a gran.* most 7"):
         dq.THC().check(1 << 28, None)
     assert reduce(dq.THC(sum_bits=9, **SHORT), x).shape == x.shape

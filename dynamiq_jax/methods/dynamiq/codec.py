@@ -9,11 +9,10 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 import pallas_kernels as pk
-from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
+from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
-from dynamiq_jax.seeds import Seed
 
 
 class SharedPlan(NamedTuple):
@@ -40,17 +39,16 @@ def shared_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots:
 
 def gathered_plan(
     x: Float[Array, " d"],
-    axis_name: AxisNames,
     seed: Seed,
     layout: Layout,
     backend: pk.Backend | None,
-    gather: Callable[[Array, AxisNames], Array],
+    gather: Callable[[Array], Array],
 ) -> SharedPlan:
     """The plan of an all-gather of slices ``x``, whose statistics are gathered as well.
 
     Every worker encodes as the slot of its own number.
     """
-    stats = gather(statistics(x, layout, backend), axis_name)
+    stats = gather(statistics(x, layout, backend))
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
     return shared_plan(stats, seed, layout, layout.n_workers)
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
+from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.seeds import Seed, seed_of
 from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
