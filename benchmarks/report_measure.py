@@ -154,11 +154,11 @@ def method_rows() -> list[Row]:
         Row("DynamiQ, 5 bits, the paper's configuration", dq.DynamiQ(**PAPER), ring),
         Row("DynamiQ, 5 bits, widths 1 to 10, super-groups of 128", _every_width(1), ring),
         Row("DynamiQ, 5 bits, the same from width 0 (biased)", _every_width(0), ring),
-        Row("MXFP8, 8.25 bits", dq.MXFP8(), ring),
-        Row("MXFP6, 6.25 bits", dq.MXFP6(), ring),
-        Row("MXFP4, 4.25 bits", dq.MXFP4(), ring),
-        Row("OmniReduce, 8 bits", dq.OmniReduce(density=(8 - 1 / 16) / 16), None),
-        Row("THC, 4 bits up, 8 down", dq.THC(bits=4, form="two-shot"), None),
+        Row("MXFP8, 8.25 bits", dq.comparators.MXFP8(), ring),
+        Row("MXFP6, 6.25 bits", dq.comparators.MXFP6(), ring),
+        Row("MXFP4, 4.25 bits", dq.comparators.MXFP4(), ring),
+        Row("OmniReduce, 8 bits", dq.comparators.OmniReduce(density=(8 - 1 / 16) / 16), None),
+        Row("THC, 4 bits up, 8 down", dq.comparators.THC(bits=4, form="two-shot"), None),
     ]
     return [row._replace(published=published.METHODS[row.family]) for row in rows]
 
@@ -229,7 +229,7 @@ def simulations(n_workers: int, super_groups: int) -> Iterator[Simulation]:
             for widths in ((2, 4, 6, 8, 10, 12, 14), (2, 4, 8, 16))
             for bits in (5.0, 6.0, 8.5)
         ]
-        methods.append(("MXFP8, shared scales", dq.MXFP8(sum="shared-scale")))
+        methods.append(("MXFP8, shared scales", dq.comparators.MXFP8(sum="shared-scale")))
         for label, method in methods:
             case = Case(
                 n_workers=n_workers, super_groups=super_groups, method=method, topology=topology

@@ -20,8 +20,8 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods.local_error import LocalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -37,19 +37,19 @@ DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
 
 def _mxfp4(kind: Any, **options: Any) -> dq.ErrorFeedback:
     """Error feedback around rounding to the nearest float of 4 bits, which is biased."""
-    return dq.ErrorFeedback(dq.MXFP4(**options), kind=kind)
+    return dq.ErrorFeedback(dq.comparators.MXFP4(**options), kind=kind)
 
 
 def _liec(bits: float = 4, **options: Any) -> LocalError:
-    """What `dynamiq_jax.optax.liec` sends gradients by, around MinMax of ``bits``."""
-    return LocalError(dq.MinMax(bits=int(bits), **options))
+    """What `dynamiq_jax.comparators.liec` sends gradients by, around MinMax of ``bits``."""
+    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
     "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
-    "mxfp4-stochastic": partial(dq.MXFP4, rounding="stochastic"),
+    "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_mxfp4, "ef14"),
     "mxfp4-ef21": partial(_mxfp4, "ef21"),
     "mxfp4-ef21m": partial(_mxfp4, "ef21m"),
@@ -63,7 +63,9 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "clt-k-memory": partial(contenders.METHODS["clt-k"], error_feedback=True),
     "topk-chunked-memory": partial(contenders.METHODS["topk-chunked"], error_feedback=True),
     "sidco-memory": partial(contenders.METHODS["sidco"], error_feedback=True),
-    "powersgd-memory": partial(contenders.of_matrices, dq.PowerSGD, error_feedback=True),
+    "powersgd-memory": partial(
+        contenders.of_matrices, dq.comparators.PowerSGD, error_feedback=True
+    ),
     "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
     "liec": _liec,
 }
@@ -270,7 +272,7 @@ def make_trainer(
         return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
 
     def meet(step: Array, params: Tree) -> Tree:
-        every = partial(dq.optax.average_every, mean.period, step, axis_name=AXIS)
+        every = partial(liec.average_every, mean.period, step, axis_name=AXIS)
         return jax.vmap(every, axis_name=AXIS)(params)
 
     apart = 0 if mean.period else None  # the axis of workers' own models

@@ -15,25 +15,7 @@ from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.compression import Compression, explain
 from dynamiq_jax.lax.xla import xla_options
-from dynamiq_jax.methods import (
-    BF16,
-    CLTK,
-    F32,
-    MXFP4,
-    MXFP6,
-    MXFP8,
-    THC,
-    ARCTopK,
-    DynamiQ,
-    ErrorFeedback,
-    GlobalQSGD,
-    Marsit,
-    MinMax,
-    OmniReduce,
-    PermK,
-    PowerSGD,
-    SIDCo,
-)
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
@@ -41,19 +23,6 @@ from dynamiq_jax.training.pipeline import Scanned, sequential
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
-    "SIDCo",
-    "PowerSGD",
-    "PermK",
-    "OmniReduce",
-    "MinMax",
-    "Marsit",
-    "GlobalQSGD",
-    "THC",
-    "MXFP8",
-    "MXFP6",
-    "MXFP4",
-    "CLTK",
-    "ARCTopK",
     "BF16",
     "Butterfly",
     "Compression",
@@ -82,17 +51,20 @@ __version__ = "0.2.0"
 
 
 if TYPE_CHECKING:
+    from dynamiq_jax import comparators as comparators
     from dynamiq_jax import optax as optax
 else:
 
     def __getattr__(name: str):
-        """Imports ``dynamiq_jax.optax`` at its first use, since the library does not need optax."""
-        if name != "optax":
+        """Imports a wing of the library at its first use: ``optax`` needs optax, ours does not."""
+        if name not in ("comparators", "optax"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            return import_module(f"{__name__}.optax")
+            return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
-            raise AttributeError("dynamiq_jax.optax needs optax: pip install optax") from error
+            raise AttributeError(
+                f"dynamiq_jax.{name} needs {error.name}: pip install it"
+            ) from error
 
 
 def __dir__() -> list[str]:

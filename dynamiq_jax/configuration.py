@@ -17,41 +17,29 @@ A file has the names of classes and the fields that are not at their defaults. W
 """
 
 import dataclasses
+import functools
 import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamiq_jax.methods import (
-    BF16,
-    CLTK,
-    F32,
-    MXFP4,
-    MXFP6,
-    MXFP8,
-    THC,
-    ARCTopK,
-    DynamiQ,
-    ErrorFeedback,
-    GlobalQSGD,
-    Marsit,
-    Method,
-    MinMax,
-    OmniReduce,
-    PermK,
-    PowerSGD,
-    SIDCo,
-)
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Method
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 
-_ALONE = (
-    DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit,
-    PowerSGD, ARCTopK, CLTK, SIDCo, PermK,
-)  # fmt: skip
-METHODS = {c.__name__: c for c in (*_ALONE, ErrorFeedback)}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
+
+
+@functools.cache
+def methods() -> dict[str, Any]:
+    """The library's methods by name."""
+    from dynamiq_jax import comparators  # here: importing the library does not take them all in
+
+    others = (getattr(comparators, name) for name in comparators.__all__)
+    return {c.__name__: c for c in (DynamiQ, BF16, F32, *others, ErrorFeedback)}
+
+
 LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""
 WITHIN = "method"
@@ -122,7 +110,7 @@ def describe(compression: Any) -> dict[str, Any]:
       ValueError: the method or the topology is not this library's.
     """
     found = {
-        "method": _describe("method", compression.method, METHODS),
+        "method": _describe("method", compression.method, methods()),
         "topology": _describe("topology", compression.topology, TOPOLOGIES),
     } | {name: getattr(compression, name) for name in PLAIN}
     return {name: value for name, value in found.items() if value is not None}
@@ -143,9 +131,9 @@ def _method(where: str, values: Any) -> Method:
                 f"{where} {ErrorFeedback.__name__} has no {WITHIN!r}; say which it is around, as "
                 f'{WITHIN} = {{name = "{DynamiQ.__name__}"}}'
             )
-        alone = {c.__name__: c for c in _ALONE}
+        alone = {name: c for name, c in methods().items() if c is not ErrorFeedback}
         within[WITHIN] = _build(f"{where}.{WITHIN}", values[WITHIN], alone)
-    return _build(where, values, METHODS, within)
+    return _build(where, values, methods(), within)
 
 
 def _topology(where: str, values: Any) -> Topology | Hierarchical:

@@ -28,8 +28,7 @@ from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
-from dynamiq_jax.methods import Method, MinMax
-from dynamiq_jax.methods.local_error import LocalError
+from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.tree.leaves import describe_leaves
 
@@ -112,7 +111,7 @@ def all_reduce(
     axis, own_method = check_axis(axis_name), as_compression(method)
 
     def init(params) -> Any:
-        memory = _first_memory(params, axis, own_method)
+        memory = first_memory(params, axis, own_method)
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
     def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
@@ -171,8 +170,8 @@ def multi_steps(
         raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis)
-        n_workers = 1 if inside else _product(sizes, axis, "multi_steps")
+        sizes, inside = known_sizes(axis)
+        n_workers = 1 if inside else product(sizes, axis, "multi_steps")
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
         if inside:
             zeros = axis.to_varying(zeros)
@@ -205,95 +204,6 @@ def multi_steps(
         return lax.cond(state.mini_step >= length - 1, last, other)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class LIECState(NamedTuple):
-    """What `liec` keeps in ``opt_state``."""
-
-    step: Int[Array, ""]
-    """Updates so far, int32."""
-    memory: PerWorker
-    """What the encodings of each worker's own chunks lost, f32[parameters / workers]."""
-    inner: PerWorker
-    """The inner optimizer's state, which differs between workers."""
-
-
-def liec(
-    inner: optax.GradientTransformation,
-    axis_name: AxisName,
-    *,
-    method: Compression | Method | None = None,
-    key: Array | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """LIEC-SGD: local immediate error compensation, compressed both ways.
-
-    Every worker applies to its own parameters what its encoding of its gradient lost, in the same
-    step; only what the encoding of a mean loses is kept, by the owner of that chunk
-    (`dynamiq_jax.methods.local_error` has the formulas). So workers' parameters differ: keep every
-    worker's own, and bring them together by `average_every`, as the paper does every 32 or 100
-    steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and `state_specs` of this
-    module serve its state.
-
-    Args:
-      inner: the optimizer, of which every worker has a state of its own; `optax.sgd` in the paper.
-      axis_name: as for `dynamiq_jax.psum`.
-      method: what compresses, over `dynamiq_jax.Direct`: a method whose chunks are the same
-        coordinates in every step. Default: ``MinMax()``, 4 bits.
-      key: as for `all_reduce`.
-
-    Raises:
-      ValueError: the method does not tell what it loses, or sorts coordinates, as `DynamiQ`.
-    """
-    axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request = as_compression(method or MinMax())
-    exchange = dataclasses.replace(request, method=LocalError(request.method))
-
-    def init(params) -> Any:
-        sizes, inside = _known_sizes(axis)
-        memory = _first_memory(params, axis, exchange)
-        n_workers = 1 if inside else _product(sizes, axis, "liec")
-        first = inner.init(params)
-        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), first)
-        state = PerWorker(axis.to_varying(stacked) if inside else stacked, axis.name, "mean")
-        memory = memory or PerWorker((), axis.name, "reset")  # leaves are too small to compress
-        return LIECState(jnp.zeros((), jnp.int32), memory, state)
-
-    def update(updates, state, params=None, **extra) -> Any:
-        found = reduce(
-            updates,
-            axis.name,
-            method=exchange,
-            key=None if key is None else jax.random.fold_in(key, state.step),
-            state=state.memory.own() or None,
-        )
-        final, after = inner.update(found.tree, state.inner.own(), params, **extra)
-        memory = state.memory if found.state is None else state.memory.after(found.state)
-        return final, LIECState(state.step + 1, memory, state.inner.after(after))
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def average_every(every: int, step: Array, params: Tree, axis_name: AxisName) -> Tree:
-    """The mean of all workers' ``params`` where ``step`` is a multiple of ``every``, else these.
-
-    A mean by `jax.lax.pmean`, the same bits on all workers. Runs inside `jax.shard_map`; other
-    steps send nothing.
-
-    Args:
-      every: the period, 1 or more.
-      step: int32 scalar, the same on all workers: `LIECState.step` after the update.
-      params: this worker's.
-      axis_name: as for `dynamiq_jax.psum`.
-    """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1; pass 1 to average in every step")
-    axis = check_axis(axis_name)
-
-    def mean(params: Tree) -> Tree:
-        return axis.to_varying(axis.pmean(params))
-
-    own = axis.to_varying(params)
-    return lax.cond(step % every == 0, mean, lambda params: params, own)
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
@@ -393,7 +303,7 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
+def known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
     """Workers on every axis if that is known, and whether a map around us has the axis."""
     try:
         return axis_sizes(axis), True
@@ -403,7 +313,7 @@ def _known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
     return tuple(mesh.shape[name] for name in axis.names) if known else None, False
 
 
-def _product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
+def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
     if sizes is None:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
@@ -423,9 +333,9 @@ def _kinds(state: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
-def _first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
+def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
     """The memory of all workers, or inside a map of this one; `None` if the method has none."""
-    sizes, inside = _known_sizes(axis)
+    sizes, inside = known_sizes(axis)
 
     def first() -> Any:
         known = sizes or (2,) * len(axis.names)
@@ -433,7 +343,7 @@ def _first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorke
 
     if not jax.tree.leaves(jax.eval_shape(first)):
         return None
-    _product(sizes, axis, f"method={compression.method!r}")
+    product(sizes, axis, f"method={compression.method!r}")
     memory = PerWorker(first(), axis.name, "reset")
     return memory.after(memory.value) if inside else memory
 

@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 METHODS = {
     "bf16 psum": dq.BF16(),
     "5 bits": dq.Compression(
-        dq.DynamiQ(bits=5), min_bucket_bytes=0
+        dq.DynamiQ(bits=5),
+        min_bucket_bytes=0,
     ),  # 0: compress, however small the model
 }
 
@@ -58,5 +58,5 @@ for name, method in METHODS.items():
     params, loss = step(start, x, jnp.sin(x), method)
     for _ in range(19):
         params, loss = step(params, x, jnp.sin(x), method)
-    megabytes = as_compression(method).explain(start, mesh.size) / 8e6
+    megabytes = dq.explain(start, mesh.size, method=method, verbose=False).wire_bytes / 1e6
     print(f"{name:9}  {loss:.4f}  {megabytes:7.2f}")

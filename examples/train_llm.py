@@ -89,6 +89,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.commands.writers import CSVWriter
 from dynamiq_jax.compression import as_compression
 
 AXIS = "data"
@@ -137,15 +138,15 @@ class Method(NamedTuple):
 
 
 def dynamiq(
-    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.DynamiQ, topology: Any
+    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.Compression
 ) -> Method:
     """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
     value_and_grad = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name=AXIS, method=as_compression(method, topology)
+        loss_fn, mesh=mesh, axis_name=AXIS, method=method
     )
-    as_compression(method, topology).check_agreement(params, mesh, AXIS)
-    mean = partial(dq.pmean, axis_name=AXIS, method=method, topology=topology)
-    cost = dq.explain(params, mesh.size, method=method, topology=topology, verbose=False)
+    method.check_agreement(params, mesh, AXIS)
+    mean = partial(dq.pmean, axis_name=AXIS, method=method)
+    cost = method.explain(params, mesh.size, verbose=False)
     return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
 
 
@@ -170,18 +171,18 @@ def lax_psum(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str) -> 
 
 
 def on_mesh(
-    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, bits: dq.DynamiQ, topology: Any
+    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, dynamiq: dq.Compression
 ) -> Method:
     """The same, on a mesh of several axes: ``specs`` say how it splits the parameters."""
     axes, specs = data_axes(mesh), param_specs(params, mesh)
-    method = {"dynamiq": bits, "bf16": dq.BF16(), "f32": dq.F32()}[name]
-    options = {"method": method, "topology": topology if name == "dynamiq" else None}
-    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=axes, specs=specs, **options)
+    method = {"dynamiq": dynamiq, "bf16": dq.BF16(), "f32": dq.F32()}[name]
+    options = {"mesh": mesh, "specs": specs}
+    value_and_grad = dq.value_and_grad(loss_fn, axis_name=axes, method=method, **options)
     as_compression(None).check_agreement(params, mesh, axes, **options)
     if "fsdp" in mesh.axis_names:
         return Method(name, value_and_grad, None, float("nan"), float("nan"))
     sizes = tuple(mesh.shape[axis] for axis in axes)
-    cost = dq.explain(params, sizes, mesh=mesh, specs=specs, **options, verbose=False)
+    cost = dq.explain(params, sizes, method=method, **options, verbose=False)
     return Method(name, value_and_grad, None, cost.wire_bytes, cost.bits_per_coord)
 
 
@@ -542,7 +543,7 @@ def save_curves(results: Sequence[Result], folder: Path) -> None:
     """A CSV file for every method, a row for every step, as ``dynamiq-jax plot`` reads it."""
     for r in results:
         cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
-        with dq.CSVWriter(folder / f"{r.method}.csv") as log:
+        with CSVWriter(folder / f"{r.method}.csv") as log:
             for i, loss in enumerate(r.losses):
                 errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
                 known = {name: at.get(i, float("nan")) for name, at in errors.items()}
@@ -573,16 +574,15 @@ class Choice(NamedTuple):
     """What the command line asks for: one of `METHODS`, and what "dynamiq" stands for."""
 
     method: str
-    compression: dq.DynamiQ
-    topology: Any
+    compression: dq.Compression
 
 
-def read_choice(config: Path, *instead: Any) -> dq.Configuration:
+def read_choice(config: Path, *instead: Any) -> dq.Compression:
     """What a file holds; ``instead`` are the options that then have to be `None`."""
     if any(option is not None for option in instead):
         raise typer.BadParameter("--config: leave out --method, --bits and --topology")
     try:
-        return dq.load_config(config)
+        return dq.Compression.load(config)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--config: {error}") from error
 
@@ -597,16 +597,19 @@ def choose(
         check_choice(topology, TOPOLOGIES, "--topology")
         try:
             return Choice(
-                method, dq.DynamiQ(bits=5.0 if bits is None else bits), TOPOLOGIES[topology]
+                method,
+                dq.Compression(
+                    dq.DynamiQ(bits=5.0 if bits is None else bits), topology=TOPOLOGIES[topology]
+                ),
             )
         except ValueError as error:
             raise typer.BadParameter(f"--bits {bits}: {error}") from error
     found = read_choice(config, method, bits, topology)
     if found.method is None or isinstance(found.method, dq.DynamiQ):
-        return Choice("dynamiq", found.method or dq.DynamiQ(), found.topology)
+        return Choice("dynamiq", found)
     name = type(found.method).__name__.lower()
     check_choice(name, METHODS, f"--config {config}: method")
-    return Choice(name, dq.DynamiQ(), found.topology)
+    return Choice(name, found)
 
 
 def make_mesh(text: str) -> jax.sharding.Mesh:
@@ -697,7 +700,7 @@ def main(
     vocab_size = vocab_size or config.vocab_size
     config = replace(config, vocab_size=vocab_size, init=init, attention=attention)
     devices = make_mesh(mesh or f"{AXIS}={n_devices}")
-    if isinstance(chosen.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
+    if isinstance(chosen.compression.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
         raise typer.BadParameter(
             f"--config {config_file}: Hierarchical reduces over two axes, and the mesh has "
             f"{len(data_axes(devices))} for data; pass for example --mesh replica=2,data=4"
@@ -718,9 +721,9 @@ def main(
     results = []
     for name in METHODS if compare else (chosen.method,):
         if mesh:
-            averaging = on_mesh(loss_fn, params, devices, name, chosen.compression, chosen.topology)
+            averaging = on_mesh(loss_fn, params, devices, name, chosen.compression)
         elif name == "dynamiq":
-            averaging = dynamiq(loss_fn, params, devices, chosen.compression, chosen.topology)
+            averaging = dynamiq(loss_fn, params, devices, chosen.compression)
         else:
             averaging = lax_psum(loss_fn, params, devices, name)
         results.append(train(run, averaging, dump))
@@ -734,7 +737,7 @@ def main(
         "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
         "bits": chosen.compression.bits,
-        "topology": chosen.topology and type(chosen.topology).__name__.lower(),
+        "topology": topology and type(topology).__name__.lower(),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
     name = f"{model}-{'compare' if compare else chosen.method}"

@@ -68,6 +68,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import Method
 from dynamiq_jax.compression import as_compression
 
 SYNCHRONOUS = dq.DynamiQ(bits=5)  # of gradients, in the run that is compared with
@@ -91,7 +92,7 @@ class Outer:
     every: int
     learning_rate: float = 0.7
     momentum: float = 0.4
-    method: dq.Method = dq.DynamiQ(bits=4)
+    method: Method = dq.DynamiQ(bits=4)
     topology: Any = None
 
     def __post_init__(self):

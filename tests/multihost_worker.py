@@ -158,7 +158,7 @@ def disagreements(mesh):
     return {
         "nothing": told(key=jax.random.key(1), method=METHOD, topology=dq.Hierarchical()),
         "method": told(method=dq.DynamiQ(bits=4.5) if odd else dq.DynamiQ()),
-        "kind of method": told(method=dq.MXFP8() if odd else dq.DynamiQ()),
+        "kind of method": told(method=dq.comparators.MXFP8() if odd else dq.DynamiQ()),
         "topology": told(topology=dq.Ring() if odd else dq.Direct()),
         "key": told(key=jax.random.key(2 if odd else 1)),
         "presence of a key": told(key=jax.random.key(1) if odd else None),

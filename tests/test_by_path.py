@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small
+from cases import (assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, wire_bits)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
@@ -16,7 +16,7 @@ from dynamiq_jax.compression import as_compression
 
 N = 4
 KEY = jax.random.key(0)
-MX8, MX4 = small(dq.MXFP8()), small(dq.MXFP4())
+MX8, MX4 = small(dq.comparators.MXFP8()), small(dq.comparators.MXFP4())
 DIRECT = dq.Direct(transport="collectives")
 OWN = {
     "embed": jax.ShapeDtypeStruct((500, 20), jnp.float32),
@@ -84,9 +84,9 @@ def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
     ]
     kernels = [layer["kernel"] for layer in OWN["layers"]]
     parts = [(MX8, OWN["embed"]), (MX4, kernels)]
-    bits = [as_compression(m, DIRECT).explain(tree, N) for m, tree in parts]
+    bits = [wire_bits(m, DIRECT)(tree, N) for m, tree in parts]
     exact = 1.5 * 32 * (2 * 3000 + 1)
-    assert as_compression(choose, DIRECT).explain(OWN, N) == sum(bits) + exact
+    assert wire_bits(choose, DIRECT)(OWN, N) == sum(bits) + exact
     size = 10_000 + 2 * 5600 + 6001
     assert found.bits_per_coord == pytest.approx((sum(bits) + exact) / (1.5 * size))
     assert found.topology == repr(DIRECT)
@@ -98,7 +98,7 @@ def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
 def test_bytes_are_those_of_the_program():
     hlo, asked = lower(dq.psum, OWN, (N,), choose, DIRECT)
     sent = sum(moved_bits(hlo, asked, N).values())
-    assert sent == N * as_compression(choose, DIRECT).explain(OWN, N)
+    assert sent == N * wire_bits(choose, DIRECT)(OWN, N)
 
 
 def test_every_part_has_the_bits_of_its_method_alone():
@@ -119,7 +119,9 @@ def test_every_part_has_the_bits_of_its_method_alone():
 
 def keeps(path, leaf):
     """Two methods, of which one has a memory."""
-    return small(dq.MXFP8(sum="shared-scale")) if "kernel" in path else choose(path, leaf)
+    return (
+        small(dq.comparators.MXFP8(sum="shared-scale")) if "kernel" in path else choose(path, leaf)
+    )
 
 
 def test_states_and_metrics_are_those_of_all_methods():
@@ -219,7 +221,7 @@ def test_value_and_grad_and_agreement_take_it():
     _, exact = jax.value_and_grad(loss_fn)(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(dq.vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
-    wrong = {"method": lambda path, leaf: dq.OmniReduce(), "topology": DIRECT}
+    wrong = {"method": lambda path, leaf: dq.comparators.OmniReduce(), "topology": DIRECT}
     with pytest.raises(NotImplementedError, match="leave topology=None"):
         as_compression(None).check_agreement(params, mesh, "data", **wrong)
 

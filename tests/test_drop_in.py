@@ -126,10 +126,12 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
     "method",
     [
         dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.MXFP8(), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.THC(piece_size=512), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.THC(piece_size=512, form="two-shot"), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.OmniReduce(), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(dq.comparators.MXFP8(), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(dq.comparators.THC(piece_size=512), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(
+            dq.comparators.THC(piece_size=512, form="two-shot"), min_leaf_size=1, min_bucket_size=1
+        ),
+        dq.Compression(dq.comparators.OmniReduce(), min_leaf_size=1, min_bucket_size=1),
         small(dq.DynamiQ(debug_checks=True)),
     ],
     ids=lambda method: type(method).__name__,

@@ -9,17 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    LOOP,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    first_state,
-    gradient,
-    relative_error,
-    small,
-    stepper,
-)
+from cases import (LOOP, assert_replicas_equal, assert_same_bits, auto_mesh, first_state, gradient, relative_error, small, stepper, wire_bits)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -35,16 +25,16 @@ RING, DIRECT, BUTTERFLY = LOOP, dq.Direct(), dq.Butterfly(balance=0.0)
 METHODS = {
     "dynamiq": (small(dq.DynamiQ(bits=5)), RING),
     "dynamiq, direct": (small(dq.DynamiQ(bits=4, dither=True)), DIRECT),
-    "minmax": (small(dq.MinMax()), DIRECT),
-    "minmax, ring": (small(dq.MinMax(bits=6)), dq.Ring(streams=2, stream_size=0)),
-    "mxfp4": (small(dq.MXFP4()), BUTTERFLY),
-    "mxfp8, shared": (small(dq.MXFP8(sum="shared-scale")), RING),
-    "qsgd": (small(dq.GlobalQSGD(piece_size=128)), dq.Direct(transport="permutes")),
+    "minmax": (small(dq.comparators.MinMax()), DIRECT),
+    "minmax, ring": (small(dq.comparators.MinMax(bits=6)), dq.Ring(streams=2, stream_size=0)),
+    "mxfp4": (small(dq.comparators.MXFP4()), BUTTERFLY),
+    "mxfp8, shared": (small(dq.comparators.MXFP8(sum="shared-scale")), RING),
+    "qsgd": (small(dq.comparators.GlobalQSGD(piece_size=128)), dq.Direct(transport="permutes")),
     "qsgd, exponential": (
-        small(dq.GlobalQSGD(levels="exponential", piece_size=256)), BUTTERFLY,
+        small(dq.comparators.GlobalQSGD(levels="exponential", piece_size=256)), BUTTERFLY,
     ),
     "bf16": (small(dq.BF16()), RING),
-    "thc": (small(dq.THC(piece_size=512)), None),
+    "thc": (small(dq.comparators.THC(piece_size=512)), None),
 }  # fmt: skip
 """Methods whose sums lose nothing that their encoders do not know, each over one topology."""
 WORKERS = dict(zip(METHODS, (4, 3, 5, 7, 8, 6, 4, 2, 3, 4), strict=True))
@@ -132,7 +122,7 @@ def test_what_each_kind_is_good_for():
     x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
     step, mean = {}, {}
     for kind in (None, "ef14", "ef21", "econtrol"):
-        method = small(dq.MXFP4())
+        method = small(dq.comparators.MXFP4())
         method = method if kind is None else dq.ErrorFeedback(method, kind=kind)
         state, found = first_state(method, x[0], 8, DIRECT), []
         for own in x:
@@ -170,7 +160,7 @@ def test_the_momentum_is_what_ef21m_sends():
         assert np.all(np.asarray(after.started))
         errors.append(relative_error(found, total_of(v[step])))
 
-    for method, most in ((small(dq.F32()), 1e-11), (small(dq.MXFP4()), 0.06)):
+    for method, most in ((small(dq.F32()), 1e-11), (small(dq.comparators.MXFP4()), 0.06)):
         errors: list[float] = []
         run(dq.ErrorFeedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
         assert max(errors) < most
@@ -180,7 +170,7 @@ def test_the_momentum_is_what_ef21m_sends():
 def test_momentum_waits_for_a_step_in_which_all_is_finite():
     x = gradients(3, 3).copy()
     x[0, 1, 700] = np.inf
-    method = small(dq.ErrorFeedback(dq.MXFP8(), kind="ef21m", eta=0.25))
+    method = small(dq.ErrorFeedback(dq.comparators.MXFP8(), kind="ef21m", eta=0.25))
     seen = []
 
     def check(step, found, before, after):
@@ -222,8 +212,8 @@ def test_it_is_the_error_feedback_that_dynamiq_has():
     pairs = (
         (small(dq.DynamiQ(bits=4)), small(dq.DynamiQ(bits=4, error_feedback=True)), RING),
         (
-            small(dq.THC(piece_size=512)),
-            small(dq.THC(piece_size=512, error_feedback=True)),
+            small(dq.comparators.THC(piece_size=512)),
+            small(dq.comparators.THC(piece_size=512, error_feedback=True)),
             None,
         ),
     )
@@ -238,9 +228,9 @@ def test_it_is_the_error_feedback_that_dynamiq_has():
 def test_the_bytes_of_a_state():
     """Those that the docstring says, and of a method's own state what it needs."""
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
-        state = as_compression(small(dq.ErrorFeedback(dq.MinMax(), kind=kind))).init_state(
-            jnp.zeros(SIZE), 4
-        )
+        state = as_compression(
+            small(dq.ErrorFeedback(dq.comparators.MinMax(), kind=kind))
+        ).init_state(jnp.zeros(SIZE), 4)
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
         assert sum(sizes) == each * SIZE + (kind == "ef21m")
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
@@ -259,7 +249,7 @@ INPUTS = {
 def test_laws_hold_whatever_the_inputs(case, kind):
     n = 4
     x = np.stack([INPUTS[case](n)] * 5).astype(np.float32)
-    results, state = run(small(dq.ErrorFeedback(dq.MXFP4(), kind=kind)), RING, x)
+    results, state = run(small(dq.ErrorFeedback(dq.comparators.MXFP4(), kind=kind)), RING, x)
     gap = results.sum(axis=0) + total_of(state.residual) - 5 * total_of(x[0])
     assert np.abs(gap).max() < 2e-5 * np.abs(x).max() * n
 
@@ -267,7 +257,7 @@ def test_laws_hold_whatever_the_inputs(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_travel_through_shard_map_and_scan(kind):
     """Three steps in one program with check_vma=True; results count as replicated, as in vmap."""
-    n, method = 4, small(dq.ErrorFeedback(dq.MXFP8(), kind=kind))
+    n, method = 4, small(dq.ErrorFeedback(dq.comparators.MXFP8(), kind=kind))
     x = gradients(n, 1)[0]
 
     def steps(x):
@@ -291,7 +281,7 @@ def test_states_travel_through_shard_map_and_scan(kind):
 
 def test_half_precision_gradients_have_f32_memories():
     x = gradients(3, 3).astype(jnp.bfloat16)
-    method = small(dq.ErrorFeedback(dq.MXFP8(), kind="econtrol"))
+    method = small(dq.ErrorFeedback(dq.comparators.MXFP8(), kind="econtrol"))
     state = first_state(method, jnp.asarray(x[0]), 3, DIRECT)
     for own in x:
         found, state = stepper(method, DIRECT)(jnp.asarray(own), KEY, state)
@@ -318,27 +308,41 @@ def test_metrics_and_wire_bits_are_those_of_the_method():
     leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     for inner, topology in METHODS.values():
         method = dq.ErrorFeedback(inner)
-        bits = [as_compression(m, topology).explain(leaf, n) for m in (method, inner)]
-        extra = 48 if isinstance(inner, dq.THC) else 0  # its memory counts steps: one f32
+        bits = [wire_bits(m, topology)(leaf, n) for m in (method, inner)]
+        extra = (
+            48 if isinstance(inner, dq.comparators.THC) else 0
+        )  # its memory counts steps: one f32
         assert bits[0] == bits[1] + extra
 
 
 def test_what_makes_no_sense_is_refused():
-    alone = small(dq.MinMax())
+    alone = small(dq.comparators.MinMax())
     around = dq.ErrorFeedback
     cases: list[tuple] = [
         (lambda: around(around(alone)), r"error feedback already.*dq\.ErrorFeedback\(MinMax\("),
         (lambda: around(dq.DynamiQ(error_feedback=True)), r"pass error_feedback=False to it"),
-        (lambda: around(dq.OmniReduce(error_feedback=True)), r"pass error_feedback=False to it"),
-        (lambda: around(dq.Marsit()), "keeps a memory of gradients itself.* pass it to dq.reduce"),
-        (lambda: around(dq.ARCTopK(error_feedback=False)), "sums matrices.*error_feedback=True"),
-        (lambda: around(dq.PowerSGD(error_feedback=False)), "sums matrices, whose shape is not"),
         (
-            lambda: around(dq.CLTK(error_feedback=False, memory_rate=0.5)),
+            lambda: around(dq.comparators.OmniReduce(error_feedback=True)),
+            r"pass error_feedback=False to it",
+        ),
+        (
+            lambda: around(dq.comparators.Marsit()),
+            "keeps a memory of gradients itself.* pass it to dq.reduce",
+        ),
+        (
+            lambda: around(dq.comparators.ARCTopK(error_feedback=False)),
+            "sums matrices.*error_feedback=True",
+        ),
+        (
+            lambda: around(dq.comparators.PowerSGD(error_feedback=False)),
+            "sums matrices, whose shape is not",
+        ),
+        (
+            lambda: around(dq.comparators.CLTK(error_feedback=False, memory_rate=0.5)),
             r"memory_rate=0\.5, and would tell that much.* pass memory_rate=1 to it",
         ),
         (lambda: around("minmax"), r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
-        (lambda: around(dq.MinMax), "is not a method"),
+        (lambda: around(dq.comparators.MinMax), "is not a method"),
         (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
         (lambda: around(alone, kind="ef15"), "kind='ef15'; expected one of 'ef14', 'ef21'"),
         (lambda: around(alone, eta=0.5), r"eta=0\.5 is of kind='ef21m'.* pass eta=None"),
@@ -354,7 +358,7 @@ def test_what_makes_no_sense_is_refused():
 
 def test_a_method_that_does_not_tell_what_it_loses_is_refused():
     class Silent:
-        wire_bits = dq.MinMax.wire_bits
+        wire_bits = dq.comparators.MinMax.wire_bits
 
         def init(self, size, n_workers):
             return ()
@@ -364,13 +368,15 @@ def test_a_method_that_does_not_tell_what_it_loses_is_refused():
 
 
 F16 = {
-    "ef14": small(dq.ErrorFeedback(dq.MXFP8())),
-    "ef21": small(dq.ErrorFeedback(dq.MXFP8(), kind="ef21")),
-    "arc": dq.Compression(dq.ARCTopK(density=1), min_leaf_size=0),  # rows that are not sent wait
-    "clt": small(dq.CLTK()),
-    "omnireduce": small(dq.OmniReduce(density=1, error_feedback=True)),
-    "sidco": small(dq.SIDCo(density=1)),
-    "powersgd": dq.Compression(dq.PowerSGD(), min_leaf_size=0),
+    "ef14": small(dq.ErrorFeedback(dq.comparators.MXFP8())),
+    "ef21": small(dq.ErrorFeedback(dq.comparators.MXFP8(), kind="ef21")),
+    "arc": dq.Compression(
+        dq.comparators.ARCTopK(density=1), min_leaf_size=0
+    ),  # rows that are not sent wait
+    "clt": small(dq.comparators.CLTK()),
+    "omnireduce": small(dq.comparators.OmniReduce(density=1, error_feedback=True)),
+    "sidco": small(dq.comparators.SIDCo(density=1)),
+    "powersgd": dq.Compression(dq.comparators.PowerSGD(), min_leaf_size=0),
 }
 
 
@@ -399,7 +405,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
 
 
 def test_without_state_and_in_halves_it_is_refused():
-    method, x = small(dq.ErrorFeedback(dq.MinMax())), jnp.ones((2, 8192))
+    method, x = small(dq.ErrorFeedback(dq.comparators.MinMax())), jnp.ones((2, 8192))
 
     def mapped(call):
         return jax.eval_shape(jax.vmap(call, axis_name="data"), x)
@@ -409,15 +415,15 @@ def test_without_state_and_in_halves_it_is_refused():
     with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
         mapped(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method))
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        thc = small(dq.ErrorFeedback(dq.THC()))
+        thc = small(dq.ErrorFeedback(dq.comparators.THC()))
         mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
 
 
 def test_files_name_the_method_within(tmp_path):
     method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol", eta=0.2)
     for name in ("choice.json", "choice.toml"):
-        dq.save_config(tmp_path / name, method, dq.Ring())
-        assert dq.load_config(tmp_path / name) == (method, dq.Ring())
+        dq.Compression(method, topology=dq.Ring()).save(tmp_path / name)
+        assert dq.Compression.load(tmp_path / name) == (method, dq.Ring())
     for text, message in (
         ('{"method": {"name": "ErrorFeedback"}}', "has no 'method'; say which it is around"),
         (
@@ -427,12 +433,15 @@ def test_files_name_the_method_within(tmp_path):
     ):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match=message):
-            dq.load_config(tmp_path / "wrong.json")
+            dq.Compression.load(tmp_path / "wrong.json")
 
 
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
-    method, topology = small(dq.ErrorFeedback(dq.MXFP4())), dq.Hierarchical(outer=DIRECT)
+    method, topology = (
+        small(dq.ErrorFeedback(dq.comparators.MXFP4())),
+        dq.Hierarchical(outer=DIRECT),
+    )
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     first = as_compression(method, topology).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
@@ -455,12 +464,12 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
 
 def test_states_have_no_array_twice():
     """So that they can be donated."""
-    method = small(dq.ErrorFeedback(dq.MXFP4(sum="shared-scale"), kind="ef21m"))
+    method = small(dq.ErrorFeedback(dq.comparators.MXFP4(sum="shared-scale"), kind="ef21m"))
     state = as_compression(method).init_state(jnp.zeros(SIZE), 4)
     leaves = jax.tree.leaves(state)
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
     assert isinstance(state[0], error_feedback.ErrorFeedbackState)
-    assert_same_bits(state[0].inner.mu, dq.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
+    assert_same_bits(state[0].inner.mu, dq.comparators.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
 
 
 @pytest.mark.release

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL
+from cases import (SMALL, wire_bits)
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
@@ -83,7 +83,7 @@ def test_totals_add_up():
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
     assert explanation.outer_wire_bytes == pytest.approx(explanation.wire_bytes)
-    assert as_compression(None, ring).explain(TREE, n) == round(8 * explanation.wire_bytes)
+    assert wire_bits(None, ring)(TREE, n) == round(8 * explanation.wire_bytes)
     size = 600_000 + 280_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
@@ -156,7 +156,7 @@ def test_one_worker_sends_nothing():
     explanation = dq.explain(TREE, 1, verbose=False)
     assert explanation.wire_bytes == 0
     assert explanation.bits_per_coord == 0
-    assert as_compression(None).explain(TREE, 1) == 0
+    assert wire_bits(None)(TREE, 1) == 0
 
 
 def test_a_hierarchy_keeps_most_bytes_within_its_inner_axis():
@@ -235,7 +235,7 @@ def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, to
     assert found.reason.startswith(said)
     more = f"; assumed, as {n} workers are more than the devices here (8): {hosts}, {links}"
     assert found.reason.endswith(more)
-    assert as_compression(None).explain(LARGE, sizes) == round(8 * found.wire_bytes)
+    assert wire_bits(None)(LARGE, sizes) == round(8 * found.wire_bytes)
     passed = dq.explain(LARGE, sizes, topology=dq.Direct(), verbose=False)
     assert passed.reason == "as passed" + more
 

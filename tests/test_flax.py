@@ -149,7 +149,7 @@ def test_paths_of_nnx_states_exclude_norms():
 
     def by_path(path, leaf):
         asked.append(path)
-        return None if path.startswith("norm/") else small(dq.MXFP8())
+        return None if path.startswith("norm/") else small(dq.comparators.MXFP8())
 
     found = dq.explain(grads, 8, method=by_path, topology=dq.Direct(), verbose=False)
     assert "hidden/kernel/value" in asked

@@ -221,7 +221,7 @@ def test_methods_that_do_not_scatter_are_refused():
     layout = LAYOUTS["fsdp"]
     mesh = layout.make()
     params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.THC())
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.comparators.THC())
     with pytest.raises(NotImplementedError, match="THC.*psum_scatter"):
         f(params, *batch)
 
@@ -232,7 +232,7 @@ def test_a_state_of_model_shards(kind):
     layout = LAYOUTS["tensor parallel"]
     mesh = layout.make(kind)
     params, batch = placed(layout, mesh)
-    method = small(dq.OmniReduce(density=0.5, error_feedback=True, block_size=8))
+    method = small(dq.comparators.OmniReduce(density=0.5, error_feedback=True, block_size=8))
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
     f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
     state = as_compression(None).init_state(params, 4, stacked=True, **options)

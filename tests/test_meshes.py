@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh, gradient, small
+from cases import (assert_same_bits, auto_mesh, gradient, small, wire_bits)
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -221,7 +221,7 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
-MEMORY = small(dq.OmniReduce(density=0.5, error_feedback=True))
+MEMORY = small(dq.comparators.OmniReduce(density=0.5, error_feedback=True))
 
 
 def test_buckets_of_different_axes_are_told_apart():
@@ -230,7 +230,7 @@ def test_buckets_of_different_axes_are_told_apart():
     assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
-    assert as_compression(F32).explain(tree, N, mesh=mesh_of(), specs=SPECS) == 48 * coords
+    assert wire_bits(F32)(tree, N, mesh=mesh_of(), specs=SPECS) == 48 * coords
 
 
 def abstract(shapes):
@@ -294,7 +294,7 @@ def test_metrics_are_those_of_all_parts():
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    bits = as_compression(F32, dq.Direct()).explain(abstract(SHAPES), N, mesh=mesh, specs=SPECS)
+    bits = wire_bits(F32, dq.Direct())(abstract(SHAPES), N, mesh=mesh, specs=SPECS)
     assert metrics.wire_bytes == bits / 8
 
 

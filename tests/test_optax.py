@@ -10,16 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import (
-    assert_same_bits,
-    auto_mesh,
-    compilations,
-    gradient,
-    loss_fn,
-    problem,
-    promoting,
-    small,
-)
+from cases import (assert_same_bits, auto_mesh, compilations, gradient, loss_fn, problem, promoting, small, wire_bits)
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
@@ -29,9 +20,9 @@ from dynamiq_jax.compression import as_compression
 
 N = 8
 EXACT = dq.F32()
-SCALED = small(dq.MXFP8(sum="shared-scale"))  # a memory, and cheap to compile
-MEMORY = small(dq.OmniReduce(block_size=64, error_feedback=True))
-POWER = dq.Compression(dq.PowerSGD(rank=2), min_leaf_size=1)
+SCALED = small(dq.comparators.MXFP8(sum="shared-scale"))  # a memory, and cheap to compile
+MEMORY = small(dq.comparators.OmniReduce(block_size=64, error_feedback=True))
+POWER = dq.Compression(dq.comparators.PowerSGD(rank=2), min_leaf_size=1)
 KEY = jax.random.key(0)
 
 
@@ -110,7 +101,7 @@ def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
     assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
 
 
-@pytest.mark.parametrize("method", [MEMORY, small(dq.MXFP8(rounding="stochastic"))])
+@pytest.mark.parametrize("method", [MEMORY, small(dq.comparators.MXFP8(rounding="stochastic"))])
 def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
     options = {"op": "sum", "metrics": True, "method": method}
     options |= {"topology": None if method == MEMORY else dq.Direct()}
@@ -160,7 +151,7 @@ def moved(optimizer, check_vma=True, **extra):
 
 def test_a_memory_waits_while_a_method_counts_for_itself():
     """`CLTK` without error feedback has a count alone, which is not what the memory is of."""
-    rank = dq.Compression(dq.PowerSGD(), min_leaf_size=0)
+    rank = dq.Compression(dq.comparators.PowerSGD(), min_leaf_size=0)
     ours = dq.optax.all_reduce("data", method=rank)
     mesh, gradients = auto_mesh(N), jax.random.normal(jax.random.key(0), (N, 32, 64))
     params = jnp.ones((32, 64))
@@ -176,14 +167,14 @@ def test_a_memory_waits_while_a_method_counts_for_itself():
         return jax.shard_map(one, mesh=mesh, **maps)(state, grads)
 
     _, kept = stepped(first, gradients, rank)
-    _, after = stepped(kept, gradients, small(dq.CLTK(error_feedback=False)))
+    _, after = stepped(kept, gradients, small(dq.comparators.CLTK(error_feedback=False)))
     before = jax.tree.leaves(kept.memory)
     for own, other in zip(jax.tree.leaves(after.memory), before, strict=True):
         np.testing.assert_array_equal(own, other)
     assert any(np.any(np.asarray(x) != 0) for x in before)
 
 
-MX = dq.optax.all_reduce("data", method=as_compression(small(dq.MXFP8()), dq.Direct()))
+MX = dq.optax.all_reduce("data", method=as_compression(small(dq.comparators.MXFP8()), dq.Direct()))
 
 
 def last_of(every):
@@ -192,7 +183,7 @@ def last_of(every):
 
 def test_a_window_of_multi_steps_sends_once():
     params, _ = problem(1)
-    once = N * as_compression(small(dq.MXFP8()), dq.Direct()).explain(params, N)
+    once = N * wire_bits(small(dq.comparators.MXFP8()), dq.Direct())(params, N)
     entry, branches = moved(optax.chain(MX, ADAM))
     assert (entry, branches) == (once, [])
     entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))

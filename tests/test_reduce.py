@@ -163,7 +163,7 @@ class TestMetrics:
 
     def test_methods_that_cannot_say_say_nan(self):
         x = gradient(3, N, SIZE).at[0, 0].set(jnp.nan)
-        method = small(dq.MXFP8(sum="shared-scale"))
+        method = small(dq.comparators.MXFP8(sum="shared-scale"))
         state = first_state(method, x, N, ROUTES["direct"])
         state = jax.tree.map(lambda mu: 100 * mu, state)
         found = reducer(method, ROUTES["direct"], op="sum", metrics=True)(x, KEY, state)
@@ -277,7 +277,9 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
     [
         lambda x, method: as_compression(method).init_state(x[:-300], 2),
         lambda x, method: as_compression(method).init_state(x, 2, stacked=True),
-        lambda x, method: as_compression(small(dq.THC(error_feedback=True))).init_state(x, 2),
+        lambda x, method: as_compression(small(dq.comparators.THC(error_feedback=True))).init_state(
+            x, 2
+        ),
     ],
     ids=["another size", "stacked", "another method"],
 )

@@ -67,10 +67,10 @@ def grad(functions, params, x, **options):
     ("method", "lag", "check_vma"),
     [
         (METHOD, 1, True),
-        (small(dq.MinMax()), 2, False),
-        (small(dq.MinMax()), 0, False),
-        (small(dq.MinMax()), 9, True),
-        (small(dq.PermK()), 1, True),
+        (small(dq.comparators.MinMax()), 2, False),
+        (small(dq.comparators.MinMax()), 0, False),
+        (small(dq.comparators.MinMax()), 9, True),
+        (small(dq.comparators.PermK()), 1, True),
     ],
     ids=["dynamiq", "minmax, more time", "minmax, at once", "minmax, at the end", "perm-k"],
 )
@@ -102,7 +102,7 @@ def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
 def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_vma, remat):
     """With a key, so that the noise is the same: only the order of additions may differ."""
     functions, params, tokens = model(n_layers)
-    method = METHOD if n_layers == 6 else small(dq.MinMax())
+    method = METHOD if n_layers == 6 else small(dq.comparators.MinMax())
 
     def mean(g, number):
         key = jax.random.fold_in(jax.random.wrap_key_data(jax.random.key_data(KEY)), number)

@@ -106,8 +106,8 @@ def repeated_source(n, seed):
 PLAIN = {
     "f32": (small(dq.F32()), dq.Ring(unroll_up_to=1), 5),
     "bf16": (small(dq.BF16()), dq.Butterfly(), 4),
-    "mxfp4": (small(dq.MXFP4(rounding="stochastic")), dq.Direct(), 3),
-    "mxfp8, shared": (small(dq.MXFP8(sum="shared-scale")), dq.Ring(), 4),
+    "mxfp4": (small(dq.comparators.MXFP4(rounding="stochastic")), dq.Direct(), 3),
+    "mxfp8, shared": (small(dq.comparators.MXFP8(sum="shared-scale")), dq.Ring(), 4),
 }
 CASES = {f"dynamiq, {n}": (METHOD, topology, n) for n, topology in TOPOLOGIES.items()} | PLAIN
 
@@ -180,7 +180,7 @@ def test_sums_keep_what_f32_rounds_off():
 @pytest.mark.parametrize("total", ["shared-scale", "recompress"])
 def test_error_of_one_round_of_mxfp8(total):
     """Relative rounding errors of E4M3 are 8.6e-4 of Gaussians, less where nothing saturates."""
-    method = dq.MXFP8(sum=total)
+    method = dq.comparators.MXFP8(sum=total)
     case = Case(n_workers=2, super_groups=64, method=method, topology=dq.Direct())
     # One of two gradients is encoded and then the sum: 1.5 encodings of its energy.
     assert simulate(case, jax.random.key(0)) == pytest.approx(1.5 * 8.6e-4, rel=0.25)
@@ -188,7 +188,9 @@ def test_error_of_one_round_of_mxfp8(total):
 
 def most_alive(monkeypatch, topology, n):
     """The most bytes of arrays that are alive when a worker has encoded, beyond those before."""
-    case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=dq.MXFP8(), topology=topology)
+    case = Case(
+        n_workers=n, super_groups=SUPER_GROUPS, method=dq.comparators.MXFP8(), topology=topology
+    )
     workers, source = case.workers(), mixture_source(jax.random.key(0), SUPER_GROUPS)
     given = Given(source, shared_by_all(workers, worker_gradient(source, 0), None, SEED))
     monkeypatch.setattr(sequential, "SYNC_EVERY", 1)

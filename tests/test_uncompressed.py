@@ -5,15 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (
-    TOPOLOGIES,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    gradient,
-    small,
-    vmapped,
-)
+from cases import (TOPOLOGIES, assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, vmapped, wire_bits)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -129,7 +121,7 @@ def test_leaves_keep_shape_and_dtype_and_small_ones_are_exact():
 def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
     n, size = 3, 12_345
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = as_compression(method, topology).explain(leaf, n)
+    promised = wire_bits(method, topology)(leaf, n)
     padding = 0 if topology is None else n * 2 * 16
     assert size <= promised / bits * n / (2 * (n - 1)) <= size + padding
 

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import daily, low, small
+from cases import (daily, low, small, wire_bits)
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -163,7 +163,7 @@ def test_wire_bits_are_what_the_program_moves(name):
     crossing = moved.pop("crossing", 0)
     assert set(moved) == expected | {"all-reduce"}
     options = {"method": method, "topology": topology}
-    promised = as_compression(None).explain(tree, sizes, **options)
+    promised = wire_bits(None)(tree, sizes, **options)
     # Integers but for 2 (n-1)/n, which is rounded once for each bucket and once for all.
     explanation = dq.explain(tree, sizes, **options, verbose=False)
     buckets = len({row.bucket for row in explanation.rows})
@@ -211,7 +211,7 @@ def test_an_all_gather_moves_what_the_method_says():
 def test_nothing_moves_for_one_worker():
     hlo, asked = lower(dq.psum, TREE, (1,), low(dq.DynamiQ()))
     assert sum(moved_bits(hlo, asked, 1).values()) == 0
-    assert as_compression(low(dq.DynamiQ())).explain(TREE, 1) == 0
+    assert wire_bits(low(dq.DynamiQ()))(TREE, 1) == 0
 
 
 def test_parser_reads_groups_by_axes():

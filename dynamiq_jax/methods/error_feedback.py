@@ -74,7 +74,7 @@ class ErrorFeedback(Method):
 
     ::
 
-        method = dq.ErrorFeedback(dq.MXFP4(), kind="ef21")
+        method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
         state = dq.init_state(params, n_workers, method=method)
         grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
 

@@ -21,7 +21,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
-ARCTopK = functools.partial(dq.ARCTopK, min_leaf_size=1)
+ARCTopK = functools.partial(dq.comparators.ARCTopK, min_leaf_size=1)
 PLAIN = functools.partial(ARCTopK, error_feedback=False)
 
 
@@ -251,12 +251,12 @@ def test_wire_bits_and_memory():
     leaf, n = jax.ShapeDtypeStruct((1024, 512), jnp.float32), 8
 
     def bits(**options):
-        method = dq.ARCTopK(**options)
+        method = dq.comparators.ARCTopK(**options)
         return dq.explain(leaf, n, method=method, verbose=False).bits_per_coord
 
     assert bits(density=0.25) == 16 * (0.25 + 4 / 512)
     assert bits(density=0.5, rank=8, wire="f32") == 32 * 0.5 + 16 * 8 / 512
-    state = jax.eval_shape(lambda: as_compression(dq.ARCTopK()).init_state(leaf, n))
+    state = jax.eval_shape(lambda: as_compression(dq.comparators.ARCTopK()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 512 + 4
 
 
@@ -272,4 +272,4 @@ def test_wire_bits_and_memory():
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.ARCTopK(**fields)
+        dq.comparators.ARCTopK(**fields)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import small, vmapped
+from cases import (small, vmapped, wire_bits)
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
@@ -90,7 +90,7 @@ def test_a_row_is_the_error_of_psum():
     (row,) = rows_of("dynamiq:5", "butterfly", [x])
     out = vmapped(small(dq.DynamiQ()), dq.Butterfly())(x, jax.random.key(0))
     assert row.vnmse == pytest.approx(float(dq.vnmse(out[0], x.sum(axis=0))), rel=1e-5)
-    wire = as_compression(small(dq.DynamiQ()), dq.Butterfly()).explain(x[0], 4)
+    wire = wire_bits(small(dq.DynamiQ()), dq.Butterfly())(x[0], 4)
     assert row.bits_per_coord == pytest.approx(wire / (1.5 * x.shape[1]), rel=1e-5)
     assert row.lowest == row.vnmse == row.highest
 

@@ -23,7 +23,7 @@ from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
 CHUNK = 16
-CLTK = functools.partial(dq.CLTK, chunk_size=CHUNK, **SMALL)
+CLTK = functools.partial(dq.comparators.CLTK, chunk_size=CHUNK, **SMALL)
 PLAIN = functools.partial(CLTK, error_feedback=False)
 
 
@@ -167,11 +167,13 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(**options):
-        return dq.explain(leaf, 8, method=dq.CLTK(**options), verbose=False).bits_per_coord
+        return dq.explain(
+            leaf, 8, method=dq.comparators.CLTK(**options), verbose=False
+        ).bits_per_coord
 
     assert bits() == 24 / 64
     assert bits(density=0.1, chunk_size=64) == 24 * 7 / 64
-    state = jax.eval_shape(lambda: as_compression(dq.CLTK()).init_state(leaf, 8))
+    state = jax.eval_shape(lambda: as_compression(dq.comparators.CLTK()).init_state(leaf, 8))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * (1 << 20) + 4
 
 
@@ -186,4 +188,4 @@ def test_bits_per_coordinate():
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.CLTK(**fields)
+        dq.comparators.CLTK(**fields)

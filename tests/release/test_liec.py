@@ -20,12 +20,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.comparators import liec
 import dynamiq_jax.optax
-from dynamiq_jax.methods.local_error import LocalError
+from dynamiq_jax.comparators.local_error import LocalError
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16
-MINMAX = small(dq.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest"))
+MINMAX = small(dq.comparators.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest"))
 
 
 def draw(seed, size=500):
@@ -113,7 +114,7 @@ def train(optimizer, every, steps):
         own = jax.tree.map(lambda p: p[0], params)
         updates, opt_state = optimizer.update(jax.grad(loss_fn)(own, x), opt_state, own)
         own = optax.apply_updates(own, updates)
-        own = dq.optax.average_every(every, opt_state.step, own, "data")
+        own = liec.average_every(every, opt_state.step, own, "data")
         return jax.tree.map(lambda p: p[None], own), opt_state
 
     params = jax.tree.map(lambda p: jnp.stack([p] * N), params)
@@ -129,7 +130,7 @@ def train(optimizer, every, steps):
 
 def test_models_differ_until_they_are_averaged():
     """Every fourth step; on other steps all workers have models of their own."""
-    optimizer = dq.optax.liec(optax.sgd(0.3, momentum=0.5), "data", method=MINMAX)
+    optimizer = liec.liec(optax.sgd(0.3, momentum=0.5), "data", method=MINMAX)
     for number, models in enumerate(train(optimizer, 4, 9), start=1):
         for leaf in models.values():
             assert len({own.tobytes() for own in leaf}) == (1 if number % 4 == 0 else N)
@@ -143,11 +144,11 @@ def test_it_follows_plain_sgd():
         grads = jax.jit(jax.grad(loss_fn))(plain[-1], x)
         plain.append(jax.tree.map(lambda p, g: p - 0.3 * g, plain[-1], grads))
     for models, exact in zip(
-        train(dq.optax.liec(optax.sgd(0.3), "data", method=small(dq.F32())), 5, steps), plain[1:],
+        train(liec.liec(optax.sgd(0.3), "data", method=small(dq.F32())), 5, steps), plain[1:],
         strict=True,
     ):  # fmt: skip
         jax.tree.map(lambda p, q: np.testing.assert_allclose(p, [q] * N, atol=1e-6), models, exact)
-    rounded = train(dq.optax.liec(optax.sgd(0.3), "data", method=MINMAX), 5, steps)[-1]
+    rounded = train(liec.liec(optax.sgd(0.3), "data", method=MINMAX), 5, steps)[-1]
 
     def square(tree, other):
         apart = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), tree, other)
@@ -157,16 +158,20 @@ def test_it_follows_plain_sgd():
     assert 0 < apart < 0.004 * square(plain[0], plain[-1])  # 0.03 where errors are lost
 
 
-@pytest.mark.parametrize("method", [dq.DynamiQ(), dq.THC(), dq.OmniReduce(error_feedback=True)])
+@pytest.mark.parametrize(
+    "method", [dq.DynamiQ(), dq.comparators.THC(), dq.comparators.OmniReduce(error_feedback=True)]
+)
 def test_methods_without_fixed_chunks_are_refused(method):
-    with pytest.raises(ValueError, match=r"does not tell what its.*pass for example dq.MinMax"):
-        dq.optax.liec(optax.sgd(0.1), "data", method=method)
+    with pytest.raises(
+        ValueError, match=r"does not tell what its.*pass for example dq.comparators.MinMax"
+    ):
+        liec.liec(optax.sgd(0.1), "data", method=method)
 
 
 def test_topologies_and_periods_are_refused():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         LocalError(MINMAX).check(4, dq.Ring())
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        dq.optax.average_every(0, jnp.int32(1), {}, "data")
+        liec.average_every(0, jnp.int32(1), {}, "data")
     with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):
-        dq.optax.liec(optax.sgd(0.1), "data", method=MINMAX).init({"w": jnp.ones(500)})
+        liec.liec(optax.sgd(0.1), "data", method=MINMAX).init({"w": jnp.ones(500)})

@@ -27,13 +27,13 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.comparators.marsit import workers_in
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods.marsit import workers_in
 
 KEY = jax.random.key(5)
 SIZE = 3011
 BLOCK = 256
-Marsit = functools.partial(dq.Marsit, block_size=BLOCK, **SMALL)
+Marsit = functools.partial(dq.comparators.Marsit, block_size=BLOCK, **SMALL)
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (2, 5, 8) if n in served]
 
 
@@ -304,9 +304,9 @@ def test_what_makes_no_sense_is_refused():
         ({"min_leaf_size": -1}, "min_leaf_size=-1 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            dq.Marsit(**fields)
+            dq.comparators.Marsit(**fields)
     with pytest.raises(ValueError, match="up to 4096 workers, and here are 5000; pass topology=dq"):
-        as_compression(dq.Marsit(), dq.Ring()).init_state(jnp.zeros(1 << 20), 5000)
+        as_compression(dq.comparators.Marsit(), dq.Ring()).init_state(jnp.zeros(1 << 20), 5000)
     x = jnp.ones((2, 8192))
     with pytest.raises(ValueError, match=r"Marsit\(.* is only right with its state"):
         jax.vmap(lambda x: dq.psum(x, "data", method=Marsit()), axis_name="data")(x)

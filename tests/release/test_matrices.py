@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh
+from cases import (assert_same_bits, auto_mesh, wire_bits)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -96,7 +96,7 @@ def test_matrices_are_reduced_alone_and_all_else_exactly():
         "vector": (None, "exact: no matrix"),
     }
     exact_bits = 32 * (80 + 9 + 80 + 50) * 2 * (N - 1) // N
-    assert as_compression(METHOD).explain(abstract(SHAPES), N) == exact_bits + 607 + 508
+    assert wire_bits(METHOD)(abstract(SHAPES), N) == exact_bits + 607 + 508
 
 
 def test_states_have_the_shapes_of_matrices():
@@ -180,8 +180,10 @@ def test_arrays_of_an_unknown_matrix_are_single_rows():
 
 
 METHODS = {
-    "powersgd": dq.Compression(dq.PowerSGD(rank=2, wire="f32"), min_leaf_size=1),
-    "arc top-k": dq.Compression(dq.ARCTopK(density=0.5, rank=2, wire="f32"), min_leaf_size=1),
+    "powersgd": dq.Compression(dq.comparators.PowerSGD(rank=2, wire="f32"), min_leaf_size=1),
+    "arc top-k": dq.Compression(
+        dq.comparators.ARCTopK(density=0.5, rank=2, wire="f32"), min_leaf_size=1
+    ),
 }
 
 

@@ -8,38 +8,28 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (
-    LOOP,
-    SMALL,
-    TOPOLOGIES,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    bias,
-    small,
-    vmapped,
-)
+from cases import (LOOP, SMALL, TOPOLOGIES, assert_replicas_equal, assert_same_bits, auto_mesh, bias, small, vmapped, wire_bits)
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.codecs import mx
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.comparators import mx_codec as mx
+from dynamiq_jax.comparators.mx import ScaleState
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods.mx import ScaleState
 
 SIZE = 8 * 256 - 77
 SHARED = {"sum": "shared-scale", **SMALL}
 METHODS = {
-    "e4m3": small(dq.MXFP8()),
-    "e5m2": small(dq.MXFP8(element="e5m2")),
-    "e3m2": small(dq.MXFP6()),
-    "e2m3": small(dq.MXFP6(element="e2m3")),
-    "e2m1": small(dq.MXFP4()),
-    "e4m3, shared": dq.MXFP8(**SHARED),
-    "e5m2, shared": dq.MXFP8(element="e5m2", **SHARED),
-    "e3m2, shared": dq.MXFP6(**SHARED),
-    "e2m3, shared": dq.MXFP6(element="e2m3", **SHARED),
-    "e2m1, shared": dq.MXFP4(**SHARED),
+    "e4m3": small(dq.comparators.MXFP8()),
+    "e5m2": small(dq.comparators.MXFP8(element="e5m2")),
+    "e3m2": small(dq.comparators.MXFP6()),
+    "e2m3": small(dq.comparators.MXFP6(element="e2m3")),
+    "e2m1": small(dq.comparators.MXFP4()),
+    "e4m3, shared": dq.comparators.MXFP8(**SHARED),
+    "e5m2, shared": dq.comparators.MXFP8(element="e5m2", **SHARED),
+    "e3m2, shared": dq.comparators.MXFP6(**SHARED),
+    "e2m3, shared": dq.comparators.MXFP6(element="e2m3", **SHARED),
+    "e2m1, shared": dq.comparators.MXFP4(**SHARED),
 }
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (4, 5, 8) if n in served]
 CASES = [(list(METHODS)[3 * i % 10], *route) for i, route in enumerate(ROUTES)]
@@ -145,8 +135,8 @@ def test_a_ring_adds_as_the_definitions_say(name):
 
 
 SHARDED = {
-    "own scales": (small(dq.MXFP6(rounding="stochastic")), dq.Ring()),
-    "shared scales": (dq.MXFP8(**SHARED), dq.Direct()),
+    "own scales": (small(dq.comparators.MXFP6(rounding="stochastic")), dq.Ring()),
+    "shared scales": (dq.comparators.MXFP8(**SHARED), dq.Direct()),
 }
 
 
@@ -182,7 +172,9 @@ def test_means_trees_and_several_axes():
         "small": leaf((7,), jnp.float32).at[:].add(2.0**-20),
         "int": leaf((700,), jnp.int32),
     }
-    method = dq.Compression(dq.MXFP8(sum="shared-scale"), min_leaf_size=100, min_bucket_size=100)
+    method = dq.Compression(
+        dq.comparators.MXFP8(sum="shared-scale"), min_leaf_size=100, min_bucket_size=100
+    )
     grid = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), tree)
     one_worker = jax.tree.map(lambda x: x[0], tree)
 
@@ -320,7 +312,7 @@ def test_without_state_shared_scales_use_the_safe_multiplier():
 def test_wire_bits_are_those_of_elements_and_scales(method, topology, n, bits):
     size = 3000
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = as_compression(method, topology).explain(leaf, n)
+    promised = wire_bits(method, topology)(leaf, n)
     padded = -(-size // (128 * n)) * 128 * n
     share = 2 * (n - 1) / n
     if method.sum == "recompress":
@@ -360,14 +352,14 @@ def test_error_on_the_papers_mixture(name):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="element='e2m1'; expected one of 'e4m3', 'e5m2'"):
-        dq.MXFP8(element="e2m1")  # type: ignore
+        dq.comparators.MXFP8(element="e2m1")  # type: ignore
     with pytest.raises(ValueError, match="sum='psum'; expected one of"):
-        dq.MXFP6(sum="psum")  # type: ignore
+        dq.comparators.MXFP6(sum="psum")  # type: ignore
     with pytest.raises(ValueError, match="rounding='up'; expected one of"):
-        dq.MXFP4(rounding="up")  # type: ignore
+        dq.comparators.MXFP4(rounding="up")  # type: ignore
     with pytest.raises(ValueError, match="max_saturated=2 is no fraction"):
-        dq.MXFP4(max_saturated=2)
+        dq.comparators.MXFP4(max_saturated=2)
     with pytest.raises(ValueError, match="growth=0.5 must lie between 1 and 2"):
-        dq.MXFP4(growth=0.5)
+        dq.comparators.MXFP4(growth=0.5)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must not be negative"):
-        dq.Compression(dq.MXFP4(), bucket_bytes=-1)
+        dq.Compression(dq.comparators.MXFP4(), bucket_bytes=-1)

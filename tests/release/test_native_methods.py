@@ -21,10 +21,10 @@ from test_wire_bytes import LOW_LIMITS
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
 
-THC = functools.partial(dq.THC, piece_size=1024, **LOW_LIMITS)
-CLTK = functools.partial(dq.CLTK, chunk_size=64, **LOW_LIMITS)
-SIDCo = functools.partial(dq.SIDCo, block_size=64, **LOW_LIMITS)
-OmniReduce = functools.partial(dq.OmniReduce, block_size=64, **LOW_LIMITS)
+THC = functools.partial(dq.comparators.THC, piece_size=1024, **LOW_LIMITS)
+CLTK = functools.partial(dq.comparators.CLTK, chunk_size=64, **LOW_LIMITS)
+SIDCo = functools.partial(dq.comparators.SIDCo, block_size=64, **LOW_LIMITS)
+OmniReduce = functools.partial(dq.comparators.OmniReduce, block_size=64, **LOW_LIMITS)
 METHODS = {
     "thc": THC(),
     "thc, two-shot": THC(form="two-shot"),

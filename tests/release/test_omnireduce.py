@@ -14,7 +14,7 @@ from dynamiq_jax.compression import as_compression
 BLOCK = 16
 N = 8
 KEY = jax.random.key(0)
-OmniReduce = functools.partial(dq.OmniReduce, block_size=BLOCK, **SMALL)
+OmniReduce = functools.partial(dq.comparators.OmniReduce, block_size=BLOCK, **SMALL)
 
 
 def draw(seed, blocks, n=N):
@@ -77,7 +77,7 @@ def test_blocks_of_most_energy_are_summed_and_others_are_zero(density, size):
 
 def test_chunked_top_k_is_its_definition():
     """J chunks of the largest sum of squared norms, whole, and the rest in memory for later."""
-    x, method = draw(7, 4 * 40), small(dq.OmniReduce.top_k_chunked(density=0.25))
+    x, method = draw(7, 4 * 40), small(dq.comparators.OmniReduce.top_k_chunked(density=0.25))
     assert (method.block_size, method.error_feedback) == (4 * BLOCK, True)
     chunks = x.reshape(N, 40, 64)
     order = np.argsort(-np.sum(chunks**2, axis=(0, 2), dtype=np.float64))
@@ -87,7 +87,9 @@ def test_chunked_top_k_is_its_definition():
     left = np.asarray(state[0].residual).reshape(N, 40, 64)
     np.testing.assert_array_equal(left[:, ~sent], chunks[:, ~sent])
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    bits = dq.explain(leaf, N, method=dq.OmniReduce.top_k_chunked(1 / 16), verbose=False)
+    bits = dq.explain(
+        leaf, N, method=dq.comparators.OmniReduce.top_k_chunked(1 / 16), verbose=False
+    )
     assert bits.bits_per_coord == 16 / 16 + 16 / 64  # 16 J C / d + 16 / C
 
 
@@ -226,7 +228,7 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(n=8, **options):
-        method = dq.OmniReduce(**options)
+        method = dq.comparators.OmniReduce(**options)
         return dq.explain(leaf, n, method=method, verbose=False).bits_per_coord
 
     assert bits() == 16 * 0.5 + 16 / 256
@@ -247,4 +249,4 @@ def test_bits_per_coordinate():
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.OmniReduce(**fields)
+        dq.comparators.OmniReduce(**fields)

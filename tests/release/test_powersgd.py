@@ -6,23 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    first_state,
-    relative_error,
-    stepper,
-)
+from cases import (assert_replicas_equal, assert_same_bits, auto_mesh, first_state, relative_error, stepper, wire_bits)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods.powersgd import orthonormal
 
 KEY = jax.random.key(0)
-PowerSGD = functools.partial(dq.PowerSGD, min_leaf_size=1)
+PowerSGD = functools.partial(dq.comparators.PowerSGD, min_leaf_size=1)
 EXACT = functools.partial(PowerSGD, wire="f32")
 
 
@@ -277,16 +270,19 @@ def test_columns_become_orthonormal_and_dependent_ones_zero_or_others():
 
 def test_wire_bits_and_memory():
     leaf, n = jax.ShapeDtypeStruct((1024, 4096), jnp.float32), 8
-    told = dq.explain(leaf, n, method=dq.PowerSGD(), verbose=False)
+    told = dq.explain(leaf, n, method=dq.comparators.PowerSGD(), verbose=False)
     assert told.bits_per_coord == pytest.approx(16 * 4 * (1 / 1024 + 1 / 4096))
-    wide = as_compression(dq.PowerSGD(wire="f32", rank=8)).explain(leaf, n)
+    wide = wire_bits(dq.comparators.PowerSGD(wire="f32", rank=8))(leaf, n)
     assert wide == 4 * 2 * (n - 1) / n * 16 * 4 * (1024 + 4096)
-    state = jax.eval_shape(lambda: as_compression(dq.PowerSGD()).init_state(leaf, n))
+    state = jax.eval_shape(lambda: as_compression(dq.comparators.PowerSGD()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 4096 + 4 * 4 * 4096
     routes = {(7, 5000): "matrix of 7 x 5000 < min_side 8", (9999,): "no matrix"}
     for shape, why in routes.items():
         told = dq.explain(
-            jax.ShapeDtypeStruct(shape, jnp.float32), n, method=dq.PowerSGD(), verbose=False
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            n,
+            method=dq.comparators.PowerSGD(),
+            verbose=False,
         )
         assert told.rows[0].route == f"exact: {why}"
 
@@ -302,10 +298,10 @@ def test_wire_bits_and_memory():
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.PowerSGD(**fields)
+        dq.comparators.PowerSGD(**fields)
 
 
 def test_topologies_are_refused():
     leaf = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"PowerSGD sums by native.*leave topology=None"):
-        dq.explain(leaf, 4, method=dq.PowerSGD(), topology=dq.Direct())
+        dq.explain(leaf, 4, method=dq.comparators.PowerSGD(), topology=dq.Direct())

@@ -24,7 +24,7 @@ from dynamiq_jax.methods import sidco
 
 KEY = jax.random.key(0)
 BLOCK, N = 16, 4
-SIDCo = functools.partial(dq.SIDCo, block_size=BLOCK, **SMALL)
+SIDCo = functools.partial(dq.comparators.SIDCo, block_size=BLOCK, **SMALL)
 
 
 def kept(numbers, density):
@@ -217,7 +217,9 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(**options):
-        return dq.explain(leaf, 8, method=dq.SIDCo(**options), verbose=False).bits_per_coord
+        return dq.explain(
+            leaf, 8, method=dq.comparators.SIDCo(**options), verbose=False
+        ).bits_per_coord
 
     assert bits() == pytest.approx(16 * 0.1 + 16 / 64, rel=1e-3)
     assert bits(density=0.5, headroom=3, block_size=256) == 16 + 16 / 256
@@ -235,4 +237,4 @@ def test_bits_per_coordinate():
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.SIDCo(**fields)
+        dq.comparators.SIDCo(**fields)

@@ -36,33 +36,35 @@ DYNAMIQ = [
     dq.Compression(dq.DynamiQ(bits=6, widths=(0, 2, 4, 6, 8, 10)), bucket_bytes=4096, **SMALL),
     small(dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False)),
 ]
-SHARED = small(dq.MXFP8(sum="shared-scale"))
-MEMORY = small(dq.THC(error_feedback=True, piece_size=256))
-POWER = dq.Compression(dq.PowerSGD(rank=2), min_leaf_size=1)
+SHARED = small(dq.comparators.MXFP8(sum="shared-scale"))
+MEMORY = small(dq.comparators.THC(error_feedback=True, piece_size=256))
+POWER = dq.Compression(dq.comparators.PowerSGD(rank=2), min_leaf_size=1)
 HOP_BY_HOP = [
     SHARED,
-    dq.Compression(dq.MXFP8(element="e5m2"), bucket_bytes=4096, **SMALL),
-    small(dq.MXFP6(rounding="stochastic")),
-    small(dq.MXFP4(sum="shared-scale", rounding="stochastic")),
+    dq.Compression(dq.comparators.MXFP8(element="e5m2"), bucket_bytes=4096, **SMALL),
+    small(dq.comparators.MXFP6(rounding="stochastic")),
+    small(dq.comparators.MXFP4(sum="shared-scale", rounding="stochastic")),
     small(dq.BF16()),
     small(dq.F32()),
-    small(dq.ErrorFeedback(dq.MinMax(), kind="ef14")),
-    small(dq.ErrorFeedback(dq.MXFP4(), kind="ef21m")),
-    small(dq.ErrorFeedback(dq.MXFP8(sum="shared-scale"), kind="econtrol")),
-    small(dq.Marsit(period=4, block_size=32)),
+    small(dq.ErrorFeedback(dq.comparators.MinMax(), kind="ef14")),
+    small(dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21m")),
+    small(dq.ErrorFeedback(dq.comparators.MXFP8(sum="shared-scale"), kind="econtrol")),
+    small(dq.comparators.Marsit(period=4, block_size=32)),
 ]
 NATIVE = [
     MEMORY,
-    small(dq.THC(table=False, bits=6, piece_size=256)),
-    dq.Compression(dq.THC(form="two-shot", error_feedback=True), bucket_bytes=4096, **SMALL),
-    small(dq.OmniReduce(block_size=32)),
-    small(dq.OmniReduce(block_size=32, error_feedback=True)),
-    small(dq.OmniReduce(block_size=32, select="union", error_feedback=True)),
-    small(dq.ErrorFeedback(dq.THC(piece_size=256), kind="ef21")),
-    small(dq.CLTK(density=0.2)),
-    small(dq.SIDCo(density=0.2, block_size=32)),
+    small(dq.comparators.THC(table=False, bits=6, piece_size=256)),
+    dq.Compression(
+        dq.comparators.THC(form="two-shot", error_feedback=True), bucket_bytes=4096, **SMALL
+    ),
+    small(dq.comparators.OmniReduce(block_size=32)),
+    small(dq.comparators.OmniReduce(block_size=32, error_feedback=True)),
+    small(dq.comparators.OmniReduce(block_size=32, select="union", error_feedback=True)),
+    small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256), kind="ef21")),
+    small(dq.comparators.CLTK(density=0.2)),
+    small(dq.comparators.SIDCo(density=0.2, block_size=32)),
     POWER,
-    dq.Compression(dq.ARCTopK(density=0.5, rank=2), min_leaf_size=1),
+    dq.Compression(dq.comparators.ARCTopK(density=0.5, rank=2), min_leaf_size=1),
 ]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 

@@ -31,15 +31,15 @@ def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options
     return method(**options)
 
 
-def _omnireduce(bits: float = 8, **options) -> dq.OmniReduce:
+def _omnireduce(bits: float = 8, **options) -> dq.comparators.OmniReduce:
     """The density that takes ``bits`` with its block statistics."""
-    return dq.OmniReduce(density=(bits - 16 / 256) / 16, **options)
+    return dq.comparators.OmniReduce(density=(bits - 16 / 256) / 16, **options)
 
 
-def _top_k_chunked(bits: float = 4, **options) -> dq.OmniReduce:
+def _top_k_chunked(bits: float = 4, **options) -> dq.comparators.OmniReduce:
     """The density that takes ``bits`` with chunks of 64; without memory."""
     options.setdefault("error_feedback", False)
-    return replace(dq.OmniReduce.top_k_chunked((bits - 16 / 64) / 16), **options)
+    return replace(dq.comparators.OmniReduce.top_k_chunked((bits - 16 / 64) / 16), **options)
 
 
 def _remembered(
@@ -49,16 +49,16 @@ def _remembered(
     return dq.ErrorFeedback(method(bits=bits, **options), kind=kind)
 
 
-def _clt_k(bits: float = 4, **options) -> dq.CLTK:
+def _clt_k(bits: float = 4, **options) -> dq.comparators.CLTK:
     """The density that takes ``bits``, places included; without memory, as of `of_matrices`."""
     options.setdefault("error_feedback", False)
-    return dq.CLTK(density=bits / 24, **options)
+    return dq.comparators.CLTK(density=bits / 24, **options)
 
 
-def _sidco(bits: float = 4, **options) -> dq.SIDCo:
+def _sidco(bits: float = 4, **options) -> dq.comparators.SIDCo:
     """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
     options.setdefault("error_feedback", False)
-    return dq.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
+    return dq.comparators.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
 
 
 def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
@@ -66,9 +66,9 @@ def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **o
     return method(error_feedback=error_feedback, **options)
 
 
-def arc_top_k(bits: float = 3.2, **options) -> dq.ARCTopK:
+def arc_top_k(bits: float = 3.2, **options) -> dq.comparators.ARCTopK:
     """The density whose rows take ``bits``; the sketch comes on top."""
-    return of_matrices(dq.ARCTopK, density=bits / 16, **options)
+    return of_matrices(dq.comparators.ARCTopK, density=bits / 16, **options)
 
 
 PAPER = {
@@ -94,26 +94,26 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-paper": partial(dq.DynamiQ, **PAPER),
     "bf16": dq.BF16,
     "f32": dq.F32,
-    "mxfp8": dq.MXFP8,
-    "mxfp6": dq.MXFP6,
-    "mxfp4": dq.MXFP4,
-    "minmax": partial(_whole_bits, dq.MinMax),
-    "flash": partial(_whole_bits, dq.MinMax, rounding="nearest"),
-    "qsgd": partial(_whole_bits, dq.GlobalQSGD),
-    "qsgd-exponential": partial(_whole_bits, dq.GlobalQSGD, levels="exponential"),
-    "thc": partial(_whole_bits, dq.THC),
-    "thc-saturating": partial(_whole_bits, dq.THC, **SATURATING),
+    "mxfp8": dq.comparators.MXFP8,
+    "mxfp6": dq.comparators.MXFP6,
+    "mxfp4": dq.comparators.MXFP4,
+    "minmax": partial(_whole_bits, dq.comparators.MinMax),
+    "flash": partial(_whole_bits, dq.comparators.MinMax, rounding="nearest"),
+    "qsgd": partial(_whole_bits, dq.comparators.GlobalQSGD),
+    "qsgd-exponential": partial(_whole_bits, dq.comparators.GlobalQSGD, levels="exponential"),
+    "thc": partial(_whole_bits, dq.comparators.THC),
+    "thc-saturating": partial(_whole_bits, dq.comparators.THC, **SATURATING),
     "omnireduce": _omnireduce,
     "topk-chunked": _top_k_chunked,
     "dynamiq-ef14": partial(_remembered, "ef14"),
     "dynamiq-ef21": partial(_remembered, "ef21"),
     "dynamiq-ef21m": partial(_remembered, "ef21m"),
     "dynamiq-econtrol": partial(_remembered, "econtrol"),
-    "marsit": dq.Marsit,
-    "perm-k": dq.PermK,
+    "marsit": dq.comparators.Marsit,
+    "perm-k": dq.comparators.PermK,
     "clt-k": _clt_k,
     "sidco": _sidco,
-    "powersgd": partial(of_matrices, dq.PowerSGD),
+    "powersgd": partial(of_matrices, dq.comparators.PowerSGD),
     "arc-top-k": arc_top_k,
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
@@ -319,7 +319,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
         collective=collective,
         reduce=partial(reduce, method=request),
         wire_bytes=wire_bytes,
-        backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
+        backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
         topology=topology,
         remembers=method.needs_state,
     )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.methods import MXFP8, DynamiQ
+from dynamiq_jax.comparators import MXFP8
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.dynamiq.allocation import Floor
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.topologies import Hierarchical, across_hosts

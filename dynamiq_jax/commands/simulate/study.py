@@ -13,8 +13,9 @@ from jax import Array
 
 from dynamiq_jax.commands.simulate.gradients import SUPER_GROUP, mixture_source, to_bf16
 from dynamiq_jax.commands.simulate.survey import Given, Progress, Workers, shared_by_all, survey
+from dynamiq_jax.comparators import MXFP8
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
-from dynamiq_jax.methods import MXFP8, DynamiQ
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout

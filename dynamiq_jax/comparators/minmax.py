@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt
 
-from dynamiq_jax.codecs import minmax
-from dynamiq_jax.codecs.minmax import Rounding
+from dynamiq_jax.comparators import minmax_codec as minmax
+from dynamiq_jax.comparators.minmax_codec import Rounding
 from dynamiq_jax.executors import ChunkCodec, reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.seeds import Seed, seed_of

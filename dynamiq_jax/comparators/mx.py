@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt, UInt8
 
-from dynamiq_jax.codecs import mx
+from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.executors import Carry, ChunkCodec
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.seeds import Seed, seed_of

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Integer
 
+from dynamiq_jax.comparators.blocks import BlockMethod
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State
-from dynamiq_jax.methods.blocks import BlockMethod
 from dynamiq_jax.topologies import Topology
 
 Select = Literal["energy", "union"]

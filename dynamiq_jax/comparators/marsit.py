@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
-from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.fingerprint import assert_same_on_workers
@@ -121,7 +121,7 @@ class Marsit(HopMethod):
         """Refuses more workers than can agree on a number."""
         if n_workers > MOST_WORKERS:
             raise ValueError(
-                f"dq.Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
+                f"dq.comparators.Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
                 "topology=dq.Hierarchical(), with which it serves those of the outer axis"
             )
 

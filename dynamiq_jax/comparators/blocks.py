@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.codecs.thc import scale_of
+from dynamiq_jax.comparators.thc_codec import scale_of
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.base import (
     LARGEST,

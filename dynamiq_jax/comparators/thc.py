@@ -24,8 +24,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt32
 
-from dynamiq_jax.codecs import hadamard, thc
-from dynamiq_jax.codecs.lanes import (
+from dynamiq_jax.comparators import hadamard
+from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.comparators.lanes import (
     bit_words,
     lane_bits_for,
     pack_bits,
@@ -154,7 +155,7 @@ class THC(Method):
         if topology is not None:
             raise NotImplementedError(
                 f"topology={topology!r}: THC runs on native collectives only; leave topology=None "
-                "and choose these by dq.THC(form='psum') or dq.THC(form='two-shot')"
+                "and choose these by dq.comparators.THC(form='psum') or dq.comparators.THC(form='two-shot')"
             )
         most, room = n_workers * self.g, self.sum_bits or MAX_SUM_BITS
         if self.saturate:

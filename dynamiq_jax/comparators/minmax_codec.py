@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
 from dynamiq_jax.methods.plain import uniform
 
 Rounding = Literal["nearest", "stochastic", "shift"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax.codecs.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.seeds import Seed, seed_of
