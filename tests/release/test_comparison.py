@@ -1,4 +1,4 @@
-"""docs/comparison.md has what the files of benchmarks/results say. Nothing is trained here."""
+"""docs/comparison.md has what the files of evidence/results say. Nothing is trained here."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import comparison
@@ -43,7 +43,7 @@ def small():
 
 def test_the_page_has_the_tables_of_today(texts):
     page = comparison.PAGE.read_text()
-    assert page == comparison.filled(page, texts), "run python benchmarks/comparison.py --write"
+    assert page == comparison.filled(page, texts), "run comparison.py --write"
 
 
 def test_differences_in_the_text_are_those_of_the_tables(texts):

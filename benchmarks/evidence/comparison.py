@@ -1,11 +1,11 @@
 r"""The tables of docs/comparison.md: every method by wire bits, state, error, loss and time.
 
-    python benchmarks/comparison.py            # prints them
-    python benchmarks/comparison.py --write    # puts them into the page, between its markers
+    python benchmarks/evidence/comparison.py            # prints them
+    python benchmarks/evidence/comparison.py --write    # puts them into the page
 
 It measures nothing. Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``,
 times those of ``dynamiq-jax bench all-reduce``; `LOSSES`, `ERRORS` and `TIMES` say which files of
-``benchmarks/results``. The state is what the method keeps of a model's gradients, from its shapes.
+``results``. The state is what the method keeps of a model's gradients, from its shapes.
 
 Each table of losses is of one setting: one model on one kind of hardware. Rows are in groups of
 wire bits, and within a group by loss. The table of times to a loss puts curves of one model and
@@ -15,7 +15,6 @@ times of all-reduces together, as `time_to_accuracy.py` does with times of steps
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -24,9 +23,6 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 import typer
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from time_to_accuracy import NONE, Curve, Result, combine, read_curves
 from training import difference
 from training_model import INITS, MODELS, init, unstack
@@ -34,7 +30,7 @@ from training_report import panels
 from training_run import BF16, EXACT, exact_mean, library_mean
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
 ERRORS = RESULTS / "comparison_error.json"
 TIMES = RESULTS / "comparison_times.json"
 TRANSPORTS = RESULTS / "comparison_transports.json"
@@ -355,10 +351,10 @@ def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
     (machine,) = machines
     machine = machine.replace("; ", ", ").replace("cpu, ", "CPU, ").replace(" jax ", " JAX ")
     return (
-        f"    python benchmarks/training.py {options} \\\n"
+        f"    python benchmarks/evidence/training.py {options} \\\n"
         f"        --seeds {settings['seeds']} --methods NAME\n\n"
         f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows, in\n"
-        f"`benchmarks/results`: {files}."
+        f"`benchmarks/evidence/results`: {files}."
     )
 
 
@@ -438,7 +434,7 @@ def time_to_loss_table() -> str:
     alone, gradient_bytes = step_alone()
     files = listed(LOSSES["large"].files)
     return (
-        "    python benchmarks/comparison.py\n\n"
+        "    python benchmarks/evidence/comparison.py\n\n"
         f"Curves: {files}; all-reduces: `{TRANSPORTS.name}`,\n"
         f"{about['n_devices']} × {about['device_kind']}, JAX {about['jax']}; "
         f"the rest of a step, {alone:.1f} ms, and gradients of\n"
@@ -481,7 +477,7 @@ def transport_table() -> str:
     return (
         f"    {runs[0]['command'].partition('--methods')[0]}--methods NAME --sizes 256MiB\n\n"
         f"{machine}, JAX {about['jax']}; all rows and commands:\n"
-        f"`benchmarks/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
+        f"`benchmarks/evidence/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
     )
 
 

@@ -1,4 +1,4 @@
-"""One compiled program of benchmarks/training.py: methods, optimisers, data, training steps."""
+"""One compiled program of `training.py`: methods, optimisers, data, training steps."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ import dynamiq_jax.optax
 from dynamiq_jax.bench import contenders
 from dynamiq_jax.methods.local_error import LocalError
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llm_data import load_corpus  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""Tables and plots of benchmarks/training.py, from the rows that it keeps."""
+"""Tables and plots of `training.py`, from the rows that it keeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The tables of the paper's evaluation from our own code: writes benchmarks/REPORT.md.
+"""The tables of the paper's evaluation from our own code: writes REPORT.md beside it.
 
-    python benchmarks/report.py                     # CPU: small models, a small simulation
-    python benchmarks/report.py --models tiny,tiny-8k,125m --super-groups 32768      # on a GPU
+    python benchmarks/evidence/report.py          # CPU: small models, a small simulation
+    python benchmarks/evidence/report.py --models tiny,tiny-8k,125m --super-groups 32768  # a GPU
 
 Trains the example's models with exact gradients for their dumps, measures vNMSE (squared error of
 the sum over squared norm of the sum) of every method on all of them, and of every leaf of the
@@ -256,7 +256,7 @@ def main(
     tables = {name: error_table(rows, found[name]) for name, rows in sections.items()}
     cases = ours.simulations(workers, super_groups)
     text = TEXT.format(
-        command=f"python benchmarks/report.py --models {','.join(chosen)} --seeds {seeds} "
+        command=f"python benchmarks/evidence/report.py --models {','.join(chosen)} --seeds {seeds} "
         f"--workers {workers} --super-groups {super_groups}",
         environment=environment,
         seeds=seeds,
