@@ -53,9 +53,7 @@ class Losses(NamedTuple):
 
 
 LOSSES: Mapping[str, Losses] = {
-    "125m": Losses(
-        dict.fromkeys((f"training_125m_{part}.json" for part in "abcd"), ".*"), "125m", "gpu", 200
-    ),
+    "125m": Losses({"training_125m.json": ".*"}, "125m", "gpu", 200),
     "small": Losses({"comparison.json": ".*"}, "tiny", "cpu", 200),
     "seeds": Losses(
         {"dither.json": ".*", "training.json": "(?!dynamiq(?!-memory))"}, "tiny", "gpu", 200
@@ -172,7 +170,7 @@ def wanted(row: Row, chosen: Losses, pattern: str) -> bool:
 
 
 def loss_rows(chosen: Losses) -> list[Row]:
-    """The rows of a table, each with its own exact row's losses as ``exact``, sorted.
+    """Returns a table's rows, sorted, each with its exact row's losses as ``exact``.
 
     Raises:
       ValueError: they were not all trained alike.
@@ -182,8 +180,7 @@ def loss_rows(chosen: Losses) -> list[Row]:
         rows = load(RESULTS / file)["rows"]
         for row in rows:
             if wanted(row, chosen, pattern):
-                (exact,) = [r for r in rows if same_but_mean(r, row, EXACT)]
-                own = {**row, "exact": exact["validation_loss"], "file": file}
+                own = {**row, "exact": exact_row(row, rows)["validation_loss"]}
                 found.setdefault(row["settings"]["method"], own)
     if len(panels(list(found.values()))) != 1:
         raise ValueError(f"{chosen}: rows of several settings in one table")
@@ -200,6 +197,15 @@ def same_but_mean(row: Row, other: Row, method: str) -> bool:
     )
 
 
+def exact_row(row: Row, rows: Iterable[Row]) -> Row:
+    """Returns the exact row with the settings of ``row``; of several, its own command's row."""
+    found = [other for other in rows if same_but_mean(other, row, EXACT)]
+    if len(found) > 1:
+        found = [other for other in found if other["invocation"] == row["invocation"]]
+    (exact,) = found
+    return exact
+
+
 def group(row: Row) -> int:
     """The index in `GROUPS`."""
     return next(i for i, (least, _) in enumerate(GROUPS) if row["bits_per_coord"] >= least)
@@ -214,7 +220,7 @@ def loss(row: Row) -> float:
 def pair_difference(row: Row, other: Row) -> tuple[float, float]:
     """Mean over seeds of the difference of two rows' differences in %, its standard error.
 
-    Each row is compared with the exact mean of its own file first, so rows may be of two files.
+    Each row is compared with its own exact mean first, so rows may be of two commands.
     """
     own, its = (
         100 * np.asarray(r["validation_loss"], np.float64) / np.asarray(r["exact"], np.float64)
