@@ -26,7 +26,7 @@ import typer
 from time_to_accuracy import NONE, Curve, Result, combine, read_curves
 from training import difference
 from training_model import INITS, MODELS, init, unstack
-from training_report import panels
+from training_report import markdown, panels
 from training_run import BF16, EXACT, exact_mean, library_mean
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -375,7 +375,7 @@ def table(name: str) -> str:
     rows, errors = loss_rows(chosen), error_texts()
     timed = name == "large"
     width = len(HEAD) - (not timed)
-    lines = [HEAD[:width], ("---",) * width]
+    lines = [HEAD[:width]]
     for number in sorted({group(row) for row in rows}):
         lines.append((f"*{GROUPS[number][1]}*", *[""] * (width - 1)))
         for row in (row for row in rows if group(row) == number):
@@ -393,7 +393,7 @@ def table(name: str) -> str:
 def pair_table(name: str) -> str:
     """Methods beside a DynamiQ of about the same bits, seed by seed."""
     rows = {row["settings"]["method"]: row for row in loss_rows(LOSSES[name])}
-    lines = [("method", "bits", "beside", "bits", "loss, difference in %"), ("---",) * 5]
+    lines = [("method", "bits", "beside", "bits", "loss, difference in %")]
     for method, other in PAIRS[name]:
         if method in rows and other in rows:
             bits, its = (f"{rows[m]['bits_per_coord']:.2f}" for m in (method, other))
@@ -422,10 +422,7 @@ def time_to_loss_table() -> str:
             return True, last[result.method]["percent"]
         return False, result.relative
 
-    lines = [
-        ("method, name", "wire bits", "last training loss, %", "steps", *found),
-        ("---",) * (4 + len(found)),
-    ]
+    lines = [("method, name", "wire bits", "last training loss, %", "steps", *found)]
     for result in sorted(rows.values(), key=order):
         method = result.method
         loss_cell = "" if method == BF16 else signed(**last[method])
@@ -472,7 +469,7 @@ def transport_table() -> str:
     found = [by_method(run) for run in runs]
     psum = [rows.pop(BF16) for rows in found]
     heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
-    lines = [("method, name", "MB sent", *heads), ("---",) * (2 + len(runs))]
+    lines = [("method, name", "MB sent", *heads)]
     times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
     lines.append((f"bf16 psum, `{BF16}`", f"{psum[0]['wire_bytes'] / 1e6:.0f}", *times))
     for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
@@ -485,11 +482,6 @@ def transport_table() -> str:
         f"{machine}, JAX {about['jax']}; all rows and commands:\n"
         f"`benchmarks/evidence/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
     )
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table of cells."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def blocks() -> dict[str, str]:

@@ -26,8 +26,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 from training import CURVE_WINDOW, difference
+from training_run import BF16, EXACT
 
-BF16, EXACT, NONE = "bf16-psum", "exact", "none"
+NONE = "none"
 STAND_INS = {"dynamiq-dither-axis": "dynamiq-dither", "dynamiq-axis": "dynamiq"}
 """Whose step times serve for methods that differ in the order of coordinates alone."""
 
