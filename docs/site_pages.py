@@ -17,10 +17,10 @@ PAGES = {
     "README.md": "index.md",
     "BUILD.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-    "benchmarks/REPORT.md": "benchmarks/REPORT.md",
-    "benchmarks/results/training.md": "benchmarks/results/training.md",
-    "benchmarks/results/dither.md": "benchmarks/results/dither.md",
-    "benchmarks/results/dealt.md": "benchmarks/results/dealt.md",
+    "benchmarks/evidence/REPORT.md": "benchmarks/evidence/REPORT.md",
+    "benchmarks/evidence/results/training.md": "benchmarks/evidence/results/training.md",
+    "benchmarks/evidence/results/dither.md": "benchmarks/evidence/results/dither.md",
+    "benchmarks/evidence/results/dealt.md": "benchmarks/evidence/results/dealt.md",
 }
 """Files of the repository, and where the site has them."""
 

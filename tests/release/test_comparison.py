@@ -1,4 +1,4 @@
-"""docs/comparison.md has what the files of benchmarks/results say. Nothing is trained here."""
+"""docs/comparison.md has what the files of evidence/results say. Nothing is trained here."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import comparison
@@ -43,7 +43,7 @@ def small():
 
 def test_the_page_has_the_tables_of_today(texts):
     page = comparison.PAGE.read_text()
-    assert page == comparison.filled(page, texts), "run python benchmarks/comparison.py --write"
+    assert page == comparison.filled(page, texts), "run comparison.py --write"
 
 
 def test_differences_in_the_text_are_those_of_the_tables(texts):
@@ -82,10 +82,11 @@ def test_a_pair_is_the_difference_of_its_rows(small, other):
 
 
 def test_a_repeated_exact_mean_differs_by_what_the_page_says():
-    """The files of 125 M have one each, and all else is alike."""
-    files = comparison.LOSSES["125m"].files
-    kept = [comparison.load(comparison.RESULTS / file) for file in files]
-    rows = [own["rows"][0] for own in kept]
+    """The commands of 125 M have one each, and all else is alike."""
+    (file,) = comparison.LOSSES["125m"].files
+    kept = comparison.load(comparison.RESULTS / file)["rows"]
+    rows = [row for row in kept if row["settings"]["method"] == "exact"]
+    assert [row["invocation"] for row in rows] == [0, 1, 2, 3]
     assert all(row["settings"] == rows[0]["settings"] for row in rows)
     assert rows[0]["settings"]["method"] == "exact"
     first, second, *beside = (np.array(row["validation_loss"]) for row in rows)
@@ -106,9 +107,9 @@ def test_liec_with_sgd_loses_what_the_page_says():
     assert said.format(liec=loss["liec"], minmax=loss["minmax:4"]) in page
 
 
-def test_rows_are_compared_with_the_exact_mean_of_their_own_file():
+def test_rows_are_compared_with_the_exact_mean_of_their_own_command():
     rows = {r["settings"]["method"]: r for r in comparison.loss_rows(comparison.LOSSES["125m"])}
-    assert rows["mxfp4"]["file"] != rows["dynamiq:4"]["file"]
+    assert rows["mxfp4"]["invocation"] != rows["dynamiq:4"]["invocation"]
     assert rows["mxfp4"]["exact"] != rows["dynamiq:4"]["exact"]
     for row in rows.values():
         apart = 100 * (np.array(row["validation_loss"]) / row["exact"] - 1)
@@ -245,21 +246,17 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ("number", "files", "lines"),
     [
         (0, ("time_to_accuracy_losses.json", "learning_rates.json"), 10),
-        (1, ("training_125m_a.json", "training_125m_b.json", "learning_rates_125m.json"), 12),
+        (1, ("training_125m.json", "learning_rates_125m.json"), 12),
     ],
 )
 def test_learning_rates_are_those_of_the_files(number, files, lines):
-    """The tables of docs/training-quality.md, each row beside its own file's exact one."""
+    """The tables of docs/training-quality.md, each row beside its own exact one."""
     rows = {}
     for name in files:
         kept = comparison.load(comparison.RESULTS / name)["rows"]
-        exact = {
-            r["settings"]["learning_rate"]: r for r in kept if r["settings"]["method"] == "exact"
-        }
         for row in kept:
-            settings = row["settings"]
-            rate = settings["learning_rate"]
-            rows.setdefault((settings["method"], rate), (row, exact[rate]))
+            key = row["settings"]["method"], row["settings"]["learning_rate"]
+            rows.setdefault(key, (row, comparison.exact_row(row, kept)))
     page = (comparison.PAGE.parent / "training-quality.md").read_text()
     page = page[page.index("## Learning rates") : page.index("## Error feedback")]
     table = re.findall(r"(?:^\|.*\n)+", page, re.M)[number]

@@ -1,4 +1,4 @@
-"""benchmarks/report.py: its tables, the paper's figures beside ours, and figures that are kept."""
+"""evidence/report.py: its tables, the paper's figures beside ours, and figures that are kept."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 
 import accuracy
 import report

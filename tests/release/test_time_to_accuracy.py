@@ -1,4 +1,4 @@
-"""benchmarks/step_time.py and time_to_accuracy.py: steps that are timed, and what follows."""
+"""step_time.py and evidence/time_to_accuracy.py: steps that are timed, and what follows."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import adam_noise
@@ -436,7 +437,7 @@ def test_adam_noise_is_that_of_the_errors(monkeypatch):
 class TestThePage:
     """docs/time-to-accuracy.md says what the files of its commands hold."""
 
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    results = Path(__file__).parents[2] / "benchmarks" / "evidence" / "results"
     page = (Path(__file__).parents[2] / "docs" / "time-to-accuracy.md").read_text()
 
     def rows(self, *begin):

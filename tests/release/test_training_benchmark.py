@@ -1,4 +1,4 @@
-"""benchmarks/training.py: rows that are paired, kept and compared, and what it refuses."""
+"""benchmarks/evidence/training.py: rows that are paired, kept and compared, and what it refuses."""
 
 import json
 import math
@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import llm_data
@@ -403,7 +403,7 @@ def test_differences_are_paired():
 def test_the_file_has_settings_figures_and_environment(folder, rows, task):
     document = json.loads((folder / "rows.json").read_text())
     (invocation,) = document["invocations"]
-    assert invocation["command"].startswith("python benchmarks/training.py")
+    assert invocation["command"].startswith("python benchmarks/evidence/training.py")
     assert f"jax {jax.__version__}" in invocation["versions"]
     assert {"device", "host", "started"} <= set(invocation)
     row = rows["unit", "dynamiq:5"]

@@ -1,4 +1,4 @@
-"""Thousands of workers on one device: the paper's study at n = 8192 (benchmarks/REPORT.md).
+"""Thousands of workers on one device: the study at n = 8192 (benchmarks/evidence/REPORT.md).
 
 The vNMSE of one all-reduce, with the library's own plan, stages, noise and kernels but without
 its collectives (`dynamiq_jax.executors.sequential`): workers' gradients are made from a

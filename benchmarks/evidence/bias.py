@@ -1,6 +1,6 @@
 """Squared error and squared bias of paired roundings, by topology and number of workers.
 
-    python benchmarks/bias.py [--coordinates 65536] [--keys 24] [--bits 5]
+    python benchmarks/evidence/bias.py [--coordinates 65536] [--keys 24] [--bits 5]
 
 Gradients are Gaussian and unrelated between workers. The squared bias is that of the mean over all
 keys, less what the noise of that mean contributes.

@@ -1,9 +1,9 @@
 """Draws the README's picture from measured times: speed-up over bf16 psum by links and bits.
 
-    python benchmarks/plot_speedups.py
+    python benchmarks/evidence/plot_speedups.py
 
-reads ``benchmarks/results/speedups.json``, which says on what and by which commands its figures
-were measured, and writes ``docs/speedups.png``.
+The script reads ``results/speedups.json`` beside it, whose figures stand with their hardware and
+commands, and writes ``docs/speedups.png``.
 """
 
 import json
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "benchmarks" / "results" / "speedups.json"
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "results" / "speedups.json"
+PICTURE = HERE.parents[1] / "docs" / "speedups.png"
 COLOURS = {"5": "#9ecae1", "4": "#4292c6", "3.5": "#084594"}
 
 
@@ -43,4 +44,4 @@ def draw(data: dict) -> Figure:
 
 
 if __name__ == "__main__":
-    draw(json.loads(DATA.read_text())).savefig(ROOT / "docs" / "speedups.png", dpi=160)
+    draw(json.loads(DATA.read_text())).savefig(PICTURE, dpi=160)

@@ -1,4 +1,4 @@
-"""Tables and plots of benchmarks/training.py, from the rows that it keeps."""
+"""Tables and plots of `training.py`, from the rows that it keeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,10 +97,15 @@ def write_table(file: Path, invocations: Sequence[Mapping[str, str]], rows: Sequ
     lines = [TEXT.format(invocations="\n\n".join(["Measured by", *origins]))]
     for key, own in panels(rows).items():
         title, counts = titles(key)
-        body = [list(COLUMNS), ["---"] * len(COLUMNS), *map(cells, own)]
-        table = ["| " + " | ".join(line) + " |" for line in body]
-        lines += [f"## {title}", "", f"{counts[0].upper()}{counts[1:]}.", "", *table, ""]
+        table = markdown([COLUMNS, *map(cells, own)])
+        lines += [f"## {title}", "", f"{counts[0].upper()}{counts[1:]}.", "", table, ""]
     file.write_text("\n".join(lines))
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown; the first line is its head."""
+    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
 
 
 MARKERS = {"direct": "o", "ring": "s", "butterfly": "^", "native": "D"}

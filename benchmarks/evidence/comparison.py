@@ -1,11 +1,11 @@
 r"""The tables of docs/comparison.md: every method by wire bits, state, error, loss and time.
 
-    python benchmarks/comparison.py            # prints them
-    python benchmarks/comparison.py --write    # puts them into the page, between its markers
+    python benchmarks/evidence/comparison.py            # prints them
+    python benchmarks/evidence/comparison.py --write    # puts them into the page
 
 It measures nothing. Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``,
 times those of ``dynamiq-jax bench all-reduce``; `LOSSES`, `ERRORS` and `TIMES` say which files of
-``benchmarks/results``. The state is what the method keeps of a model's gradients, from its shapes.
+``results``. The state is what the method keeps of a model's gradients, from its shapes.
 
 Each table of losses is of one setting: one model on one kind of hardware. Rows are in groups of
 wire bits, and within a group by loss. The table of times to a loss puts curves of one model and
@@ -15,7 +15,6 @@ times of all-reduces together, as `time_to_accuracy.py` does with times of steps
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -24,17 +23,14 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 import typer
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
 from time_to_accuracy import NONE, Curve, Result, combine, read_curves
 from training import difference
 from training_model import INITS, MODELS, init, unstack
-from training_report import panels
+from training_report import markdown, panels
 from training_run import BF16, EXACT, exact_mean, library_mean
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
 ERRORS = RESULTS / "comparison_error.json"
 TIMES = RESULTS / "comparison_times.json"
 TRANSPORTS = RESULTS / "comparison_transports.json"
@@ -57,9 +53,7 @@ class Losses(NamedTuple):
 
 
 LOSSES: Mapping[str, Losses] = {
-    "125m": Losses(
-        dict.fromkeys((f"training_125m_{part}.json" for part in "abcd"), ".*"), "125m", "gpu", 200
-    ),
+    "125m": Losses({"training_125m.json": ".*"}, "125m", "gpu", 200),
     "small": Losses({"comparison.json": ".*"}, "tiny", "cpu", 200),
     "seeds": Losses(
         {"dither.json": ".*", "training.json": "(?!dynamiq(?!-memory))"}, "tiny", "gpu", 200
@@ -176,7 +170,7 @@ def wanted(row: Row, chosen: Losses, pattern: str) -> bool:
 
 
 def loss_rows(chosen: Losses) -> list[Row]:
-    """The rows of a table, each with its own exact row's losses as ``exact``, sorted.
+    """Returns a table's rows, sorted, each with its exact row's losses as ``exact``.
 
     Raises:
       ValueError: they were not all trained alike.
@@ -186,8 +180,7 @@ def loss_rows(chosen: Losses) -> list[Row]:
         rows = load(RESULTS / file)["rows"]
         for row in rows:
             if wanted(row, chosen, pattern):
-                (exact,) = [r for r in rows if same_but_mean(r, row, EXACT)]
-                own = {**row, "exact": exact["validation_loss"], "file": file}
+                own = {**row, "exact": exact_row(row, rows)["validation_loss"]}
                 found.setdefault(row["settings"]["method"], own)
     if len(panels(list(found.values()))) != 1:
         raise ValueError(f"{chosen}: rows of several settings in one table")
@@ -204,6 +197,15 @@ def same_but_mean(row: Row, other: Row, method: str) -> bool:
     )
 
 
+def exact_row(row: Row, rows: Iterable[Row]) -> Row:
+    """Returns the exact row with the settings of ``row``; of several, its own command's row."""
+    found = [other for other in rows if same_but_mean(other, row, EXACT)]
+    if len(found) > 1:
+        found = [other for other in found if other["invocation"] == row["invocation"]]
+    (exact,) = found
+    return exact
+
+
 def group(row: Row) -> int:
     """The index in `GROUPS`."""
     return next(i for i, (least, _) in enumerate(GROUPS) if row["bits_per_coord"] >= least)
@@ -218,7 +220,7 @@ def loss(row: Row) -> float:
 def pair_difference(row: Row, other: Row) -> tuple[float, float]:
     """Mean over seeds of the difference of two rows' differences in %, its standard error.
 
-    Each row is compared with the exact mean of its own file first, so rows may be of two files.
+    Each row is compared with its own exact mean first, so rows may be of two commands.
     """
     own, its = (
         100 * np.asarray(r["validation_loss"], np.float64) / np.asarray(r["exact"], np.float64)
@@ -355,10 +357,10 @@ def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
     (machine,) = machines
     machine = machine.replace("; ", ", ").replace("cpu, ", "CPU, ").replace(" jax ", " JAX ")
     return (
-        f"    python benchmarks/training.py {options} \\\n"
+        f"    python benchmarks/evidence/training.py {options} \\\n"
         f"        --seeds {settings['seeds']} --methods NAME\n\n"
         f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows, in\n"
-        f"`benchmarks/results`: {files}."
+        f"`benchmarks/evidence/results`: {files}."
     )
 
 
@@ -373,7 +375,7 @@ def table(name: str) -> str:
     rows, errors = loss_rows(chosen), error_texts()
     timed = name == "large"
     width = len(HEAD) - (not timed)
-    lines = [HEAD[:width], ("---",) * width]
+    lines = [HEAD[:width]]
     for number in sorted({group(row) for row in rows}):
         lines.append((f"*{GROUPS[number][1]}*", *[""] * (width - 1)))
         for row in (row for row in rows if group(row) == number):
@@ -391,7 +393,7 @@ def table(name: str) -> str:
 def pair_table(name: str) -> str:
     """Methods beside a DynamiQ of about the same bits, seed by seed."""
     rows = {row["settings"]["method"]: row for row in loss_rows(LOSSES[name])}
-    lines = [("method", "bits", "beside", "bits", "loss, difference in %"), ("---",) * 5]
+    lines = [("method", "bits", "beside", "bits", "loss, difference in %")]
     for method, other in PAIRS[name]:
         if method in rows and other in rows:
             bits, its = (f"{rows[m]['bits_per_coord']:.2f}" for m in (method, other))
@@ -420,10 +422,7 @@ def time_to_loss_table() -> str:
             return True, last[result.method]["percent"]
         return False, result.relative
 
-    lines = [
-        ("method, name", "wire bits", "last training loss, %", "steps", *found),
-        ("---",) * (4 + len(found)),
-    ]
+    lines = [("method, name", "wire bits", "last training loss, %", "steps", *found)]
     for result in sorted(rows.values(), key=order):
         method = result.method
         loss_cell = "" if method == BF16 else signed(**last[method])
@@ -438,7 +437,7 @@ def time_to_loss_table() -> str:
     alone, gradient_bytes = step_alone()
     files = listed(LOSSES["large"].files)
     return (
-        "    python benchmarks/comparison.py\n\n"
+        "    python benchmarks/evidence/comparison.py\n\n"
         f"Curves: {files}; all-reduces: `{TRANSPORTS.name}`,\n"
         f"{about['n_devices']} × {about['device_kind']}, JAX {about['jax']}; "
         f"the rest of a step, {alone:.1f} ms, and gradients of\n"
@@ -470,7 +469,7 @@ def transport_table() -> str:
     found = [by_method(run) for run in runs]
     psum = [rows.pop(BF16) for rows in found]
     heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
-    lines = [("method, name", "MB sent", *heads), ("---",) * (2 + len(runs))]
+    lines = [("method, name", "MB sent", *heads)]
     times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
     lines.append((f"bf16 psum, `{BF16}`", f"{psum[0]['wire_bytes'] / 1e6:.0f}", *times))
     for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
@@ -481,13 +480,8 @@ def transport_table() -> str:
     return (
         f"    {runs[0]['command'].partition('--methods')[0]}--methods NAME --sizes 256MiB\n\n"
         f"{machine}, JAX {about['jax']}; all rows and commands:\n"
-        f"`benchmarks/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
+        f"`benchmarks/evidence/results/{TRANSPORTS.name}`.\n\n" + markdown(lines)
     )
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table of cells."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def blocks() -> dict[str, str]:

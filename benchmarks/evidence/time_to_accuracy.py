@@ -1,7 +1,8 @@
 r"""Time to a loss: training curves per step, and step times per transport, put together.
 
-    python benchmarks/time_to_accuracy.py --step-times benchmarks/results/step_time.json \
-        --losses benchmarks/results/time_to_accuracy_losses.json --model mid --step-model 1b
+    cd benchmarks/evidence
+    python time_to_accuracy.py --step-times results/step_time.json \
+        --losses results/time_to_accuracy_losses.json --model mid --step-model 1b
 
 The loss after a step depends on the method, not on the links; the step's time on both. So curves
 are measured once (`training.py`), times for every transport (`step_time.py`), and a method's time
@@ -25,8 +26,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 from training import CURVE_WINDOW, difference
+from training_run import BF16, EXACT
 
-BF16, EXACT, NONE = "bf16-psum", "exact", "none"
+NONE = "none"
 STAND_INS = {"dynamiq-dither-axis": "dynamiq-dither", "dynamiq-axis": "dynamiq"}
 """Whose step times serve for methods that differ in the order of coordinates alone."""
 

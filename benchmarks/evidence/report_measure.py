@@ -36,7 +36,7 @@ from dynamiq_jax.commands.simulate import PUBLISHED, Case, study
 from dynamiq_jax.commands.simulate.study import PUBLISHED_WORKERS
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 N_WORKERS = 8
 
 MODELS: Mapping[str, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
-"""The tables of the paper's evaluation from our own code: writes benchmarks/REPORT.md.
+"""The tables of the paper's evaluation from our own code: writes REPORT.md beside it.
 
-    python benchmarks/report.py                     # CPU: small models, a small simulation
-    python benchmarks/report.py --models tiny,tiny-8k,125m --super-groups 32768      # on a GPU
+    python benchmarks/evidence/report.py          # CPU: small models, a small simulation
+    python benchmarks/evidence/report.py --models tiny,tiny-8k,125m --super-groups 32768  # a GPU
 
 Trains the example's models with exact gradients for their dumps, measures vNMSE (squared error of
 the sum over squared norm of the sum) of every method on all of them, and of every leaf of the
@@ -24,6 +24,7 @@ import report_published as published
 import typer
 from report_measure import MODELS, Notebook, Row
 from rich.console import Console
+from training_report import markdown
 
 from dynamiq_jax.commands.bench.error import MIN_LEAF_SIZE
 
@@ -36,7 +37,7 @@ def error_table(rows: Sequence[Row], found: ours.Errors) -> str:
         [row.label, *(_spread(own[row.label]) for own in found.values()), _range(row.published)]
         for row in rows
     ]
-    return _table(["", *found, "paper"], body)
+    return markdown([["", *found, "paper"], *body])
 
 
 def ratio_table(
@@ -56,7 +57,7 @@ def ratio_table(
         theirs = zip(paper[row.family], paper[base.family], strict=True)
         cells = [_ratio(a / b) for a, b in means]
         body.append([row.label, base.label, *cells, _range([a / b for a, b in theirs], _ratio)])
-    return _table(["error of", "over that of", *found, "paper"], body)
+    return markdown([["error of", "over that of", *found, "paper"], *body])
 
 
 def worst_leaf_table(rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple | None]]) -> str:
@@ -66,7 +67,7 @@ def worst_leaf_table(rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple
         return f"{_spread(worst[1])}, {worst[0]}" if worst else "-"
 
     body = [[row.label, *(cell(own[row.label]) for own in found.values())] for row in rows]
-    return _table(["", *found], body)
+    return markdown([["", *found], *body])
 
 
 def simulation_table(found: Iterable[tuple[ours.Simulation, Sequence[float]]]) -> str:
@@ -77,7 +78,7 @@ def simulation_table(found: Iterable[tuple[ours.Simulation, Sequence[float]]]) -
         bits, paper = f"{simulation.case.bits:g}", simulation.published
         theirs = ["", ""] if paper is None else [_figure(paper), _figure(vnmse / paper)]
         body.append([simulation.topology, simulation.label, bits, spread, *theirs])
-    return _table(["topology", "method", "bits", "vNMSE", "paper", "ours / paper"], body)
+    return markdown([["topology", "method", "bits", "vNMSE", "paper", "ours / paper"], *body])
 
 
 def source_table(described: Mapping[str, Mapping[str, float]]) -> str:
@@ -87,7 +88,7 @@ def source_table(described: Mapping[str, Mapping[str, float]]) -> str:
          f"{f['agreement']:.2f}", _figure(f["bound"])]
         for name, f in described.items()
     ]  # fmt: skip
-    return _table(["", "what", "coordinates", "top 1%", "agreement", "bound at 5 bits"], body)
+    return markdown([["", "what", "coordinates", "top 1%", "agreement", "bound at 5 bits"], *body])
 
 
 def _figure(value: float) -> str:
@@ -108,11 +109,6 @@ def _spread(values: Sequence[float]) -> str:
     if high <= low * 1.0005:
         return f"{mean:.3g}"
     return f"{mean:.3g} ({low:.3g}–{high:.3g})"
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 TEXT = """\
@@ -256,7 +252,7 @@ def main(
     tables = {name: error_table(rows, found[name]) for name, rows in sections.items()}
     cases = ours.simulations(workers, super_groups)
     text = TEXT.format(
-        command=f"python benchmarks/report.py --models {','.join(chosen)} --seeds {seeds} "
+        command=f"python benchmarks/evidence/report.py --models {','.join(chosen)} --seeds {seeds} "
         f"--workers {workers} --super-groups {super_groups}",
         environment=environment,
         seeds=seeds,

@@ -1,7 +1,7 @@
 r"""How much of Adam's step is noise, by method: seconds in the place of a training run.
 
-    python benchmarks/adam_noise.py --methods dynamiq:4,dynamiq-dither:4,mxfp6 --inits gpt2,unit
-    python benchmarks/adam_noise.py --methods dynamiq:3,dynamiq:4 --dealt 1,4,8
+    python benchmarks/evidence/adam_noise.py --methods dynamiq:4,mxfp6 --inits gpt2,unit
+    python benchmarks/evidence/adam_noise.py --methods dynamiq:3,dynamiq:4 --dealt 1,4,8
 
 Trains a model of `training.py` with the exact mean, stops after some steps, and has every method
 average the gradients of that step. Adam divides the mean gradient of a coordinate by the root of

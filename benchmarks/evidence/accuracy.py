@@ -1,8 +1,8 @@
 """vNMSE on the synthetic mixture by topology, and the ablation of DynamiQ's ingredients.
 
-    python benchmarks/accuracy.py [--seeds 6] [--super-groups 4096] [--workers 8]
-    python benchmarks/accuracy.py --gradients FILE.npz     # as written by train_llm.py
-    python benchmarks/accuracy.py --topology ring,butterfly,direct --rows "default, 5"
+    python benchmarks/evidence/accuracy.py [--seeds 6] [--super-groups 4096] [--workers 8]
+    python benchmarks/evidence/accuracy.py --gradients FILE.npz     # as written by train_llm.py
+    python benchmarks/evidence/accuracy.py --topology ring,butterfly,direct --rows "default, 5"
 
 Prints one row per configuration: mean vNMSE over seeds, and its spread.
 """

@@ -1,4 +1,4 @@
-"""The language models that benchmarks/training.py trains: pure functions of a parameter tree.
+"""The language models that `training.py` trains: pure functions of a parameter tree.
 
 RMSNorm, rotary positions, SwiGLU, untied head, causal attention. The layers' parameters are
 stacked and scanned, so that a model of twelve layers compiles as fast as one of two; `unstack`

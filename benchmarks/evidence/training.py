@@ -1,8 +1,8 @@
 r"""What a quantised all-reduce does to the training loss, with paired seeds.
 
-    python benchmarks/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2     # CPU: minutes
-    python benchmarks/training.py --models tiny,mid,125m --topologies direct,ring,butterfly \
-        --optimisers adamw,sgd,muon,lion --seeds 16 --until 3000                     # one GPU
+    python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
+    python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd,muon,lion \
+        --topologies direct,ring,butterfly --seeds 16 --until 3000    # one GPU
 
 Trains small language models (`training_model.MODELS`) with several simulated workers on one
 device. The library's own `dq.pmean` averages their gradients. Start, tokens and key of the rounding
@@ -203,7 +203,7 @@ def environment() -> dict[str, str]:
     """Command line, hardware, versions and time."""
     packages = (f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax"))
     return {
-        "command": f"python benchmarks/training.py {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"python benchmarks/evidence/training.py {shlex.join(sys.argv[1:])}".strip(),
         "device": jax.devices()[0].device_kind,
         "host": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *packages]),

@@ -1,4 +1,4 @@
-"""One compiled program of benchmarks/training.py: methods, optimisers, data, training steps."""
+"""One compiled program of `training.py`: methods, optimisers, data, training steps."""
 
 import inspect
 import sys
@@ -23,7 +23,7 @@ from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.compression import as_compression
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llm_data import load_corpus  # pyright: ignore[reportMissingImports]
 

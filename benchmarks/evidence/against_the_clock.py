@@ -1,7 +1,8 @@
 r"""Whole trainings against the clock: loss by seconds, by how gradients are averaged.
 
-    python benchmarks/against_the_clock.py --model 1b --attention cudnn --steps 400
-    NCCL_P2P_DISABLE=1 python benchmarks/against_the_clock.py --methods bf16-psum,dynamiq:5,mxfp8
+    python benchmarks/evidence/against_the_clock.py --model 1b --attention cudnn --steps 400
+    NCCL_P2P_DISABLE=1 python benchmarks/evidence/against_the_clock.py \
+        --methods bf16-psum,dynamiq:5,mxfp8
 
 The step of `step_time.py`, on text instead of random tokens: every method starts from the same
 parameters and sees the same batches. Seconds are those of the host from the first step, which is
@@ -15,6 +16,7 @@ is there.
 
 import dataclasses
 import json
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -22,17 +24,20 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
-import step_time
 import typer
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from rich.console import Console
 
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
 from dynamiq_jax.commands.bench.timing import compile_together
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import step_time
+from llm_data import Corpus, load_corpus, train_batch, validation_batches  # found by step_time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
