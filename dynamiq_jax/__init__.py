@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.compression import Compression, explain
-from dynamiq_jax.lax.xla import xla_options
+from dynamiq_jax.lax.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
@@ -35,6 +35,7 @@ __all__ = [
     "Scanned",
     "all_gather",
     "explain",
+    "jit",
     "pmean",
     "psum",
     "psum_scatter",
@@ -44,7 +45,6 @@ __all__ = [
     "value_and_grad",
     "vnmse",
     "worst_leaf_error",
-    "xla_options",
 ]
 
 __version__ = "0.2.0"

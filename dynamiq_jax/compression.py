@@ -26,6 +26,7 @@ from dynamiq_jax.methods.base import Limits, check_not_negative
 from dynamiq_jax.topologies import (
     Hierarchical,
     Topology,
+    Transport,
     across_hosts,
     assumed,
     automatic,
@@ -69,6 +70,9 @@ class Compression:
         for `None` it is excluded. Paths are such as "layers/0/kernel", leaves are
         `jax.ShapeDtypeStruct`. Default: ``DynamiQ()``.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
+      transport: what moves payloads, for a topology that does not say it: "collectives" or
+        "permutes", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in programs
+        that `dynamiq_jax.jit` compiles where GPUs may read each other's memory.
       exclude: a regular expression: leaves in whose path it is found are summed exactly, by
         `jax.lax.psum`.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
@@ -86,6 +90,7 @@ class Compression:
 
     method: Method | ByPath | None = None
     topology: AnyTopology | None = field(default=None, kw_only=True)
+    transport: Transport | None = field(default=None, kw_only=True)
     exclude: str | None = field(default=None, kw_only=True)
     min_leaf_size: int | None = field(default=None, kw_only=True)
     min_bucket_size: int | None = field(default=None, kw_only=True)
@@ -169,7 +174,7 @@ class Compression:
         if isinstance(topology, Hierarchical):
             topology = _two_levels(topology, sizes, allowed=hierarchies)
         if topology is not None:
-            topology, engines = with_transport(topology, here=here)
+            topology, engines = with_transport(topology, self.transport, here=here)
             reason = f"{reason}; by copy engines, since {engines}" if engines else reason
         if isinstance(topology, Hierarchical):
             inner, outer = topology.inner, topology.outer
@@ -336,33 +341,34 @@ class Compression:
           ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
             would; the others say so as well, and wait for nobody.
         """
+        options = {"key": key, "op": op, "weight": weight, "specs": specs}
+        agreement.check(lambda: self.facts_on(mesh, axis_name, tree, **options))
 
-        def facts() -> dict[str, str]:
-            axis = check_axis(axis_name)
-            missing = [name for name in axis.names if name not in mesh.shape]
-            if missing:
-                raise ValueError(
-                    f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
-                )
-            sizes = tuple(mesh.shape[name] for name in axis.names)
-            leaves = describe_leaves(tree)
-            told = self.facts(axis, sizes, leaves, op=op, weight=weight, specs=specs)
-            for method in {*self.methods_of(leaves)} - {None}:
-                self.route(sizes, method)
-            told["topology"] += f" ({self.route(sizes).reason})"
-            words = key_words(key)
-            told["key"] = "none" if words is None else str(np.asarray(words).tolist())
-            devices = [device.id for device in mesh.devices.flat]
-            told["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
-            return told
-
-        agreement.check(facts)
+    def facts_on(
+        self, mesh: Mesh, axis_name: AxisName, tree: Any, *, key: Any = None, **options: Any
+    ) -> dict[str, str]:
+        """`facts` outside of a map, where the mesh and the key's value are known, too."""
+        axis = check_axis(axis_name)
+        missing = [name for name in axis.names if name not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
+            )
+        sizes = tuple(mesh.shape[name] for name in axis.names)
+        leaves = describe_leaves(tree)
+        told = self.facts(axis, sizes, leaves, **options)
+        told["topology"] += f" ({self.route(sizes).reason})"
+        words = key_words(key)
+        told["key"] = "none" if words is None else str(np.asarray(words).tolist())
+        devices = [device.id for device in mesh.devices.flat]
+        return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
 
     def facts(
         self,
         axis: Axis,
         sizes: tuple[int, ...],
         leaves: list[Leaf],
+        /,
         *,
         hierarchies: bool = True,
         **options: Any,

@@ -47,7 +47,7 @@ WITHIN = "method"
 SUFFIXES = (".json", ".toml")
 
 
-PLAIN = ("exclude", *Limits._fields)
+PLAIN = ("transport", "exclude", *Limits._fields)
 FIELDS = ("method", "topology", *PLAIN)
 """What a file may have: the fields of a `Compression`."""
 

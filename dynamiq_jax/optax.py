@@ -314,6 +314,7 @@ def known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
+    """The number of workers; refuses ``what`` where that is not known."""
     if sizes is None:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax import comparators
 from dynamiq_jax.compression import as_compression
 from dynamiq_jax.lax.axis import Axis
 
@@ -117,76 +118,76 @@ EVERY_METHOD = {
     "dynamiq, memory": Row(low(dq.DynamiQ(error_feedback=True)), OVER, 256, 0.05),
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
     "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
-    "mxfp8": Row(low(dq.comparators.MXFP8()), OVER, 32, 0.005),
-    "mxfp8, shared": Row(low(dq.comparators.MXFP8(sum="shared-scale")), OVER, 32, 0.003),
-    "mxfp6": Row(low(dq.comparators.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
-    "mxfp6, shared": Row(low(dq.comparators.MXFP6(sum="shared-scale")), OVER, 32, 0.015),
-    "mxfp4": Row(low(dq.comparators.MXFP4()), OVER, 32, 0.06),
-    "minmax": Row(low(dq.comparators.MinMax()), OVER, 128, 0.06),
-    "minmax, nearest": Row(low(dq.comparators.MinMax.flash_communication(5)), OVER, 128, 0.01),
-    "minmax, shift": Row(low(dq.comparators.MinMax(rounding="shift", bits=6)), OVER, 128, 0.01),
-    "qsgd": Row(low(dq.comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
+    "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),
+    "mxfp8, shared": Row(low(comparators.MXFP8(sum="shared-scale")), OVER, 32, 0.003),
+    "mxfp6": Row(low(comparators.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
+    "mxfp6, shared": Row(low(comparators.MXFP6(sum="shared-scale")), OVER, 32, 0.015),
+    "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
+    "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
+    "minmax, nearest": Row(low(comparators.MinMax.flash_communication(5)), OVER, 128, 0.01),
+    "minmax, shift": Row(low(comparators.MinMax(rounding="shift", bits=6)), OVER, 128, 0.01),
+    "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "qsgd, exponential": Row(
-        low(dq.comparators.GlobalQSGD(levels="exponential", piece_size=256)), OVER, 256, 0.5
+        low(comparators.GlobalQSGD(levels="exponential", piece_size=256)), OVER, 256, 0.5
     ),
-    "thc": Row(low(dq.comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
-    "thc, uniform": Row(low(dq.comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
-    "thc, two-shot": Row(low(dq.comparators.THC(form="two-shot", piece_size=512)), NATIVE, 512, 0.04),
+    "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
+    "thc, uniform": Row(low(comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
+    "thc, two-shot": Row(low(comparators.THC(form="two-shot", piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
-        low(dq.comparators.THC(bits=2, error_feedback=True, piece_size=512)), NATIVE, 512, 0.6
+        low(comparators.THC(bits=2, error_feedback=True, piece_size=512)), NATIVE, 512, 0.6
     ),
     "thc, saturating, memory": Row(
-        low(dq.comparators.THC(
+        low(comparators.THC(
             form="two-shot", table=False, p=1e-6, saturate=True, error_feedback=True,
             piece_size=512,
         )),
         NATIVE, 512, 0.15,
     ),
-    "omnireduce": Row(low(dq.comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
+    "omnireduce": Row(low(comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
-        low(dq.comparators.OmniReduce(block_size=64, error_feedback=True)), NATIVE, 64, 0.15
+        low(comparators.OmniReduce(block_size=64, error_feedback=True)), NATIVE, 64, 0.15
     ),
     "omnireduce, union, memory": Row(
-        low(dq.comparators.OmniReduce(block_size=64, select="union", error_feedback=True)),
+        low(comparators.OmniReduce(block_size=64, select="union", error_feedback=True)),
         NATIVE, 64, 0.15,
     ),
     "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
     "bf16, ef21": Row(
         low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4
     ),
-    "minmax, ef14": Row(low(dq.ErrorFeedback(dq.comparators.MinMax())), OVER, 128, 0.06),
+    "minmax, ef14": Row(low(dq.ErrorFeedback(comparators.MinMax())), OVER, 128, 0.06),
     "mxfp4, econtrol": Row(
-        low(dq.ErrorFeedback(dq.comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
+        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
     ),
     "omnireduce, union, ef21": Row(
         low(dq.ErrorFeedback(
-            dq.comparators.OmniReduce(block_size=64, select="union"), kind="ef21"
+            comparators.OmniReduce(block_size=64, select="union"), kind="ef21"
         )),
         NATIVE, 64, 0.15,
     ),
-    "marsit": Row(low(dq.comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
+    "marsit": Row(low(comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
     "marsit, full rounds": Row(
-        low(dq.comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
+        low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
     ),
     "clt-k": Row(
-        low(dq.comparators.CLTK(density=0.5, chunk_size=64, error_feedback=False)), NATIVE, 64, 0.45
+        low(comparators.CLTK(density=0.5, chunk_size=64, error_feedback=False)), NATIVE, 64, 0.45
     ),
-    "clt-k, memory": Row(low(dq.comparators.CLTK(density=0.3, chunk_size=50)), NATIVE, 50, 0.6),
+    "clt-k, memory": Row(low(comparators.CLTK(density=0.3, chunk_size=50)), NATIVE, 50, 0.6),
     "sidco, memory": Row(
-        low(dq.comparators.SIDCo(density=0.2, headroom=1.25, block_size=50)), NATIVE, 50, 0.5
+        low(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50)), NATIVE, 50, 0.5
     ),
-    "perm-k": Row(low(dq.comparators.PermK()), NATIVE, 4, 4.0),
+    "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
-    "powersgd": Row(low(dq.comparators.PowerSGD(rank=5)), NATIVE, 15 * 541, 1.0, 541),
+    "powersgd": Row(low(comparators.PowerSGD(rank=5)), NATIVE, 15 * 541, 1.0, 541),
     "powersgd, f32": Row(
-        low(dq.comparators.PowerSGD(rank=7, wire="f32", error_feedback=False)),
+        low(comparators.PowerSGD(rank=7, wire="f32", error_feedback=False)),
         NATIVE, 15 * 541, 1.0, 541,
     ),
     "arc top-k": Row(
-        low(dq.comparators.ARCTopK(density=0.5, error_feedback=False)), NATIVE, 541, 0.5, 541
+        low(comparators.ARCTopK(density=0.5, error_feedback=False)), NATIVE, 541, 0.5, 541
     ),
     "arc top-k, memory": Row(
-        low(dq.comparators.ARCTopK(density=0.7, rank=6)), NATIVE, 541, 0.5, 541
+        low(comparators.ARCTopK(density=0.7, rank=6)), NATIVE, 541, 0.5, 541
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
@@ -252,6 +253,12 @@ def first_state(method, tree, n: int, topology=None):
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     state = as_compression(method, topology).init_state(own, n)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+
+
+def limits_of(method, n: int, *, fast_links: bool):
+    """The limits of a request, or of a bare method, among n workers."""
+    request = as_compression(method)
+    return request.method.limits(request.limits, n, fast_links=fast_links)
 
 
 def wire_bits(method=None, topology=None):

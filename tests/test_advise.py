@@ -17,11 +17,10 @@ from test_cli import plain
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.model_tree import save_model_tree
-from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.commands import cli
 from dynamiq_jax.commands.bench import advice, all_reduce, timing
 from dynamiq_jax.commands.bench.advice import NATIVE, SettingRow, decide, step_times
+from dynamiq_jax.commands.model_tree import load_model_tree, save_model_tree
 from dynamiq_jax.configuration import describe, parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -194,7 +193,7 @@ class TestDecision:
         assert found["topology"] == dq.Hierarchical()
         assert 'dq.pmean(grads, "data", method=' in said.snippet()
         by_engines = decide([native(10), row(4, "Direct", 5, transport="permutes")])
-        assert "compiler_options=dq.xla_options()" in by_engines.snippet()
+        assert "step = dq.jit(step)" in by_engines.snippet()
 
 
 @pytest.mark.parametrize(
@@ -398,9 +397,7 @@ def test_topologies_that_suit():
 
 def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkeypatch):
     """It goes by the kind of GPU. It stays where something is compressed."""
-    from dynamiq_jax import arguments
-
-    monkeypatch.setattr(arguments, "fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
@@ -466,9 +463,7 @@ def test_configurations_come_back_from_files(tmp_path, name, suffix):
 
 
 def test_files_name_classes_and_what_is_not_default(tmp_path):
-    assert describe(
-        dq.Compression(dq.DynamiQ(bits=4, floor=None), topology=dq.Direct())
-    ) == {
+    assert describe(dq.Compression(dq.DynamiQ(bits=4, floor=None), topology=dq.Direct())) == {
         "method": {"name": "DynamiQ", "bits": 4, "floor": None},
         "topology": {"name": "Direct"},
     }

@@ -26,8 +26,9 @@ TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
 
 def facts(tree=TREE, axis_name="data", **options):
-    defaults = dict.fromkeys(("method", "topology", "key"))
-    return agreement.facts_of(tree, auto_mesh(), axis_name, **defaults | options)
+    request = as_compression(options.pop("method", None), options.pop("topology", None))
+    given = {"op": "mean", "weight": None, "specs": None} | options
+    return agreement.complete(request.facts_on(auto_mesh(), axis_name, tree, **given))
 
 
 def test_one_process_agrees_with_itself():
@@ -126,7 +127,7 @@ def per_worker(*arguments):
     return dynamiq.SharedPlan(plan._replace(seed=plan.seed + other), noise)
 
 dynamiq.shared_plan = per_worker
-method = dq.DynamiQ(debug_checks=True, min_leaf_size=1, min_bucket_size=1)
+method = dq.Compression(dq.DynamiQ(debug_checks=True), min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
 step = lambda x: dq.psum(x, "data", method=method)
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())

@@ -98,8 +98,8 @@ def test_a_balance_decides_the_floor_of_each_stage():
 
 def test_without_a_floor_squared_error_decides():
     """The same words as the even widths to 10, which were the default before there were floors."""
-    old = dq.Compression(dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None), **SMALL)
-    new = dq.Compression(dq.DynamiQ(floor=None), **SMALL)
+    old = dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None)
+    new = dq.DynamiQ(floor=None)
     for topology in (dq.Ring(), dq.Direct(balance=0.0)):
         words = [m.layout(10**6, 8, topology).payload_words for m in (old, new)]
         assert words[0] == words[1]
@@ -187,11 +187,11 @@ def test_small_super_groups_err_as_expected(name, bits):
     small = np.arange(rows) % 8 != 0
     squared = (np.asarray(out, np.float64) - exact)[small] ** 2
     relative = squared.sum() / (exact[small] ** 2).sum()
-    expected = method.relative_error(n, NAMED[name])
+    expected = method.method.relative_error(n, NAMED[name])
     # Pairs of encoders cancel less than half of it where they hold different values.
     assert 0.6 * expected < relative < 1.5 * expected
     # Squared error alone leaves them to the narrowest width.
-    plain = dataclasses.replace(method, floor=None)
+    plain = dataclasses.replace(method, method=dataclasses.replace(method.method, floor=None))
     out = vmapped(plain, topology)(x.reshape(n, -1), jax.random.key(1))[0].reshape(rows, 256)
     squared = (np.asarray(out, np.float64) - exact)[small] ** 2
     assert squared.sum() / (exact[small] ** 2).sum() > 3 * relative
@@ -256,7 +256,7 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
     method, ring = dq.Compression(dq.DynamiQ(bits=3, dither=dither), **SMALL), dq.Ring()
     for topology, n, enough in cases:
         found = dq.explain(gradient_of(n * 128), n, method=method, topology=topology, verbose=False)
-        assert found.relative_error == method.relative_error(n, topology) > most
+        assert found.relative_error == method.method.relative_error(n, topology) > most
         advice = found.advice or ""
         assert f"bits=3 over {type(topology).__name__} among {n} workers" in advice
         assert f"is about {found.relative_error:.2g} of its energy" in advice
@@ -306,8 +306,8 @@ def test_a_hierarchy_adds_up_what_its_parts_err():
     outer, direct = dq.Ring(), dq.Direct()
     native = dq.Hierarchical(outer=outer)
     found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=native, verbose=False)
-    assert found.relative_error == pytest.approx(method.relative_error(4, outer))
+    assert found.relative_error == pytest.approx(method.method.relative_error(4, outer))
     inner = dq.Hierarchical(inner=direct, outer=outer)
     found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=inner, verbose=False)
-    halves = [method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
+    halves = [method.method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
     assert found.relative_error == pytest.approx(method.relative_error(4, outer) + sum(halves))

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, small
+from cases import CHEAP, assert_same_bits, gradient, limits_of, small
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives.checks import resolve
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
 from dynamiq_jax.topologies import choice as rule
 
@@ -85,6 +85,11 @@ def test_across_hosts_powers_of_two_are_butterflies():
     powers = {n for n in range(1, 70) if rule.across_hosts(n) == dq.Butterfly()}
     assert powers == {1, 2, 4, 8, 16, 32, 64}
     assert all(rule.across_hosts(n) == dq.Ring() for n in set(range(1, 70)) - powers)
+
+
+def resolve(method, topology, sizes, **options):
+    """The route of a request among workers on axes of these sizes."""
+    return as_compression(method, topology).route(sizes, **options)
 
 
 @pytest.fixture
@@ -171,11 +176,9 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 
 
 def test_buckets_are_larger_than_what_pays():
-    limits = dq.DynamiQ().limits(8, fast_links=True)
+    limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
     assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 4 * PSUM_BYTES
-    assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 256 * 2**20
-    assert dq.Compression(dq.DynamiQ(), bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
-    assert (
-        dq.Compression(dq.DynamiQ(), min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes
-        == 0
-    )
+    assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
+    given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
+    limits = limits_of(given, 8, fast_links=True)
+    assert (limits.bucket_bytes, limits.min_bucket_bytes) == (7, 0)

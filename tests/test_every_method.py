@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (EVERY_METHOD, LOOP, ONE_OF_A_KIND, assert_replicas_equal, assert_same_bits, daily, first_state, gradient, stepper, wire_bits)
+from cases import (
+    EVERY_METHOD,
+    LOOP,
+    ONE_OF_A_KIND,
+    assert_replicas_equal,
+    assert_same_bits,
+    daily,
+    first_state,
+    gradient,
+    stepper,
+    wire_bits,
+)
 from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 
@@ -120,7 +131,7 @@ def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     np.testing.assert_allclose(mean, first / n, rtol=3e-7, atol=1e-7)
 
 
-ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method, "period", None) is None]
+ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method.method, "period", None) is None]
 """Methods of which all steps move as much; `test_marsit` has the other."""
 
 
@@ -138,9 +149,11 @@ def test_wire_bits_are_what_the_program_moves(name):
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 
-    hlo, asked = lower(with_state if row.method.needs_state else dq.psum, TREE, (n,), **options)
+    hlo, asked = lower(
+        with_state if row.method.method.needs_state else dq.psum, TREE, (n,), **options
+    )
     moved = moved_bits(hlo, asked, n)
-    promised = wire_bits(None)(TREE, n, **options)
+    promised = wire_bits(row.method, topology)(TREE, n)
     # Integers but for 2 (n - 1) / n of two buckets.
     assert abs(promised - sum(moved.values()) / n) <= 2
     assert row.method.wire_bits(4000, 1, topology) == 0

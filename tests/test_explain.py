@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (SMALL, wire_bits)
+from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.tree.leaves import concatenate, describe_leaves, group_leaves, split
 
 TREE = {
@@ -39,7 +38,7 @@ def test_every_leaf_has_a_route_and_a_reason():
 def test_smallest_bucket_grows_with_workers_unless_given():
     # 16 tiles of 2048 coordinates for each worker, and never less than 65536.
     def smallest(method, n):
-        limits = method.limits(n, fast_links=False)
+        limits = limits_of(method, n, fast_links=False)
         assert limits.min_bucket_bytes == 0
         return limits.min_bucket_size
 
@@ -54,20 +53,18 @@ def test_smallest_bucket_grows_with_workers_unless_given():
 
 def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
     """Where native psum is faster, small gradients are left to it; buckets are made larger."""
-    fast = dq.DynamiQ().limits(8, fast_links=True)
-    assert fast.min_bucket_bytes > dq.DynamiQ().limits(8, fast_links=False).min_bucket_bytes == 0
+    fast, slow = (limits_of(dq.DynamiQ(), 8, fast_links=fast) for fast in (True, False))
+    assert fast.min_bucket_bytes > slow.min_bucket_bytes == 0
     assert fast.bucket_bytes > fast.min_bucket_bytes
-    assert (
-        dq.Compression(dq.DynamiQ(), min_bucket_size=0).limits(8, fast_links=True).min_bucket_bytes
-        == 0
-    )
+    any_size = dq.Compression(min_bucket_size=0)
+    assert limits_of(any_size, 8, fast_links=True).min_bucket_bytes == 0
     given = dq.Compression(
-        dq.DynamiQ(min_bucket_size=0),
+        dq.DynamiQ(),
         min_bucket_bytes=300_000,
         bucket_bytes=400_000,
         min_bucket_size=0,
     )
-    limits = given.limits(8, fast_links=True)
+    limits = limits_of(given, 8, fast_links=True)
     assert (limits.min_bucket_bytes, limits.bucket_bytes) == (300_000, 400_000)
     found = routes(dq.explain(TREE, 8, method=given, verbose=False))
     assert found["['big']"] == found["['half'][0]"] == "compressed"
@@ -223,7 +220,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
 )
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
     """Its workers are more than the devices here, which could be any: fast ones, with engines."""
-    monkeypatch.setattr("dynamiq_jax.collectives.checks.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith(topology)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, small
+from cases import small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -145,7 +145,11 @@ def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, 
 def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     """Whatever the types of axes; plain JAX 0.10 moves more over Explicit ones."""
     layout = LAYOUTS["tensor parallel"]
-    options = {"axis_name": "data", "specs": layout.specs, "method": F32, "topology": dq.Direct()}
+    options = {
+        "axis_name": "data",
+        "specs": layout.specs,
+        "method": as_compression(F32, dq.Direct()),
+    }
     ours = dq.value_and_grad(model, mesh=layout.make(kind), **options)
 
     def plain(params, *batch):
@@ -235,7 +239,8 @@ def test_a_state_of_model_shards(kind):
     method = small(dq.comparators.OmniReduce(density=0.5, error_feedback=True, block_size=8))
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
     f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
-    state = as_compression(None).init_state(params, 4, stacked=True, **options)
+    placing = {"mesh": mesh, "specs": layout.specs}
+    state = method.init_state(params, 4, stacked=True, **placing)
     total, plain = None, expected()[1]
     for step in range(1, 9):
         _, found = f(params, *batch, state=state)
@@ -269,11 +274,11 @@ class Seeds(dq.F32):
 
     native_by_default = False
 
-    def reduce_scatter(self, x, axis_name, *, seed, **_):
-        return jnp.full(x.shape[1], seed[0] % 1000, x.dtype) + 0 * x[0]
+    def reduce_scatter(self, x, call):
+        return jnp.full(x.shape[1], call.seed[0] % 1000, x.dtype) + 0 * x[0]
 
-    def all_reduce(self, x, axis_name, **_):
-        return Outcome(lax.pmax(x, axis_name) - lax.pmin(x, axis_name), ())
+    def all_reduce(self, x, call):
+        return Outcome(lax.pmax(x, call.axis.name) - lax.pmin(x, call.axis.name), ())
 
 
 def test_groups_that_scatter_apart_do_so_with_different_noise():
@@ -281,6 +286,6 @@ def test_groups_that_scatter_apart_do_so_with_different_noise():
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = dq.value_and_grad(model, method=as_compression(Seeds(**SMALL), dq.Direct()), **options)
+    f = dq.value_and_grad(model, method=small(Seeds(), topology=dq.Direct()), **options)
     grads = f(params, *batch, key=jax.random.key(1))[1]
     assert np.all(np.asarray(grads["in"]) != 0)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, DIM, LAYERS = 4, 128, 3
 METHOD = CHEAP
@@ -120,7 +121,9 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
                 outside += found
         return within, outside
 
-    each = partial(dq.reduce_in_backward, axis_name="data", method=METHOD, topology=dq.Direct())
+    each = partial(
+        dq.reduce_in_backward, axis_name="data", method=as_compression(METHOD, dq.Direct())
+    )
     within, outside = counts(jax.grad(partial(model, each=each)))
     assert within >= 2 and outside == 0
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (assert_same_bits, auto_mesh, gradient, small, wire_bits)
+from cases import assert_same_bits, auto_mesh, gradient, small, wire_bits
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -109,7 +109,7 @@ def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
     methods = {"columns": DYNAMIQ, "rows": DYNAMIQ, "norm": F32}
 
     def one(tree):
-        options = {"method": lambda path, leaf: methods.get(path), "topology": dq.Direct()}
+        options = {"method": small(lambda path, leaf: methods.get(path)), "topology": dq.Direct()}
         options |= {"specs": SPECS | {"ones": P("model")}, "axis_index_groups": [[0, 2], [3, 1]]}
         found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
         return jax.tree.map(lambda x: x[None], found)
@@ -248,7 +248,7 @@ def two_steps(tree, state, specs):
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 def test_states_are_those_of_every_part(kind):
     mesh = mesh_of(kind)
-    init = functools.partial(dq.init_state, n_workers=N, method=MEMORY, stacked=True)
+    init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)
     out_specs = P(), P("data")
 
     def alone(number, names):

@@ -86,7 +86,7 @@ class TestLargeLeavesThatTravelNatively:
 
     @pytest.mark.parametrize("limit", [{"min_bucket_size": 10**6}, {"min_bucket_bytes": 10**7}])
     def test_a_limit_that_somebody_set_does_not(self, limit):
-        assert "min_bucket" in self.run(dq.DynamiQ(**limit))
+        assert "min_bucket" in self.run(dq.Compression(**limit))
 
     def test_a_tenth_of_the_tree_does_not(self):
         tree = {"w": jax.ShapeDtypeStruct((1500, 1500), jnp.float32)}

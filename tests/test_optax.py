@@ -10,7 +10,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import (assert_same_bits, auto_mesh, compilations, gradient, loss_fn, problem, promoting, small, wire_bits)
+from cases import (
+    assert_same_bits,
+    auto_mesh,
+    compilations,
+    gradient,
+    loss_fn,
+    problem,
+    promoting,
+    small,
+    wire_bits,
+)
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 

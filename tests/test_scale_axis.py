@@ -148,7 +148,7 @@ def halves(x, method, **options):
 def test_halves_are_those_of_the_transposed_leaf(axis, dimension, tiled, moved):
     shape = (4, 4, 96, 256) if not tiled else (4, 96, 256)
     x = jax.random.normal(jax.random.key(0), shape)
-    method, plain = replace(CHEAP, scale_axis=axis), CHEAP
+    method, plain = replace(CHEAP, method=replace(CHEAP.method, scale_axis=axis)), CHEAP
     options = {"tiled": tiled, "scatter_dimension": dimension}
     other = {"tiled": tiled, "scatter_dimension": moved if tiled else 0}
     found = halves(x, method, **options)

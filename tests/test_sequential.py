@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.training import pipeline
 from dynamiq_jax.training.phases import trace
 
@@ -177,7 +178,7 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
         params = [layers(n_layers, 3), *ends[last][1]]
 
         def both(x, tokens, functions=functions, params=params):
-            options = {"lag": lag, "topology": topology, "method": EXACT}
+            options = {"lag": lag, "method": as_compression(EXACT, topology)}
             run = lambda p: dq.sequential(functions, p, (x, tokens), "data", **options)  # noqa: E731
 
             def loss(params):
@@ -272,7 +273,9 @@ def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
 def test_in_a_loop_all_rounds_are_under_way_at_a_time():
     """The body of the backward loop has the rounds of a reduction, each of another layer."""
     _, params, tokens = model(5)
-    looped = partial(grad, [embed, dq.Scanned(block), head], method=METHOD, topology=dq.Direct())
+    looped = partial(
+        grad, [embed, dq.Scanned(block), head], method=as_compression(METHOD, dq.Direct())
+    )
     traced = jax.make_jaxpr(looped, axis_env=[("data", N)])(stacked(params), tokens[0])
     scans = [e.params["jaxpr"].jaxpr for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
     (body,) = (own for own in scans if any(e.primitive.name == "psum" for e in own.eqns))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, daily, small
+from cases import assert_same_bits, daily
 from jax import lax
 from test_schedules import TwoArms
 from typer.testing import CliRunner
@@ -29,6 +29,8 @@ from dynamiq_jax.commands.simulate.survey import Given, add_exactly, shared_by_a
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.executors import sequential
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import Call
 
 METHOD = dq.DynamiQ(bits=5.5, widths=(4, 8))
 SUPER_GROUPS = 64
@@ -90,8 +92,8 @@ def library(method, topology, n):
     bound = method.bind(n * SUPER_GROUPS * 256, n, topology)
 
     def one(x, seed):
-        shared = method.agreed(x, "w", seed, bound)
-        return method.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed).value, shared
+        call = Call(Axis(("w",)), topology, seed)
+        return method.all_reduce(x, call).value, method.agreed(x, call, bound)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w"))
 
@@ -104,10 +106,10 @@ def repeated_source(n, seed):
 
 
 PLAIN = {
-    "f32": (small(dq.F32()), dq.Ring(unroll_up_to=1), 5),
-    "bf16": (small(dq.BF16()), dq.Butterfly(), 4),
-    "mxfp4": (small(dq.comparators.MXFP4(rounding="stochastic")), dq.Direct(), 3),
-    "mxfp8, shared": (small(dq.comparators.MXFP8(sum="shared-scale")), dq.Ring(), 4),
+    "f32": (dq.F32(), dq.Ring(unroll_up_to=1), 5),
+    "bf16": (dq.BF16(), dq.Butterfly(), 4),
+    "mxfp4": (dq.comparators.MXFP4(rounding="stochastic"), dq.Direct(), 3),
+    "mxfp8, shared": (dq.comparators.MXFP8(sum="shared-scale"), dq.Ring(), 4),
 }
 CASES = {f"dynamiq, {n}": (METHOD, topology, n) for n, topology in TOPOLOGIES.items()} | PLAIN
 

@@ -1,5 +1,7 @@
 """What moves payloads changes no meaning: all-to-all and all-gather, or one ppermute for each."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,7 +170,6 @@ def peers(monkeypatch):
     """As on a machine with several GPUs, whose XLA knows the options."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
-    monkeypatch.setattr(xla, "_asked_for", False)
     for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -178,13 +179,13 @@ def test_options_are_empty_where_they_do_not_apply(peers):
     assert xla.copy_engines() is None
     with peers.context() as other:
         other.setattr(jax, "default_backend", lambda: "cpu")
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     with peers.context() as other:
         other.setattr(jax, "device_count", lambda: 1)
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     with peers.context() as other:
         other.setattr(xla, "_is_known", lambda name, value: False)
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
     early = apart | {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -192,20 +193,25 @@ def test_options_are_empty_where_they_do_not_apply(peers):
     }
     with peers.context() as other:
         other.setenv("NCCL_P2P_DISABLE", "1")
-        assert xla.xla_options() == early
+        assert xla.compiler_options() == early
     with peers.context() as other:
         other.setattr(jax, "process_count", lambda: 2)
-        assert xla.xla_options() == apart
+        assert xla.compiler_options() == apart
     with peers.context() as other:
         other.setattr(xla, "_is_known", lambda name, value: "permute_mode" not in name)
-        assert xla.xla_options() == early
+        assert xla.compiler_options() == early
     assert xla.copy_engines() is None
 
 
-def test_asking_for_the_options_says_that_copy_engines_serve(peers):
-    assert xla.xla_options()["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
-    assert xla.copy_engines() == "dq.xla_options() was called"
-    with peers.context() as other:
+def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
+    options = xla.compiler_options()
+    assert options["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
+    assert xla.copy_engines() is None
+    with xla.compiled_by(options):
+        assert xla.copy_engines() == "dq.jit compiles the program"
+        with xla.compiled_by({}):
+            assert xla.copy_engines() is None
+    with xla.compiled_by(options), peers.context() as other:
         other.setattr(jax, "process_count", lambda: 2)
         assert xla.copy_engines() is None
 
@@ -224,3 +230,17 @@ def test_unknown_transports_are_refused():
     for topology in TOPOLOGIES:
         with pytest.raises(ValueError, match="transport='nccl'; expected one of 'collec"):
             topology(transport="nccl")
+
+
+def test_what_jit_traces_knows_of_its_options(peers):
+    peers.setattr(xla, "compiler_options", lambda: {xla._FLAG: "COLLECTIVES_PEER_MEMORY"})
+    found = []
+
+    def step(x, *, number):
+        found.append((number, xla.copy_engines()))
+        return x
+
+    own = xla.jit(step, static_argnames="number")
+    jax.eval_shape(partial(own, number=1), 1.0)
+    jax.eval_shape(partial(jax.jit(step, static_argnames="number"), number=2), 1.0)
+    assert found == [(1, "dq.jit compiles the program"), (2, None)]

@@ -5,14 +5,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (TOPOLOGIES, assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, vmapped, wire_bits)
+from cases import (
+    TOPOLOGIES,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    gradient,
+    small,
+    vmapped,
+    wire_bits,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.executors import reduce_scatter
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout
 
 BF16, F32 = small(dq.BF16()), small(dq.F32())
@@ -139,7 +148,7 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
 
     def one(v):
         bound = chunk_codec(v, codec, layout, dtype=v.dtype, divisor=2)
-        return reduce_scatter(topology, bound, "data", n, streams)[0].reshape(-1)
+        return reduce_scatter(topology, bound, Axis(("data",)), streams)[0].reshape(-1)
 
     found = np.asarray(jax.vmap(one, axis_name="data")(x))
     cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)

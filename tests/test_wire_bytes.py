@@ -8,13 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import (daily, low, small, wire_bits)
+from cases import daily, low, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.dynamiq.layout import MOST_FOR_PADDING
 
 ASKED = re.compile(
@@ -163,7 +162,7 @@ def test_wire_bits_are_what_the_program_moves(name):
     crossing = moved.pop("crossing", 0)
     assert set(moved) == expected | {"all-reduce"}
     options = {"method": method, "topology": topology}
-    promised = wire_bits(None)(tree, sizes, **options)
+    promised = wire_bits(method, topology)(tree, sizes)
     # Integers but for 2 (n-1)/n, which is rounded once for each bucket and once for all.
     explanation = dq.explain(tree, sizes, **options, verbose=False)
     buckets = len({row.bucket for row in explanation.rows})
@@ -194,7 +193,7 @@ def test_a_reduce_scatter_moves_what_the_method_says(name):
         *lower(partial(dq.psum_scatter, tiled=True), tree, (n,), method, topology), n
     )
     assert set(moved) == expected | {"all-reduce"}  # of statistics
-    assert abs(method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
+    assert abs(method.method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
     padded = (1 + MOST_FOR_PADDING) * 5.4  # bits per coordinate: the slice has few tiles
     assert sum(moved.values()) / n < padded * (n - 1) * size
 
@@ -204,7 +203,7 @@ def test_an_all_gather_moves_what_the_method_says():
     tree = jax.ShapeDtypeStruct((size,), jnp.float32)
     moved = moved_bits(*lower(partial(dq.all_gather, tiled=True), tree, (n,), method), n)
     assert set(moved) == {"all-gather"}
-    assert abs(method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
+    assert abs(method.method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
     assert sum(moved.values()) / n < 5.4 * (n - 1) * size
 
 

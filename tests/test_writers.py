@@ -15,10 +15,9 @@ from test_cli import keep_xla_flags, plain  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.writers import CSVWriter
-from dynamiq_jax.commands.writers import TensorBoardWriter
-from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.commands import cli, curves
+from dynamiq_jax.commands.writers import CSVWriter, TensorBoardWriter
+from dynamiq_jax.methods.metrics import Metrics
 
 PNG = b"\x89PNG"
 METRICS = Metrics(

@@ -51,8 +51,7 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
     """
     refusal = None
     try:
-        told = versions() | tell() | {"arguments": "accepted"}
-        facts = {fact: told.pop(fact) for fact in FACTS}
+        facts = complete(tell())
     except (ValueError, NotImplementedError) as error:
         refusal = error
         facts = dict.fromkeys(FACTS, "") | {"arguments": f"{type(error).__name__}: {error}"}
@@ -62,6 +61,12 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
             compare([_decode(row, list(FACTS)) for row in gathered])
     if refusal is not None:
         raise refusal
+
+
+def complete(told: dict[str, str]) -> dict[str, str]:
+    """All `FACTS` in their order, from those that a request tells."""
+    told = versions() | told | {"arguments": "accepted"}
+    return {fact: told[fact] for fact in FACTS}
 
 
 def versions() -> dict[str, str]:

@@ -121,7 +121,7 @@ class Marsit(HopMethod):
         """Refuses more workers than can agree on a number."""
         if n_workers > MOST_WORKERS:
             raise ValueError(
-                f"dq.comparators.Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
+                f"Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
                 "topology=dq.Hierarchical(), with which it serves those of the outer axis"
             )
 

@@ -155,7 +155,7 @@ class THC(Method):
         if topology is not None:
             raise NotImplementedError(
                 f"topology={topology!r}: THC runs on native collectives only; leave topology=None "
-                "and choose these by dq.comparators.THC(form='psum') or dq.comparators.THC(form='two-shot')"
+                "and choose these by THC(form='psum') or THC(form='two-shot')"
             )
         most, room = n_workers * self.g, self.sum_bits or MAX_SUM_BITS
         if self.saturate:

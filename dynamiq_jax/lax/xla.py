@@ -5,8 +5,11 @@ the kernels beside it. With these options a `ppermute` between GPUs of one proce
 engine that does nothing else: faster than NCCL's on NVLink, and at no cost to kernels.
 """
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -24,35 +27,63 @@ _EARLY: dict[str, Any] = {
 }
 """In one process. Between two processes a short run over sockets ended well
 (docs/time-to-accuracy.md), which says little about deadlocks: users who want these pass them."""
-_asked_for = False
+_permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
+"""Whether the program that is traced will be compiled so that permutes are copies by engines."""
 
 
-def xla_options() -> dict[str, Any]:
-    """Compiler options with which reductions overlap, and payloads travel by copy engines.
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` with the compiler options under which reductions overlap.
 
-    Pass them to the outermost `jax.jit` of a program that reduces::
+    ::
 
-        step = jax.jit(step, compiler_options=dq.xla_options())
+        @functools.partial(dq.jit, donate_argnums=0)
+        def step(state, batch): ...
 
-    On GPUs they keep the light all-reduces of different buckets apart, so that a bucket need not
-    wait for all gradients. In one process transfers start as early as they may, several at a time:
-    `sequential` needs that. Where its GPUs may read each other's memory, payloads are copied by
-    engines. XLA reads options per program and a library cannot see them. So this call counts as the
-    word that programs of this process are compiled with them: from then on topologies whose
-    ``transport`` is `None` send by permutes (`dynamiq_jax.topologies.choice`). `XLA_FLAGS` with
+    Use it for the outermost `jax.jit` of a program that reduces. On GPUs the options keep the light
+    all-reduces of different buckets apart, so that a bucket need not wait for all gradients. In one
+    process transfers start as early as they may, several at a time: `sequential` needs that. Where
+    its GPUs may read each other's memory, payloads are copied by engines. A topology whose
+    ``transport`` is `None` then sends by permutes, if it is traced inside of this function
+    (`dynamiq_jax.topologies.choice`).
+
+    For other compilers of functions, such as ``nnx.jit``, pass `compiler_options` of this module
+    and ``transport="permutes"`` to `Compression`. `XLA_FLAGS` with
     ``--xla_gpu_collective_permute_mode=peer`` counts as well.
 
-    Returns:
-      Names and values, without those that this JAX does not know. No copy engines: in several
-      processes, with ``NCCL_P2P_DISABLE=1``. Empty: on one device, on other devices than GPUs.
+    Args:
+      function: as for `jax.jit`.
+      options: as for `jax.jit`; ``compiler_options`` are added to ours.
     """
-    global _asked_for
+    chosen = compiler_options() | (options.pop("compiler_options", None) or {})
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with compiled_by(chosen):
+            return function(*args, **kwargs)
+
+    return jax.jit(traced, compiler_options=chosen or None, **options)
+
+
+@contextlib.contextmanager
+def compiled_by(options: Mapping[str, Any]) -> Iterator[None]:
+    """What is traced or explained within is for a program with these compiler options."""
+    before = _permutes_copy.set(_FLAG in options)
+    try:
+        yield
+    finally:
+        _permutes_copy.reset(before)
+
+
+def compiler_options() -> dict[str, Any]:
+    """Names and values of compiler options, without those that this JAX does not know.
+
+    They are empty on one device, and on other devices than GPUs. In several processes and with
+    ``NCCL_P2P_DISABLE=1`` there are no copy engines.
+    """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
     wanted = _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
-    options = {name: value for name, value in wanted.items() if _is_known(name, value)}
-    _asked_for = _asked_for or _FLAG in options
-    return options
+    return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
 def copy_engines() -> str | None:
@@ -61,7 +92,7 @@ def copy_engines() -> str | None:
         return None
     if f"{_FLAG}=peer" in os.environ.get("XLA_FLAGS", "").lower():
         return f"XLA_FLAGS has {_FLAG}=peer"
-    return "dq.xla_options() was called" if _asked_for else None
+    return "dq.jit compiles the program" if _permutes_copy.get() else None
 
 
 def _peers() -> bool:

@@ -85,14 +85,15 @@ def across_hosts(n_workers: int) -> Topology:
 
 
 def with_transport(
-    topology: Topology | Hierarchical, *, here: bool = True
+    topology: Topology | Hierarchical, transport: Transport | None = None, *, here: bool = True
 ) -> tuple[Topology | Hierarchical, str | None]:
     """The topology, of both levels, with its transport filled in, and why copy engines serve.
 
-    They serve in one process alone: never, unless the workers are JAX's devices (``here``).
+    Without a ``transport``, they serve where they can: never, unless the workers are JAX's devices
+    (``here``).
     """
-    reason = copy_engines() if here else None
-    chosen: Transport = "collectives" if reason is None else "permutes"
+    reason = copy_engines() if here and transport is None else None
+    chosen = transport or ("collectives" if reason is None else "permutes")
     if isinstance(topology, Hierarchical):
         levels = {"inner": topology.inner, "outer": topology.outer}
         filled = {name: level and _filled(level, chosen) for name, level in levels.items()}

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import LOOP, SMALL, small, vmapped
+from cases import LOOP, SMALL, limits_of, small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
@@ -109,7 +109,7 @@ def test_what_is_compressed_by_default_is_worth_sending(n, topology):
     Five bits for each coordinate are enough for width 4, with an error of 0.0045 n on Gaussians.
     """
     method = dq.DynamiQ()
-    size = method.limits(n, fast_links=False).min_bucket_size + 1
+    size = limits_of(method, n, fast_links=False).min_bucket_size + 1
     x = jax.random.normal(jax.random.key(0), (n, size))
     (row,) = dq.explain(x[0], n, method=method, topology=topology, verbose=False).rows
     assert row.route == "compressed"

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (small, vmapped, wire_bits)
+from cases import small, vmapped, wire_bits
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders, error, tables
 from dynamiq_jax.commands.cli import app
-from dynamiq_jax.compression import as_compression
 
 
 def rows_of(text, topology, gradients, seeds=1):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (assert_same_bits, auto_mesh, wire_bits)
+from cases import assert_same_bits, auto_mesh, wire_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P

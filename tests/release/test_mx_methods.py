@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (LOOP, SMALL, TOPOLOGIES, assert_replicas_equal, assert_same_bits, auto_mesh, bias, small, vmapped, wire_bits)
+from cases import (
+    LOOP,
+    SMALL,
+    TOPOLOGIES,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    bias,
+    small,
+    vmapped,
+    wire_bits,
+)
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (assert_replicas_equal, assert_same_bits, auto_mesh, first_state, relative_error, stepper, wire_bits)
+from cases import (
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    first_state,
+    relative_error,
+    stepper,
+    wire_bits,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 

@@ -7,13 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (SMALL, assert_replicas_equal, assert_same_bits, bias, relative_error, sharded, vmapped, wire_bits)
+from cases import (
+    SMALL,
+    assert_replicas_equal,
+    assert_same_bits,
+    bias,
+    relative_error,
+    sharded,
+    vmapped,
+    wire_bits,
+)
 from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 
 import dynamiq_jax as dq
 from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
-from dynamiq_jax.compression import as_compression
 
 SHORT: dict[str, Any] = {"piece_size": 1024, **SMALL}
 FORMS = ("psum", "two-shot")

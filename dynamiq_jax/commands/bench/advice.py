@@ -39,6 +39,7 @@ from dynamiq_jax.commands.bench.timing import (
 )
 from dynamiq_jax.compression import AnyTopology, Explanation
 from dynamiq_jax.configuration import describe
+from dynamiq_jax.lax.xla import compiled_by, compiler_options
 
 MIN_GAIN = 0.05
 """The share of time that has to be saved, to compress at all and for every step to fewer bits."""
@@ -273,7 +274,7 @@ def bench_settings(
       The row of bf16 psum, and one for every setting.
     """
     sizes, leaves = mesh.devices.shape, list(leaves)
-    dq.xla_options()  # timed programs are compiled with them: `explain` has to know, too
+    options = compiler_options()  # of timed programs
     psum = uncompressed("bf16")
 
     def native(tree: Any, axis_name: Any) -> Any:
@@ -300,8 +301,9 @@ def bench_settings(
     ]
     for setting, timing in zip(chosen, timings[1:], strict=True):
         named = describe(setting)
-        said = setting.explain(leaves, sizes, verbose=False)
-        route: Any = setting.route(sizes).topology
+        with compiled_by(options):
+            said = setting.explain(leaves, sizes, verbose=False)
+            route: Any = setting.route(sizes).topology
         route = route.outer if isinstance(route, dq.Hierarchical) else route
         method: Any = setting.method
         rows.append(
@@ -433,7 +435,7 @@ class Advice:
         passed = ", ".join(f"{name}={text}" for name, text in arguments.items())
         lines = [f"grads = dq.pmean(grads, {axis}, {passed})"]
         if self.row.transport == "permutes":
-            lines.append("step = jax.jit(step, compiler_options=dq.xla_options())")
+            lines.append("step = dq.jit(step)")
         return "\n".join(lines)
 
 

@@ -38,7 +38,7 @@ from dynamiq_jax.commands.bench.timing import (
     time_calls,
 )
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.lax.xla import copy_engines
+from dynamiq_jax.lax.xla import compiled_by, compiler_options, copy_engines, jit
 from dynamiq_jax.topologies import with_transport
 
 AXES = ("node", "gpu")
@@ -79,9 +79,10 @@ def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = 
     if platform == "cpu":
         return "cpu"
     if topology is not None and not isinstance(topology, dq.Hierarchical):
-        filled, _ = with_transport(topology)
-        if getattr(filled, "transport", None) == "permutes" and copy_engines():
-            return "p2p, copy engines"
+        with compiled_by(compiler_options()):
+            filled, _ = with_transport(topology)
+            if getattr(filled, "transport", None) == "permutes" and copy_engines():
+                return "p2p, copy engines"
     net = "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
     if environ.get("NCCL_P2P_DISABLE", "0") == "1":
         inside = "shm" if environ.get("NCCL_SHM_DISABLE", "0") != "1" else net
@@ -212,7 +213,7 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
     specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
-    @partial(jax.jit, compiler_options=dq.xla_options())
+    @jit
     @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: Any) -> Any:
         own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), data)
