@@ -63,7 +63,7 @@ else:
             return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
             raise AttributeError(
-                f"dynamiq_jax.{name} needs {error.name}: pip install it"
+                f"dynamiq_jax.{name} needs {error.name}: pip install {error.name}"
             ) from error
 
 

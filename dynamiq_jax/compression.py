@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -201,6 +201,7 @@ class Compression:
         leaves: list[Leaf],
         sizes: tuple[int, ...],
         *,
+        methods: Sequence[Method | None] | None = None,
         without: Collection[int] = (),
         limits_of: Callable[[Route], Limits] = lambda route: route.limits,
         **options: bool,
@@ -210,11 +211,12 @@ class Compression:
         Args:
           leaves: as one device holds them.
           sizes: workers on every axis, the outermost first.
+          methods: the method of every leaf, where `methods_of` has given it before.
           without: indices of leaves that belong to neither.
           limits_of: the limits of a route.
           options: as for `route`.
         """
-        methods = self.methods_of(leaves)
+        methods = self.methods_of(leaves) if methods is None else methods
         buckets: list[Bucket] = []
         exact: list[tuple[Leaf, str]] = []
         for method in dict.fromkeys(methods):
@@ -232,7 +234,7 @@ class Compression:
             buckets += [bucket._replace(route=route) for bucket in found.buckets]
             exact += found.exact
         exact.sort(key=lambda entry: entry[0].index)
-        return Grouping(tuple(buckets), tuple(exact))
+        return Grouping(tuple(buckets), tuple(exact), tuple(methods))
 
     def init_state(
         self,
@@ -299,8 +301,7 @@ class Compression:
         grouping = self.group(leaves, sizes, here=elsewhere is None)
         routes = dict.fromkeys(bucket.route for bucket in grouping.buckets)
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
-        methods = self.methods_of(leaves)
-        explanation = explain_grouping(grouping, routes, methods, elsewhere)
+        explanation = explain_grouping(grouping, routes, elsewhere)
         if verbose:
             print(explanation)
         return explanation

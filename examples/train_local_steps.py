@@ -68,8 +68,8 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Method
 from dynamiq_jax.compression import as_compression
+from dynamiq_jax.methods import Method
 
 SYNCHRONOUS = dq.DynamiQ(bits=5)  # of gradients, in the run that is compared with
 

@@ -258,7 +258,8 @@ def first_state(method, tree, n: int, topology=None):
 def limits_of(method, n: int, *, fast_links: bool):
     """The limits of a request, or of a bare method, among n workers."""
     request = as_compression(method)
-    return request.method.limits(request.limits, n, fast_links=fast_links)
+    method = request.method or dq.DynamiQ()
+    return method.limits(request.limits, n, fast_links=fast_links)
 
 
 def wire_bits(method=None, topology=None):

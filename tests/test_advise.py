@@ -174,8 +174,7 @@ class TestDecision:
     def test_caveats(self):
         said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])
         assert "90.0% of the coordinates are compressed" in text(said)
-        method = {"name": "DynamiQ", "bits": 4, "min_bucket_size": 65536}
-        said = decide([native(10), row(4, "Direct", 5, method=method)])
+        said = decide([native(10), row(4, "Direct", 5, min_bucket_size=65536)])
         assert "hence min_bucket_size=65536" in text(said)
         assert "spread" not in text(said)
         said = decide([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)])
@@ -277,7 +276,7 @@ class TestCommand:
             assert plain(expected) in plain(output)
         for expected in ("links of 8 CPU device(s)", "over cpu", "bf16 psum", "DynamiQ at 5 bits"):
             assert expected in output
-        assert dq.Compression.load(folder / "choice.toml") == parse(said.config)
+        assert dq.Compression.load(folder / "choice.toml") == dq.Compression(**parse(said.config))
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
         result = invoke("--params", "10K", "--repeats", 1)
@@ -326,7 +325,9 @@ class TestCommand:
         tried = []
 
         def measure(mesh, tree, settings, **_):
-            tried.extend((type(t).__name__, m.bits, m.dither) for m, t in settings)
+            tried.extend(
+                (type(s.topology).__name__, s.method.bits, s.method.dither) for s in settings
+            )
             return [native(1), *directs(3, 3, 3)]
 
         monkeypatch.setattr(advice, "bench_links", lambda *_, **__: [])
@@ -401,7 +402,9 @@ def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkey
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
-        assert found == (dq.Compression(dq.DynamiQ(bits=4), min_bucket_size=lifted), dq.Ring())
+        assert found == dq.Compression(
+            dq.DynamiQ(bits=4), topology=dq.Ring(), min_bucket_size=lifted
+        )
     assert advice.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
 
 
@@ -574,7 +577,10 @@ class TestExample:
         dq.Compression(dq.DynamiQ(bits=4), topology=dq.Direct()).save(file)
         by_file = train_llm.choose(None, None, None, file)
         assert by_file == train_llm.choose("dynamiq", 4, "direct", None)
-        assert train_llm.choose(None, None, None, None) == ("dynamiq", dq.DynamiQ(), dq.Ring())
+        assert train_llm.choose(None, None, None, None) == (
+            "dynamiq",
+            dq.Compression(dq.DynamiQ(), topology=dq.Ring()),
+        )
         dq.Compression(dq.BF16()).save(file)
         assert train_llm.choose(None, None, None, file).method == "bf16"
 

@@ -253,10 +253,11 @@ def gradient_of(rows):
     ],
 )
 def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
-    method, ring = dq.Compression(dq.DynamiQ(bits=3, dither=dither), **SMALL), dq.Ring()
+    method, ring = dq.DynamiQ(bits=3, dither=dither), dq.Ring()
     for topology, n, enough in cases:
-        found = dq.explain(gradient_of(n * 128), n, method=method, topology=topology, verbose=False)
-        assert found.relative_error == method.method.relative_error(n, topology) > most
+        request = dq.Compression(method, topology=topology, **SMALL)
+        found = request.explain(gradient_of(n * 128), n, verbose=False)
+        assert found.relative_error == method.relative_error(n, topology) > most
         advice = found.advice or ""
         assert f"bits=3 over {type(topology).__name__} among {n} workers" in advice
         assert f"is about {found.relative_error:.2g} of its energy" in advice
@@ -310,4 +311,6 @@ def test_a_hierarchy_adds_up_what_its_parts_err():
     inner = dq.Hierarchical(inner=direct, outer=outer)
     found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=inner, verbose=False)
     halves = [method.method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
-    assert found.relative_error == pytest.approx(method.relative_error(4, outer) + sum(halves))
+    assert found.relative_error == pytest.approx(
+        method.method.relative_error(4, outer) + sum(halves)
+    )

@@ -149,11 +149,10 @@ def test_wire_bits_are_what_the_program_moves(name):
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 
-    hlo, asked = lower(
-        with_state if row.method.method.needs_state else dq.psum, TREE, (n,), **options
-    )
+    collective = with_state if row.method.method.needs_state else dq.psum
+    hlo, asked = lower(collective, TREE, (n,), **options)
     moved = moved_bits(hlo, asked, n)
     promised = wire_bits(row.method, topology)(TREE, n)
     # Integers but for 2 (n - 1) / n of two buckets.
     assert abs(promised - sum(moved.values()) / n) <= 2
-    assert row.method.wire_bits(4000, 1, topology) == 0
+    assert row.method.method.wire_bits(4000, 1, topology) == 0

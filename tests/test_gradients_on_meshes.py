@@ -18,7 +18,7 @@ from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods.base import Outcome
+from dynamiq_jax.methods.base import Outcome, ShardedMethod
 
 F32 = small(dq.F32())
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
@@ -269,10 +269,16 @@ def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
 
 
 @dataclasses.dataclass(frozen=True)
-class Seeds(dq.F32):
+class Seeds(dq.F32, ShardedMethod):
     """Scatters the seeds it is told, and "sums" to their spread over the groups that scattered."""
 
     native_by_default = False
+
+    def all_gather(self, x, call, *, invarying=False):
+        raise NotImplementedError
+
+    def sharded_wire_bits(self, size, n_workers, topology):
+        raise NotImplementedError
 
     def reduce_scatter(self, x, call):
         return jnp.full(x.shape[1], call.seed[0] % 1000, x.dtype) + 0 * x[0]

@@ -113,8 +113,8 @@ def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
 
 @pytest.mark.parametrize("method", [MEMORY, small(dq.comparators.MXFP8(rounding="stochastic"))])
 def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
+    method = as_compression(method, None if method == MEMORY else dq.Direct())
     options = {"op": "sum", "metrics": True, "method": method}
-    options |= {"topology": None if method == MEMORY else dq.Direct()}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
     grads = {"w": gradient(0, N, 5000)}
     own = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32)}

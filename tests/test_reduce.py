@@ -266,7 +266,7 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
         assert found.metrics.vnmse == pytest.approx(float(own.metrics.vnmse[0]), rel=1e-3)
     with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 4 workers.*stacked=True"):
         step(w, x, state=(jnp.zeros((3, SIZE)),))
-    plain = dq.value_and_grad(loss, method=dq.F32(), metrics=True, **options)
+    plain = dq.value_and_grad(loss, metrics=True, **options | {"method": dq.F32()})
     value, found = plain(w, x)
     assert found.state is None
     np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)

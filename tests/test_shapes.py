@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, TypeCheckError, jaxtyped
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.comparators import hadamard, mx
+from dynamiq_jax.comparators import hadamard, mx_codec
 
 checked = jaxtyped(typechecker=shapes.checked)
 
@@ -48,4 +48,4 @@ def test_both_packages_are_checked():
     with pytest.raises(TypeCheckError, match="'x'"):
         hadamard.cut(jnp.zeros((2, 256)))
     with pytest.raises(TypeCheckError, match="'codes'"):
-        mx.pack_codes(jnp.zeros(32), mx.ELEMENTS["e4m3"])
+        mx_codec.pack_codes(jnp.zeros(32), mx_codec.ELEMENTS["e4m3"])

@@ -1,7 +1,5 @@
 """What moves payloads changes no meaning: all-to-all and all-gather, or one ppermute for each."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,7 +105,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), {}
     for transport in ("collectives", "permutes"):
         options = {"method": method, "topology": dq.Direct(transport=transport, **STREAMS)}
-        state = as_compression(None).init_state(jnp.zeros(SIZE), n, stacked=True, **options)
+        state = as_compression(**options).init_state(jnp.zeros(SIZE), n, stacked=True)
 
         def one(x, state, options=options):
             state = jax.tree.map(lambda s: s[0], state)
@@ -241,6 +239,6 @@ def test_what_jit_traces_knows_of_its_options(peers):
         return x
 
     own = xla.jit(step, static_argnames="number")
-    jax.eval_shape(partial(own, number=1), 1.0)
-    jax.eval_shape(partial(jax.jit(step, static_argnames="number"), number=2), 1.0)
+    own.trace(1.0, number=1)
+    jax.jit(step, static_argnames="number").trace(1.0, number=2)
     assert found == [(1, "dq.jit compiles the program"), (2, None)]

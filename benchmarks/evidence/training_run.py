@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from dynamiq_jax.comparators.local_error import LocalError
 from jax import Array, lax
 from optax import contrib
 from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, stack, unstack
@@ -20,7 +21,6 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.compression import as_compression
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))

@@ -211,7 +211,7 @@ def reduce_over(
     limited = compression.min_bucket_size is not None or compression.min_bucket_bytes is not None
     warn_of_uncompressed(grouping, fixed, axis, limited=limited)
     if fixed and state is None:
-        grouping = compression.group(leaves, sizes, without=fixed)
+        grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
     split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
     counts = [n_parts(axes, around.sizes) for axes in split_over]
     states = check_state(state, functools.partial(first_states, grouping, counts), grouping)

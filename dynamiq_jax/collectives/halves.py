@@ -25,7 +25,7 @@ from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import Axis, AxisName, Varying
 from dynamiq_jax.lax.compat import inlined
 from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
-from dynamiq_jax.methods import ShardedMethod
+from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.topologies import Topology
@@ -92,12 +92,13 @@ def psum_scatter(
     told = {"key": key, "scatter_dimension": scatter_dimension, "tiled": tiled}
     compare_first("psum_scatter", axis, leaves, _facts(request, axis, sizes, leaves, told))
     check_groups(axis, all_reduce=False)
+    whole = _group(request, leaves, sizes)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
     check_key(key, axis)
     fixed = fixed_leaves(leaves, values, axis)
-    check_varying(_group(request, leaves, sizes), fixed, axis)
-    grouping = _group(request, leaves, sizes, fixed=fixed)
+    check_varying(whole, fixed, axis)
+    grouping = _group(request, leaves, sizes, fixed=fixed, methods=whole.methods)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "n_workers": n}
@@ -296,6 +297,7 @@ def _group(
     sizes: tuple[int, ...],
     *,
     fixed: Fixed | None = None,
+    methods: Sequence[Method | None] | None = None,
     shards: int = 1,
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly.
@@ -313,7 +315,8 @@ def _group(
         return Limits(*(-(-limit // shards) for limit in limits))
 
     fixed = fixed or {}
-    found = request.group(leaves, sizes, without=fixed, limits_of=limits_of, hierarchies=False)
+    options = {"methods": methods, "without": fixed, "limits_of": limits_of}
+    found = request.group(leaves, sizes, **options, hierarchies=False)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)
 

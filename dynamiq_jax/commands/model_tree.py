@@ -35,7 +35,7 @@ def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]
       ValueError: it holds something else.
     """
     file = Path(file)
-    wanted = "expected {name: [shape, dtype]}, as dq.save_model_tree writes it"
+    wanted = "expected {name: [shape, dtype]}, as save_model_tree writes it"
     try:
         held = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:

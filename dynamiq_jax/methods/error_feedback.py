@@ -151,9 +151,10 @@ class ErrorFeedback(Method):
                 f"method={method!r} sums matrices, whose shape is not known here; pass it to "
                 "dq.reduce as it is, with error_feedback=True of its own"
             )
-        if getattr(method, "memory_rate", 1) != 1:
+        rate = getattr(method, "memory_rate", 1)
+        if rate != 1:
             raise ValueError(
-                f"method={method!r} has a memory_rate, and would tell that much "
+                f"method={method!r} has memory_rate={rate}, and would tell that much "
                 "of what it lost; pass memory_rate=1 to it"
             )
         if _remembers(method):

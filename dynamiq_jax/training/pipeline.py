@@ -86,8 +86,8 @@ def sequential(
     several steps after all of them. Here the order is part of the program, a pipeline: a function's
     gradients are complete before the backward pass goes on; while it passes the next function,
     their statistics travel, in the one after that their first payloads, and so on, and the next
-    functions' reductions follow one round behind. Compile with `dynamiq_jax.jit`, or transfers begin
-    late.
+    functions' reductions follow one round behind. Compile with `dynamiq_jax.jit`, or transfers
+    begin late.
 
     All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
     the map, parameters that two functions use pass once, above, by `reduce_in_backward`. Each

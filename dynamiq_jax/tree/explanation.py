@@ -95,7 +95,6 @@ class Explanation:
 def explain_grouping(
     grouping: Grouping,
     routes: Sequence[Route],
-    methods: Sequence[Method | None] = (),
     assumed: str | None = None,
 ) -> Explanation:
     """Explains the reduction of what one device holds of a tree.
@@ -103,7 +102,6 @@ def explain_grouping(
     Args:
       grouping: the buckets, and the leaves that travel exactly.
       routes: those of the buckets, or the default one where there is no bucket.
-      methods: the method of every leaf; by default that of the first route.
       assumed: what the routes take for granted.
     """
     n = routes[0].n_workers
@@ -131,7 +129,7 @@ def explain_grouping(
     return Explanation(
         rows=tuple(rows[i] for i in sorted(rows)),
         n_workers=n,
-        method=_described(routes, methods),
+        method=_described(routes, grouping.methods),
         topology=_joined("XLA" if r.topology is None else repr(r.topology) for r in routes),
         reason=_joined(reasons),
         wire_bytes=total,

@@ -99,6 +99,8 @@ class Grouping(NamedTuple):
 
     buckets: tuple[Bucket, ...]
     exact: tuple[tuple[Leaf, str], ...]
+    methods: tuple[Any, ...] = ()
+    """The method of every leaf of the tree, `None` for leaves that are excluded."""
 
 
 def describe_leaves(tree) -> list[Leaf]:
