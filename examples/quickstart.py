@@ -41,7 +41,7 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
 
 
-@functools.partial(jax.jit, static_argnames="method", compiler_options=dq.xla_options())
+@functools.partial(dq.jit, static_argnames="method")
 def step(params, x, y, method):
     """One step of gradient descent; the gradient is the mean over workers."""
     grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)

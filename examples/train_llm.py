@@ -90,7 +90,6 @@ from rich.table import Column, Table
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.writers import CSVWriter
-from dynamiq_jax.compression import as_compression
 
 AXIS = "data"
 DATA_AXES = ("replica", "data", "fsdp")  # of a mesh, the outermost first; "model" is the other one
@@ -197,7 +196,7 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
     """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = method.value_and_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -228,7 +227,7 @@ def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Call
     They are the vNMSE of the whole gradient and the relative error of its worst leaf.
     """
 
-    @partial(jax.jit, compiler_options=dq.xla_options())
+    @dq.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)
@@ -732,12 +731,13 @@ def main(
         compare_losses(results)
     console.print(table(results))
 
+    route = chosen.compression.topology
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
         "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
-        "bits": chosen.compression.bits,
-        "topology": topology and type(topology).__name__.lower(),
+        "bits": getattr(chosen.compression.method or dq.DynamiQ(), "bits", None),
+        "topology": route and type(route).__name__.lower(),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
     name = f"{model}-{'compare' if compare else chosen.method}"

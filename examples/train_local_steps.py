@@ -174,7 +174,7 @@ def make_programs(
         updates, state = inner.update(grads, own(state), params)
         return stacked(optax.apply_updates(params, updates)), stacked(state), loss[None]
 
-    @partial(jax.jit, donate_argnums=(0, 1, 2), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1, 2))
     @partial(mapped, in_specs=(P(), each, P()), out_specs=(P(), each, P()))
     def outer_step(params: Any, local: Any, state: Any) -> tuple[Any, Any, Any]:
         moved = jax.tree.map(jnp.subtract, params, own(local))

@@ -173,7 +173,7 @@ def make_zero(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh, wire: Wir
     state = jax.eval_shape(init, jax.random.key(0))
     specs = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     @partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=(*specs, P()))
     def step(shards: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         params = gather_params(shards)
@@ -236,8 +236,8 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(topology, TOPOLOGIES, "--topology")
     quantised = partial(dynamiq_gather, method=compression(gather_bits, "--gather-bits"))
-    reduction = {"method": compression(bits, "--bits"), "topology": TOPOLOGIES[topology]}
-    scatter = partial(dynamiq_scatter, **reduction)
+    reduction = compression(bits, "--bits", topology)
+    scatter = partial(dynamiq_scatter, method=reduction)
     in_bf16 = {
         "gather": partial(lax_gather, dtype=jnp.bfloat16),
         "scatter": partial(lax_scatter, dtype=jnp.bfloat16),
