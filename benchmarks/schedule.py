@@ -179,7 +179,7 @@ def main(
         float | None, typer.Option(help="Of leaves that travel together.")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
+        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
 ) -> None:
     """Compiles and prints."""

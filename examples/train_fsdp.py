@@ -351,7 +351,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    as_compression(None).check_agreement(params, run.mesh, AXIS, **reduction)
+    reduction.check_agreement(params, run.mesh, AXIS)
     n_params = introduce(run, model)
 
     results = [train_sharded(run, wire)]

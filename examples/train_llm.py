@@ -136,13 +136,9 @@ class Method(NamedTuple):
     bits_per_coord: float
 
 
-def dynamiq(
-    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.Compression
-) -> Method:
+def dynamiq(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.Compression) -> Method:
     """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
-    value_and_grad = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name=AXIS, method=method
-    )
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, method=method)
     method.check_agreement(params, mesh, AXIS)
     mean = partial(dq.pmean, axis_name=AXIS, method=method)
     cost = method.explain(params, mesh.size, verbose=False)
@@ -177,7 +173,8 @@ def on_mesh(
     method = {"dynamiq": dynamiq, "bf16": dq.BF16(), "f32": dq.F32()}[name]
     options = {"mesh": mesh, "specs": specs}
     value_and_grad = dq.value_and_grad(loss_fn, axis_name=axes, method=method, **options)
-    as_compression(None).check_agreement(params, mesh, axes, **options)
+    request = method if isinstance(method, dq.Compression) else dq.Compression(method)
+    request.check_agreement(params, mesh, axes, specs=specs)
     if "fsdp" in mesh.axis_names:
         return Method(name, value_and_grad, None, float("nan"), float("nan"))
     sizes = tuple(mesh.shape[axis] for axis in axes)

@@ -77,7 +77,6 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 
 # --- Shards: every leaf flat, in equal slices, the last one filled up with zeros ------------------
 
@@ -250,7 +249,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    as_compression(None).check_agreement(params, run.mesh, AXIS, **reduction)
+    reduction.check_agreement(params, run.mesh, AXIS)
     n_params = introduce(run, model)
 
     results = [train_zero(run, Wire("dynamiq", quantised, scatter))]

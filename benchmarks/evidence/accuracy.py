@@ -8,7 +8,6 @@ Prints one row per configuration: mean vNMSE over seeds, and its spread.
 """
 
 import argparse
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ ROWS = {
 
 TOPOLOGIES = {
     "ring": dq.Ring(unroll_up_to=1),
-    "ring-by-hop": dq.Ring(stage_per_hop=True),
     "butterfly": dq.Butterfly(),
     "direct": dq.Direct(),
 }
@@ -64,8 +62,8 @@ TOPOLOGIES = {
 
 def measure(method: Any, topology: Any, gradients: list, seeds: int) -> list[float]:
     """vNMSE of each gradient (f32[n, d]) under each seed, however small its leaves are."""
-    method = dataclasses.replace(method, min_leaf_size=1, min_bucket_size=1)
-    error = error_of(partial(dq.psum, method=method, topology=topology))
+    request = dq.Compression(method, topology=topology, min_leaf_size=1, min_bucket_size=1)
+    error = error_of(partial(dq.psum, method=request))
     return [float(error(x, jax.random.key(s))) for x in gradients for s in range(seeds)]
 
 

@@ -46,11 +46,16 @@ def main():
     parser.add_argument("--bits", type=float, default=5.0)
     given = parser.parse_args()
     table = Table("workers", "topology", "vNMSE", "bias² / error²", "independent rounding")
-    limits = {"bits": given.bits, "min_leaf_size": 1, "min_bucket_size": 1}
     for n in WORKERS:
         for topology in (dq.Direct(), dq.Ring()):
             (error, bias), (alone, _) = (
-                errors(dq.DynamiQ(rounding=r, **limits), topology, n, given.coordinates, given.keys)
+                errors(
+                    dq.Compression(dq.DynamiQ(bits=given.bits, rounding=r), min_bucket_bytes=0),
+                    topology,
+                    n,
+                    given.coordinates,
+                    given.keys,
+                )
                 for r in ("antithetic", "independent")
             )
             name = type(topology).__name__

@@ -5,7 +5,6 @@ import os
 # The training of models shares the GPU with this process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -278,8 +277,10 @@ def worst_leaves(
                 held.extend([] if held else source.load())
                 assert source.file is not None
                 names, sizes = error.load_leaves(source.file, held[0].shape[1]) or ((), ())
-                method = dataclasses.replace(row.method, min_leaf_size=1, min_bucket_size=1)
-                reduce = partial(dq.psum, method=method, topology=row.topology)
+                request = dq.Compression(
+                    row.method, topology=row.topology, min_leaf_size=1, min_bucket_size=1
+                )
+                reduce = partial(dq.psum, method=request)
                 run = error.measure(reduce, held, seeds, sizes)
                 note(_key(section, source, row), run.vnmse.tolist)
                 worst = error.worst_leaf(run, sizes)

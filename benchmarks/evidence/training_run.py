@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from dynamiq_jax.comparators.local_error import LocalError
 from jax import Array, lax
 from optax import contrib
 from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, stack, unstack
 
 import dynamiq_jax as dq
-import dynamiq_jax.optax
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.comparators import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -40,9 +38,9 @@ def _mxfp4(kind: Any, **options: Any) -> dq.ErrorFeedback:
     return dq.ErrorFeedback(dq.comparators.MXFP4(**options), kind=kind)
 
 
-def _liec(bits: float = 4, **options: Any) -> LocalError:
+def _liec(bits: float = 4, **options: Any) -> liec.LocalError:
     """What `dynamiq_jax.comparators.liec` sends gradients by, around MinMax of ``bits``."""
-    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
+    return liec.LocalError(dq.comparators.MinMax(bits=int(bits), **options))
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
@@ -132,8 +130,7 @@ def parse_method(text: str, backend: str) -> tuple[str, Any]:
     if name not in METHODS:
         known = ", ".join((EXACT, BF16, *METHODS))
         raise ValueError(f"method {text!r} is not known: pass some of {known}")
-    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
-    method = contenders.make_method(text, METHODS, **limits)
+    method = contenders.make_method(text, METHODS)
     alone = method.method if isinstance(method, dq.ErrorFeedback) else method
     if "backend" in (field.name for field in fields(alone)):
         alone = replace(alone, backend=backend)
@@ -151,18 +148,18 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
     route = None if topology == "native" else contenders.parse_topology(topology)
     if isinstance(route, dq.Ring):
         route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
-    chosen: dict[str, Any] = {"method": method, "topology": route}
+    request = dq.Compression(method, topology=route, min_leaf_size=MIN_LEAF_SIZE, min_bucket_size=1)
 
     def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
-        return dq.reduce(grads, AXIS, key=key, state=state, **chosen)[:2]
+        return dq.reduce(grads, AXIS, method=request, key=key, state=state)[:2]
 
     def init_state(grads: Tree, n_workers: int) -> Any:
-        return as_compression(None).init_state(grads, n_workers, stacked=True, **chosen)
+        return request.init_state(grads, n_workers, stacked=True)
 
     period = period_of(name)
 
     def bits_per_coord(grads: Tree, n_workers: int) -> float:
-        own = dq.explain(grads, n_workers, verbose=False, **chosen).bits_per_coord
+        own = request.explain(grads, n_workers, verbose=False).bits_per_coord
         return own + (32 / period if period else 0)
 
     options = f"{method!r} {route!r}" + (f" period={period}" if period else "")
