@@ -136,7 +136,7 @@ def compare_first(
         warnings.warn(
             f"the first {collective} of all processes was not compared: {text}. If that is meant, "
             "set DYNAMIQ_JAX_AGREEMENT=0 on all processes; if not, they may wait for each other "
-            "for ever, and dq.check_agreement tells what differs",
+            "for ever, and check_agreement of a dq.Compression tells what differs",
             stacklevel=2,
         )
 

@@ -496,7 +496,7 @@ def advise(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Shapes and dtypes of a model, as dq.save_model_tree writes them.",
+            help="Shapes and dtypes of a model, as save_model_tree writes them.",
         ),
     ] = None,
     params: Annotated[
@@ -659,7 +659,7 @@ def plot(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            exists=True, help="CSV files of dq.CSVWriter, or folders with such files in them."
+            exists=True, help="CSV files of CSVWriter, or folders with such files in them."
         ),
     ],
     out: Annotated[

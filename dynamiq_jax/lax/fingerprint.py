@@ -33,7 +33,7 @@ def assert_same_on_workers(tree, axis: Axis, what: str) -> None:
             raise RuntimeError(
                 f"{what} differs between the workers of axis {axis.name!r}: worker {me} has hash "
                 f"{own:08x}, all of them range from {low:08x} to {high:08x}; see "
-                "dq.check_agreement for what may differ"
+                "dq.Compression.check_agreement for what may differ"
             )
 
     jax.debug.callback(complain, own, low, high, axis.index)

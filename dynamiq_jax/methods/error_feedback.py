@@ -75,7 +75,7 @@ class ErrorFeedback(Method):
     ::
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
-        state = dq.init_state(params, n_workers, method=method)
+        state = dq.Compression(method).init_state(params, n_workers)
         grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
 
     With "ef14" each result has the noise of two steps, its own and what makes up for the one
