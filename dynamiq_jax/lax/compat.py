@@ -1,6 +1,5 @@
 """Differences between JAX versions, and what its tracing state can tell. The only such file."""
 
-import contextlib
 import functools
 import os
 import sys
@@ -12,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
 
@@ -120,10 +119,19 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     return [value for value in values if isinstance(value, kinds)]
 
 
-def bind_equation(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
-    """What an equation makes of these values, as `jax.core.eval_jaxpr` would run it."""
-    params = equation.primitive.get_bind_params(equation.params)
-    names = str(equation.source_info.name_stack)
-    with jax.named_scope(names) if names else contextlib.nullcontext(), equation.ctx.manager:
-        made = equation.primitive.bind(*args, **params)
-    return made if equation.primitive.multiple_results else [made]
+@functools.cache
+def _empty_jaxpr() -> Jaxpr:
+    """A jaxpr to be filled: there is no public way to make the debug information of one."""
+    return with_constants(jax.make_jaxpr(lambda: ())())[0]
+
+
+def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
+    """The results of one equation for these operands: JAX runs a jaxpr of it alone."""
+    given = {v: x for v, x in zip(equation.invars, args, strict=True) if not isinstance(v, Literal)}
+    alone = _empty_jaxpr().replace(
+        invars=list(given),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return jax.core.eval_jaxpr(alone, (), *given.values())

@@ -15,6 +15,7 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from dynamiq_jax.lax.compat import bind_equation, inner_jaxprs, with_constants
+from dynamiq_jax.lax.compat import evaluate, inner_jaxprs, with_constants
 
 COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "
@@ -30,8 +31,11 @@ COLLECTIVES = frozenset(
 )
 """Names of JAX's primitives. One that is not here counts as computation: less runs beside it."""
 
-CALLS = frozenset("jit closed_call core_call custom_jvp_call custom_vjp_call remat2".split())
-"""Names of primitives that do what their only jaxpr does."""
+CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2".split())
+"""Names of primitives that do what their only jaxpr does: its collectives are rounds."""
+
+WHOLE = frozenset("scan while cond shard_map".split())
+"""Names of primitives whose collectives count as one round: loops, branches and maps."""
 
 VIEWS = frozenset("reshape slice squeeze".split())
 """Names of primitives that compute nothing. XLA joins them with what takes their results."""
@@ -215,7 +219,7 @@ class Progress:
 
     def _run(self, operations: Sequence[Operation]) -> None:
         for op in operations:
-            made = bind_equation(op.equation, *map(self._read, op.takes))
+            made = evaluate(op.equation, *map(self._read, op.takes))
             self._values.update(zip(op.makes, made, strict=True))
 
     def _read(self, atom: Slot | Literal) -> Any:
@@ -230,5 +234,17 @@ def _moves(equation: JaxprEqn) -> bool:
 
 
 def _called(equation: JaxprEqn) -> Any:
-    """The jaxpr that runs in place of a call; `None` if it is none."""
-    return inner_jaxprs(equation)[0] if equation.primitive.name in CALLS else None
+    """The jaxpr that runs in place of a call; `None` for all else.
+
+    A primitive that is not known, with collectives in it, is one round, and a warning says so.
+    """
+    name = equation.primitive.name
+    if name in CALLS:
+        return inner_jaxprs(equation)[0]
+    if name not in COLLECTIVES | WHOLE:
+        warnings.warn(
+            f"JAX's primitive {name!r} has collectives in it and is not known to this version of "
+            "dynamiq_jax: they count as one round, and less runs beside them",
+            stacklevel=2,
+        )
+    return None

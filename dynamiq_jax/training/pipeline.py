@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax.collectives.checks import Op, check_axis
 from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.compat import assume_invarying, bind_equation, varying_axes, with_constants
+from dynamiq_jax.lax.compat import assume_invarying, evaluate, varying_axes, with_constants
 from dynamiq_jax.lax.seeds import fold_seed, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.training.in_backward import Reducer
@@ -490,7 +490,7 @@ def _origins(function: Function, layer: Any, x: Any) -> list[_Given | _Fixed | N
         if not equation.effects and all(
             isinstance(a, Literal) or a in known for a in equation.invars
         ):
-            made = bind_equation(equation, *map(read, equation.invars))
+            made = evaluate(equation, *map(read, equation.invars))
             known.update(zip(equation.outvars, made, strict=True))
 
     def origin(atom: Any) -> _Given | _Fixed | None:
