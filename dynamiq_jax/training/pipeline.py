@@ -198,16 +198,23 @@ class _Pipeline:
         return [*(progress for _, progress in self._due), *self.ready]
 
     def step(
-        self, reducer: Reducer, pull: Callable, number: Array | int, gradient: Any
+        self,
+        reducer: Reducer,
+        pull: Callable,
+        number: Array | int,
+        gradient: Any,
+        lag: int | None = None,
     ) -> tuple[Progress, Any]:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
-        Returns the reduction and the gradient of the function's input. This waits for what is due,
-        and for the kernels that make of it what is sent next.
+        Returns the reduction and the gradient of the function's input. This gradient waits for the
+        transfers that are due, and for the kernels that make of them what is sent next. ``lag`` is
+        the pipeline's by default.
         """
+        lag = self.lag if lag is None else lag
         for progress in self.ready:
             progress.exchange()
-            self._due.append((self._now + self.lag, progress))
+            self._due.append((self._now + lag, progress))
         own, gradient = pull(gradient)
         own, gradient = _together(reducer.moving(own), gradient)
         self._now += 1
@@ -218,7 +225,7 @@ class _Pipeline:
             gradient = _hold(moving, gradient)
             self.ready = self._compute(moving)
             gradient = _hold(self.ready, gradient)
-            if self.lag or not self.ready:
+            if lag or not self.ready:
                 return begun, gradient
             moving = self.ready
             for progress in moving:
@@ -338,7 +345,14 @@ class _Once:
 
 
 class _Loop:
-    """A function that runs for every layer."""
+    """A function that runs for every layer.
+
+    The backward pass takes the last layers one by one, until the pipeline is *full*: all reductions
+    that are under way are of these layers, one is about to begin, and the oldest is about to take
+    its last round. From there every layer does the same: it begins one reduction, moves all others
+    by a round, and ends the oldest. So the other layers are a loop, whose carry are the values of
+    the reductions under way, the newest in the last place.
+    """
 
     def __init__(self, scanned: Scanned, own: Any, spec: Any, axis: Axis, name: str, options: dict):
         leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(own)}
@@ -361,18 +375,15 @@ class _Loop:
 
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
         layer = jax.tree.map(lambda w: lax.index_in_dim(w, 0, keepdims=False), own)
-        origins = _origins(self._function, layer, x)
+        treedef, origins = _origins(self._function, layer, x)
         kinds = [type(at) for at in origins]
         places = [at.place for at in origins if isinstance(at, _Given)]
         values = [at.value for at in origins if isinstance(at, _Fixed)]
-        treedef: Any = None
 
         def body(x: Any, layer: Any) -> tuple[Any, list[Array]]:
-            nonlocal treedef
             x, pull = jax.vjp(self._function, layer, x)
-            leaves, treedef = jax.tree.flatten(pull)
-            own = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is type(None)]
-            return x, own
+            leaves = zip(jax.tree.leaves(pull), kinds, strict=True)
+            return x, [leaf for leaf, kind in leaves if kind is type(None)]
 
         x, stacked = lax.scan(body, x, own)
 
@@ -391,29 +402,27 @@ class _Loop:
     def backward(
         self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
     ) -> tuple[Callable[[], Any], Any]:
-        lag, pipeline.lag = pipeline.lag, min(pipeline.lag, 1)
+        lag = min(pipeline.lag, 1)
         begun: dict[int, Progress] = {}
 
-        def same_from_here() -> bool:
-            """Whether the pipeline is full of layers: one begins, and the oldest of them ends."""
+        def full() -> bool:
             own, moving = list(begun.values()), pipeline.under_way
             if not own or not all(any(p is q for q in own) for p in moving):
                 return False
             return not moving or moving[0].rounds_left == 1
 
         layer = self.count - 1
-        while layer >= 0 and not same_from_here():
+        while layer >= 0 and not full():
             begun[layer], gradient = pipeline.step(
-                self._reducer, kept(layer), first + layer, gradient
+                self._reducer, kept(layer), first + layer, gradient, lag
             )
             layer -= 1
         left, open_ones = layer + 1, len(pipeline.ready)
         ended = None
         if left:
-            ended, gradient = self._loop(pipeline, kept, first, left, gradient)
+            ended, gradient = self._loop(pipeline, lag, kept, first, left, gradient)
             begun = {i: p for i, p in begun.items() if i >= open_ones + left}
             begun |= enumerate(reversed(pipeline.ready))
-        pipeline.lag = lag
 
         def result() -> Any:
             found = {i: jax.tree.leaves(begun[i].result) for i in sorted(begun)}
@@ -426,7 +435,7 @@ class _Loop:
         return result, gradient
 
     def _loop(
-        self, pipeline: _Pipeline, kept: Any, first: int, left: int, gradient: Any
+        self, pipeline: _Pipeline, lag: int, kept: Any, first: int, left: int, gradient: Any
     ) -> tuple[list[Array], Any]:
         """Runs the first ``left`` layers; in the pipeline their reductions take the others' place.
 
@@ -436,7 +445,7 @@ class _Loop:
 
         def body(carry: tuple[list[Array], list[Any]], layer: Array) -> tuple[Any, list[Array]]:
             moving, values = carry
-            inner = _Pipeline(pipeline.lag, pipeline.words, pipeline.traced)
+            inner = _Pipeline(lag, pipeline.words, pipeline.traced)
             inner.ready = [p.with_values(own) for p, own in zip(under_way, values, strict=True)]
             oldest = inner.ready[:1]
             begun, after = inner.step(
@@ -466,18 +475,19 @@ class _Fixed(NamedTuple):
     value: Any
 
 
-def _origins(function: Function, layer: Any, x: Any) -> list[_Given | _Fixed | None]:
-    """Where the leaves come from that the backward pass of a layer needs; `None`: from its own run.
+def _origins(function: Function, layer: Any, x: Any) -> tuple[Any, list[_Given | _Fixed | None]]:
+    """The structure of a layer's `jax.vjp` function, and where each of its leaves comes from.
 
-    Loops of JAX keep no copies for every layer, either, of what follows from constants and from
-    leaves of ``x`` that pass.
+    `None` stands for a leaf of the layer's own run. The others need no copy for every layer: leaves
+    of the parameters, constants, and values that follow from constants and from leaves of ``x``
+    that pass. JAX's loops keep no copies of these either.
     """
 
-    def run(layer: Any, x: Any) -> tuple[Any, list[Array]]:
-        x, pull = jax.vjp(function, layer, x)
-        return x, jax.tree.leaves(pull)
+    def run(layer: Any, x: Any) -> tuple[Any, Callable]:
+        return jax.vjp(function, layer, x)
 
-    jaxpr, constants = with_constants(jax.make_jaxpr(run)(layer, x))
+    closed, (_, pull) = jax.make_jaxpr(run, return_shape=True)(layer, x)
+    jaxpr, constants = with_constants(closed)
     own, given = jaxpr.invars[: len(jax.tree.leaves(layer))], jax.tree.leaves(x)
     carried = jaxpr.invars[len(own) :]
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -498,7 +508,8 @@ def _origins(function: Function, layer: Any, x: Any) -> list[_Given | _Fixed | N
             return _Fixed(read(atom))
         return _Given(own.index(atom)) if atom in own else None
 
-    return [origin(atom) for atom in jaxpr.outvars[len(given) :]]
+    origins = [origin(atom) for atom in jaxpr.outvars[len(given) :]]
+    return jax.tree.structure(pull), origins
 
 
 def _moving(tree: Any) -> list[Array]:
