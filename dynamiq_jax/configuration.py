@@ -49,7 +49,7 @@ SUFFIXES = (".json", ".toml")
 
 PLAIN = ("transport", "exclude", *Limits._fields)
 FIELDS = ("method", "topology", *PLAIN)
-"""What a file may have: the fields of a `Compression`."""
+"""The fields of a `Compression` that a file may have."""
 
 
 def read(file: str | Path) -> dict[str, Any]:

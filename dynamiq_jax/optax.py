@@ -66,14 +66,14 @@ class PerWorker:
 
 
 class AllReduceState(NamedTuple):
-    """What `all_reduce` keeps in ``opt_state``."""
+    """The state of `all_reduce` in ``opt_state``."""
 
     step: Int[Array, ""]
     """Reductions so far, int32."""
     memory: PerWorker | None
     """The state of the method, as `dynamiq_jax.init_state` gives it; `None` if it has none."""
     metrics: Metrics | None
-    """Of the last reduction (zeros before the first); `None` unless asked for."""
+    """The metrics of the last reduction (zeros before the first); `None` unless asked for."""
 
 
 def all_reduce(

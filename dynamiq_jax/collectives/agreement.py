@@ -24,7 +24,7 @@ from dynamiq_jax.lax.compat import coordination_client
 from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096
-"""What one process says of one fact, as text cut to this length and its hash."""
+"""The longest text of one fact of one process; longer ones are cut and hashed."""
 HASH_BYTES = 32
 """Room for the hash."""
 
@@ -32,7 +32,7 @@ FACTS = (
     "arguments", "version of dynamiq_jax", "version of jax", "platform", "mesh", "axis_name",
     "method", "topology", "limits", "op", "weight", "specs", "key", "tree",
 )  # fmt: skip
-"""What processes compare; "arguments" are accepted or refused, and with these nothing else is."""
+"""The facts that processes compare. "arguments" are "accepted", or no other fact is known."""
 
 SWITCH = "DYNAMIQ_JAX_AGREEMENT"
 """The environment variable that turns `compare_first` off where it is 0."""
@@ -142,7 +142,10 @@ def compare_first(
 
 
 def _exchange(client: Any, collective: str, facts: dict[str, str]) -> tuple[str, str]:
-    """What process 0 finds in the facts of all: "agreement", "warning" or "error", and a text."""
+    """Sends this process's facts and waits for the finding of process 0.
+
+    Returns "agreement", "warning" or "error", and a text.
+    """
     me, milliseconds = jax.process_index(), int(1000 * PATIENCE)
     place = f"dynamiq_jax/first {collective}"
     mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
@@ -185,7 +188,7 @@ def compare(rows: Sequence[dict[str, str]]) -> None:
 
 
 def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
-    """What processes do not say alike: on which of them, and two values, by fact."""
+    """The facts that differ, by name: on which processes, and two of the values."""
     found = {}
     for fact, first in rows[0].items():
         others = [i for i, row in enumerate(rows) if row.get(fact) != first]

@@ -249,7 +249,7 @@ def _weighted(
     axis: Axis,
     n_workers: int,
 ) -> list[Array]:
-    """What this worker adds to a plain mean, so that it is the weighted one.
+    """Scales the leaves so that their plain mean is the weighted one.
 
     Leaves that all workers hold alike are their own mean.
 

@@ -144,7 +144,7 @@ def _scatter_leaves(
 
 
 def _slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
-    """What one worker is left with. Where its scale axis is gone, that is the last one."""
+    """The slice of a leaf for one worker; the last axis stands for a scale axis that is gone."""
     shape, axis = list(leaf.shape), leaf.scale_axis
     if tiled:
         shape[dimension] //= n_workers
@@ -324,7 +324,7 @@ def _group(
 def _facts(
     request: Compression, axis: Axis, sizes: tuple[int, ...], leaves: list[Leaf], told: dict
 ) -> Callable[[], dict[str, str]]:
-    """What processes have to choose alike."""
+    """Returns a function that tells the facts of a call, for `compare_first`."""
     return lambda: request.facts(axis, sizes, leaves, hierarchies=False, **told)
 
 

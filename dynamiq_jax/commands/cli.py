@@ -631,7 +631,7 @@ def advise(
 def _trees(
     model_tree: Path | None, params: str | None, sizes: str | None, dtype: str
 ) -> dict[str, list[jax.ShapeDtypeStruct]]:
-    """What `advise` is to reduce: floating leaves, by the name of the whole."""
+    """The trees that `advise` reduces: floating leaves, by the name of the whole."""
     if model_tree:
         tree = _checked("--model-tree", load_model_tree, model_tree)
         return {model_tree.name: _checked("--model-tree", advice.floating_leaves, tree)}

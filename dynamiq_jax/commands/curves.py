@@ -23,7 +23,7 @@ class Curves(NamedTuple):
 
     name: str
     columns: dict[str, list[float]]
-    """Of equal length; NaN where a step does not know."""
+    """Columns of equal length; NaN stands for an unknown value."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[Curves]:

@@ -24,10 +24,10 @@ def scalars(metrics: Metrics) -> dict[str, float]:
 
 
 class _Writer:
-    """What writers share: process 0 writes, and the others do nothing."""
+    """The base of writers: process 0 writes, and the others do nothing."""
 
     prefix = ""
-    """Of the names of metrics."""
+    """The prefix of the names of metrics."""
 
     def write(self, step: int, metrics: Metrics | None = None, /, **values: Any) -> None:
         """Writes what is known of one step.

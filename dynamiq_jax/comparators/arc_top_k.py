@@ -44,7 +44,7 @@ from dynamiq_jax.topologies import Topology
 
 
 class ARCTopKState(NamedTuple):
-    """What is carried from step to step."""
+    """The state from step to step."""
 
     residual: Float[Array, " d"] | None
     """With error feedback: what this worker's gradients had and its messages had not, f32."""

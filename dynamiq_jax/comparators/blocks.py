@@ -1,4 +1,4 @@
-"""What methods share that sum some blocks of a bucket, the same ones on all workers.
+"""The base of methods that sum some blocks of a bucket, the same ones on all workers.
 
 They choose blocks by what all workers know from a psum of the blocks' energies, so that no indices
 travel. How many are summed is static; what is left out comes out zero, or waits in memory with
@@ -55,7 +55,7 @@ class BlockMethod(NativeSumMethod):
         axis: Axis,
         n_workers: int,
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"], Float[Array, " N"]]:
-        """What this worker has to send, its blocks' scales, and the energies of all workers.
+        """This worker's blocks, their scales, and the energies of all workers.
 
         An energy is a sum of mean squares in bf16, the same on all workers: not finite where a
         worker's block is not, and finite elsewhere.

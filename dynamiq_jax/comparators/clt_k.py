@@ -39,7 +39,7 @@ MAX_CHUNK = 256
 
 
 class CLTKState(NamedTuple):
-    """What is carried from step to step."""
+    """The state from step to step."""
 
     residual: Float[Array, " d"] | None
     """With error feedback: what this worker's gradients had and its messages had not, f32."""

@@ -44,10 +44,10 @@ LEAST_EXPONENTS = 4
 
 
 class QSGDShared(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The facts that all workers know ahead of the first encoding."""
 
     seed: UInt[Array, " 2"]
-    """Of the rounding."""
+    """The seed of the rounding."""
     scale: Float[Array, " pieces"]
     """The largest magnitude on any worker; infinite where one of them is not finite."""
 

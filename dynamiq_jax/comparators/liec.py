@@ -124,12 +124,12 @@ class LocalError(Method):
 
 
 class LIECState(NamedTuple):
-    """What `liec` keeps in ``opt_state``."""
+    """The state of `liec` in ``opt_state``."""
 
     step: Int[Array, ""]
     """Updates so far, int32."""
     memory: PerWorker
-    """What the encodings of each worker's own chunks lost, f32[parameters / workers]."""
+    """The losses of the encodings of each worker's own chunks, f32[parameters / workers]."""
     inner: PerWorker
     """The inner optimizer's state, which differs between workers."""
 

@@ -47,11 +47,11 @@ LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096
 """Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
 FULL_BITS = 32
-"""Of a coordinate in a round of full precision."""
+"""Bits of a coordinate in a round of full precision."""
 
 
 class MarsitState(NamedTuple):
-    """What is carried from step to step."""
+    """The state from step to step."""
 
     residual: Float[Array, " d"]
     """The compensation c, f32, on every worker its own."""
@@ -60,10 +60,10 @@ class MarsitState(NamedTuple):
 
 
 class MarsitShared(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The facts that all workers know ahead of the first encoding."""
 
     seed: UInt[Array, " 2"]
-    """Of the coins."""
+    """The seed of the coins."""
     scale: Float[Array, " blocks"]
     """Lengths of a step; not finite where a gradient is not."""
     step: Int[Array, ""]

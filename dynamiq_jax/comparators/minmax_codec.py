@@ -96,7 +96,7 @@ def decode(
 
 
 def _shift(words: UInt32[Array, "B G"], bits: int) -> Float[Array, "B 1"]:
-    """Of every bucket a multiple of 2^(bits - 16) in (0, 1), by its first word.
+    """The noise of every bucket: a multiple of 2^(bits - 16) in (0, 1), by its first word.
 
     So few bits that a level times a step is exact: fused with an addition or not, it is the same.
     """

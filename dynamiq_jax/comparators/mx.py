@@ -39,17 +39,17 @@ ElementRounding = Literal["nearest", "stochastic"]
 
 
 class ScaleState(NamedTuple):
-    """What ``sum="shared-scale"`` carries from step to step, equal on all workers."""
+    """The state of ``sum="shared-scale"``, equal on all workers."""
 
     mu: Float[Array, ""]
     """The multiplier, f32."""
 
 
 class MXShared(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The facts that all workers know ahead of the first encoding."""
 
     seed: UInt[Array, " 2"]
-    """Of the rounding."""
+    """The seed of the rounding."""
     scales: UInt8[Array, "C blocks"] | None
     """With shared scales: the largest of every block."""
     mu: Float[Array, ""] | None

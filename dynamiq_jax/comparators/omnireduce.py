@@ -38,7 +38,7 @@ MAX_UINT8_WORKERS = 255
 
 
 class OmniReduceState(NamedTuple):
-    """What is carried from step to step; what the method does not need is `None`."""
+    """The state from step to step; a part that the method does not need is `None`."""
 
     residual: Float[Array, " d"] | None
     """With error feedback: what this worker's gradients had and its messages had not, f32."""

@@ -42,11 +42,11 @@ from dynamiq_jax.methods.base import (
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
-"""What is left of a column without those before it, relative to it, where it counts as zero."""
+"""A column counts as zero if less than this part of it is left without the columns before it."""
 
 
 class PowerSGDState(NamedTuple):
-    """What is carried from step to step."""
+    """The state from step to step."""
 
     residual: Float[Array, " d"] | None
     """With error feedback: what this worker's gradients had and its factors had not, f32."""
@@ -137,7 +137,7 @@ class PowerSGD(MatrixMethod):
             return Outcome(result, PowerSGDState(residual, factor))
 
     def _columns(self, size: int) -> int:
-        """Those of the factors."""
+        """Columns of the factors."""
         return min(self.rank, *self.shape_of(size))
 
     def _start(self, size: int, seed: Seed) -> Float[Array, "columns r"]:
@@ -149,7 +149,7 @@ class PowerSGD(MatrixMethod):
 
 
 def _product(a: Float[Array, "m k"], b: Float[Array, "k r"]) -> Float[Array, "m r"]:
-    """Of f32 numbers as f32 numbers, which GPUs would shorten."""
+    """The matrix product in f32, which GPUs would shorten."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -176,7 +176,7 @@ def orthonormal(
     a = a / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
 
     def separate(number: Array, done: Array, column: Array) -> Array:
-        """What is left of a column without those before it, of length 1; or zero."""
+        """A column without the part in the columns before it, of length 1; or zero."""
         before = jnp.where(rank < number, done, 0)
         length = jnp.sqrt(jnp.sum(column**2))
         for _ in range(2):

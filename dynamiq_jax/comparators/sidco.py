@@ -35,7 +35,7 @@ from dynamiq_jax.methods.base import ROUNDING, Call, Outcome, State
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
-"""What the first of several stages keeps, delta_1 of the paper."""
+"""The part that the first of several stages keeps, delta_1 of the paper."""
 MAX_STAGES = 4
 FIRST_STAGES = 2
 """Before anything was counted."""
@@ -44,7 +44,7 @@ TOLERANCE = 0.2
 
 
 class SIDCoState(NamedTuple):
-    """What is carried from step to step; all but ``residual`` is the same on all workers."""
+    """The state from step to step; all but ``residual`` is the same on all workers."""
 
     residual: Float[Array, " d"] | None
     """With error feedback: what this worker's gradients had and its messages had not, f32."""
@@ -55,7 +55,7 @@ class SIDCoState(NamedTuple):
     step: Int[Array, ""]
     """Steps of the period so far, int32."""
     counts: Int[Array, " stages"]
-    """What every number of stages would have kept in these, blocks, int32."""
+    """Blocks that every number of stages would have kept in these steps, int32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class SIDCo(BlockMethod):
 
 
 def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:
-    """What a part ``density`` of norms with exponential tails is above, by number of stages.
+    """The thresholds that a part ``density`` of the norms exceeds, by number of stages.
 
     At most the largest norm, so that something is always there. Negative norms are left out.
     """
@@ -172,7 +172,7 @@ def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stag
 
 
 def parts(density: float, stages: int) -> list[float]:
-    """What every stage keeps of those before it; their product is the density."""
+    """The part that every stage keeps of the norms before it; their product is the density."""
     if stages == 1 or density >= FIRST_PART:
         return [density ** (1 / stages)] * stages
     return [FIRST_PART] + [(density / FIRST_PART) ** (1 / (stages - 1))] * (stages - 1)

@@ -58,10 +58,10 @@ STEPS = 1 << 24  # step numbers travel as f32, which are exact below this
 
 
 class THCState(NamedTuple):
-    """What error feedback carries from step to step, on every worker its own."""
+    """The state of error feedback, on every worker its own."""
 
     residual: Float[Array, " d"]
-    """What this worker's gradients had and its messages had not, f32."""
+    """The part of this worker's gradients that its messages lacked, f32."""
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers."""
 

@@ -20,7 +20,7 @@ from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, s
 
 
 class _Held(NamedTuple):
-    """What reached a worker of one stream."""
+    """Payloads of one stream that reached a worker."""
 
     owners: Int[np.ndarray, "n c"]
     """For every worker, whose chunks it was sent in one step."""
@@ -175,7 +175,7 @@ class _Run(NamedTuple):
         return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], carry
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
-        """Of all that arrived, what belongs to the chunks of the owners ``wanted[me]``."""
+        """The arrived payloads of the chunks of the owners ``wanted[me]``."""
         found = []
         for owners, arrived in held:
             at = _positions(owners, wanted)
@@ -195,7 +195,7 @@ class _Run(NamedTuple):
         return self.codec.encode(arrived, chunks, encoder, carry, skip=skip)
 
     def _send(self, step: Step, payloads: Payload) -> Payload:
-        """What this worker gets, with leading axes [k, c] as in `Arrived`."""
+        """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""
         if step.to is None:
             return jax.tree.map(lambda x: self.axis.all_to_all(x)[:, None], payloads)
         workers = np.arange(self.n_workers, dtype=np.int32)
@@ -203,7 +203,7 @@ class _Run(NamedTuple):
         return jax.tree.map(lambda x: self.axis.ppermute(x, pairs)[None], payloads)
 
     def _held(self, step: Step, moved: Payload) -> _Held:
-        """What `_send` has brought, with what is known of it."""
+        """The payloads from `_send`, with their encoders."""
         if step.to is not None:
             return _Held(self._owners(step), Arrived(moved, self._sender(step)))
         everyone = jnp.arange(self.n_workers, dtype=jnp.int32)

@@ -22,7 +22,7 @@ class _Inline:
 
 
 def coordination_client() -> Any:
-    """What talks to JAX's coordination service; `None` where `jax.distributed` was not started."""
+    """The client of JAX's coordination service; `None` where `jax.distributed` was not started."""
     if not jax.distributed.is_initialized():
         return None
     from jax._src import distributed  # there is no public way to it
@@ -38,7 +38,7 @@ def varying_axes(x) -> frozenset[str]:
 
 
 def half_reduced_axes(x) -> frozenset[str]:
-    """Those over which JAX calls ``x`` "reduced" or "unreduced"."""
+    """The mesh axes over which JAX calls ``x`` "reduced" or "unreduced"."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset().union(*(getattr(manual, kind, ()) for kind in ("reduced", "unreduced")))
 

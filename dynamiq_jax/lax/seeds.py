@@ -29,7 +29,7 @@ def check_key(key, axis: Axis | None = None) -> None:
 
 
 Seed = UInt[Array, " 2"] | UInt[Array, ""]
-"""What a collective's rounding depends on, the same on all workers: two words of a key; or, where
+"""The seed of a collective's rounding, the same on all workers: two words of a key; or, where
 the caller gave no key, one number that tells its bucket from others."""
 
 

@@ -66,7 +66,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def compiled_by(options: Mapping[str, Any]) -> Iterator[None]:
-    """What is traced or explained within is for a program with these compiler options."""
+    """Tells code that is traced or explained within by which options it will be compiled."""
     before = _permutes_copy.set(_FLAG in options)
     try:
         yield

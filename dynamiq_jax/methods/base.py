@@ -1,4 +1,4 @@
-"""What a method is: how one flat array is reduced over one axis.
+"""Methods: how one flat array is reduced over one axis.
 
 A method is a frozen dataclass of static options with the members of `Method`. Adding one takes a
 file here, an export, a row in the common test table and a row in the benchmark table.
@@ -21,7 +21,7 @@ from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
-"""What a method carries from step to step for one bucket, a pytree of arrays of one worker; ``()``
+"""The state of a method for one bucket from step to step, a pytree of arrays of one worker; ``()``
 if nothing."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an all-reduce of one flat array returns."""
+    """The result of an all-reduce of one flat array."""
 
     value: Float[Array, " d"]
     """The sum, or the sum over the divisor; the same bits on all workers."""
@@ -110,7 +110,7 @@ def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Array, " d"]:
-    """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
+    """The gradient and the memory of error feedback, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
@@ -118,7 +118,7 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
 def native_sum(
     x: Float[Array, "*shape"], wire: Wire, axis: Axis
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """What this worker sends of f32 ``x``, and what all have sent, both f32."""
+    """The rounded ``x`` of this worker, and the sum over all workers, both f32."""
     if wire == "f32":
         return x, axis.psum(x)
     # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
@@ -207,7 +207,7 @@ class Method(ABC):
 
 
 class NativeSumMethod(Method):
-    """What methods share that sum by `lax.psum` alone."""
+    """The base of methods that sum by `lax.psum` alone."""
 
     __slots__ = ()
 
@@ -226,7 +226,7 @@ class NativeSumMethod(Method):
 
 
 class MatrixMethod(NativeSumMethod):
-    """What methods share that take leaves as matrices, each alone, by native collectives.
+    """The base of methods that take leaves as matrices, each alone, by native collectives.
 
     A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
     the part that one device holds. Vectors and small matrices are summed exactly.

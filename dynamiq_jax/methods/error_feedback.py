@@ -52,7 +52,7 @@ PROBE = 4099
 
 
 class ErrorFeedbackState(NamedTuple):
-    """What is carried from step to step, f32; what a kind does not need is `None`."""
+    """The state from step to step, f32; a part that a kind does not need is `None`."""
 
     residual: Float[Array, " d"] | None
     """e, on every worker its own: with "ef14" and "econtrol"."""

@@ -1,4 +1,4 @@
-"""What methods that run over topologies share: agree on what all must know, then encode hop by hop.
+"""Methods that run over topologies: agree on what all must know, then encode hop by hop.
 
 Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
 it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives: the
@@ -64,7 +64,7 @@ class HopMethod(Method):
         raise NotImplementedError
 
     def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """What this worker has to send: ``x``, and what error feedback adds."""
+        """The array that this worker sends: ``x``, and the memory of error feedback."""
         return x
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
@@ -72,7 +72,7 @@ class HopMethod(Method):
         return None
 
     def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
-        """What follows from the message of all; ``seed`` is `None` if the caller gave no key."""
+        """The shared facts that follow from the message of all, and from the seed."""
         raise NotImplementedError
 
     def codec(
@@ -92,7 +92,7 @@ class HopMethod(Method):
         raise NotImplementedError
 
     def kept(self, carry: Carry) -> tuple[Carry, Array]:
-        """Of a carry with ``keep_error`` what it is without, and what was lost, in x's order."""
+        """Splits a ``keep_error`` carry into the plain carry and the lost values, in x's order."""
         return carry.carry, carry.lost
 
     def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
@@ -102,7 +102,7 @@ class HopMethod(Method):
     def facts(
         self, shared: Shared, carry: Carry, result: Array, bound: Bound, divisor: int
     ) -> PayloadFacts:
-        """What is known of the payloads, for `Metrics`."""
+        """The facts of the payloads, for `Metrics`."""
         return PayloadFacts()
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
@@ -146,7 +146,7 @@ class HopMethod(Method):
             return outcome, lost
 
     def agreed(self, x: Float[Array, " d"], call: Call, bound: Bound) -> Shared:
-        """What all workers know once they have talked."""
+        """The shared facts, after the small all-reduce of the messages."""
         message = self.measure(x, bound, call.state)
         if message is not None:
             message = getattr(call.axis, f"p{self.agreement}")(message)
@@ -156,6 +156,6 @@ class HopMethod(Method):
         return shared
 
     def merge(self, a: Message, b: Message) -> Message:
-        """What `agreed` does with two messages or sums of them, in f32: for simulations."""
+        """Combines two messages, or sums of them, as `agreed` does, in f32: for simulations."""
         combine = jnp.add if self.agreement == "sum" else jnp.maximum
         return jax.tree.map(combine, a, b)

@@ -13,7 +13,7 @@ from dynamiq_jax.lax.axis import Axis
 
 
 class Metrics(NamedTuple):
-    """What one `dynamiq_jax.reduce` did to a tree: f32 scalars, the same on all workers."""
+    """The effect of one `dynamiq_jax.reduce` on a tree: f32 scalars, the same on all workers."""
 
     vnmse: Float[Array, ""] | float
     """Expected |error|² / |result|² of the compressed leaves, from the widths and energies that the
@@ -31,13 +31,13 @@ class Metrics(NamedTuple):
     """The share of the payloads' coordinates that has width 0 to 16; zeros without widths. Of a
     hierarchy, on its outer axes."""
     bits_per_coord: Float[Array, ""] | float
-    """Of all leaves, in units in which bf16 takes 16."""
+    """Bits per coordinate of all leaves, in units in which bf16 takes 16."""
     wire_bytes: Float[Array, ""] | float
     """That one worker sends."""
 
 
 class Reduced(NamedTuple):
-    """What `dynamiq_jax.reduce` returns."""
+    """The result of `dynamiq_jax.reduce`."""
 
     tree: Any
     """The sums or means."""
@@ -48,7 +48,7 @@ class Reduced(NamedTuple):
 
 
 class PayloadFacts(NamedTuple):
-    """What a method knows of the payloads of one all-reduce; the same on all workers."""
+    """The facts of the payloads of one all-reduce; the same on all workers."""
 
     error: Float[Array, ""] | float = math.nan
     """Expected |value - exact|², f32; NaN where the method cannot say."""
@@ -59,7 +59,7 @@ class PayloadFacts(NamedTuple):
 
 
 class BucketMetrics(NamedTuple):
-    """What is known of one bucket; those of several buckets add up."""
+    """The metrics of one bucket; those of several buckets add up."""
 
     facts: PayloadFacts
     norm: Float[Array, ""] | float
@@ -69,7 +69,7 @@ class BucketMetrics(NamedTuple):
 
 
 def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetrics:
-    """What the method knows, and one pass over the result."""
+    """Adds one pass over the result to the facts of the method."""
     norm, nonfinite = finite_norm(value), jnp.sum(~jnp.isfinite(value), dtype=jnp.float32)
     # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
     norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
@@ -77,7 +77,7 @@ def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetr
 
 
 def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
-    """Those of a bucket that is split over mesh axes, from those of a device's own part."""
+    """The metrics of a bucket that is split over mesh axes, from those of a device's own part."""
     if not axes:
         return own
     parts = Axis(tuple(sorted(axes)))

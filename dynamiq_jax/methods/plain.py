@@ -67,9 +67,9 @@ class Kept(NamedTuple):
     """The carry of a codec that keeps errors."""
 
     carry: Carry
-    """What it would be without."""
+    """The carry without kept errors."""
     lost: Float[Array, "C m"]
-    """What this worker's encodings lost, one of each chunk, f32 in the gradient's units and
+    """The losses of this worker's encodings, one of each chunk, f32 in the gradient's units and
     order."""
 
 
@@ -181,7 +181,7 @@ def chunk_noise(
 
 
 def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Of uniform words numbers in [0, 1), multiples of 2^-23."""
+    """Numbers in [0, 1) from uniform words, multiples of 2^-23."""
     return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 

@@ -51,7 +51,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """What `explain` takes for granted of a cluster that is not this one.
+    """The assumptions of `explain` about a cluster that is not this one.
 
     Returns:
       Words for a reason; `None` for workers that JAX's devices could be.

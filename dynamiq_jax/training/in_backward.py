@@ -115,7 +115,7 @@ class Reducer:
         self._options = {"op": op, "method": compression, "specs": specs}
 
     def reduce(self, moving: Any, words: Array | None) -> Any:
-        """Of the gradients that move, with the words of a key."""
+        """Reduces the gradients that move, with the words of a key."""
         return reduce(moving, self._axis.name, key=words, **self._options).tree
 
     def moving(self, gradients: Any) -> Any:

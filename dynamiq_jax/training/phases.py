@@ -65,24 +65,24 @@ class Traced(NamedTuple):
     of the results."""
     constants: dict[Slot, Any]
     takes: tuple[Slot, ...]
-    """What its arguments' leaves are."""
+    """The slots of the arguments' leaves."""
     makes: tuple[Slot | Literal, ...]
-    """What its results' leaves are."""
+    """The slots of the results' leaves."""
     treedef: Any
-    """Of the result."""
+    """The structure of the result."""
     rounds: int
-    """Of collectives."""
+    """How many rounds of collectives there are."""
 
     @property
     def sources(self) -> tuple[Slot, ...]:
-        """What the views, and with them the results, are made of."""
+        """The slots that the views, and with them the results, are made of."""
         viewed = {slot for op in self.views for slot in op.makes}
         wanted = slots(itertools.chain(*(op.takes for op in self.views), self.makes))
         return tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
-    """Those that are no literals."""
+    """Drops literals; returns the slots only."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -161,12 +161,12 @@ class Progress:
 
     @property
     def ready(self) -> list[Array]:
-        """What the next call takes; once it is `done` what the last one computed of the result."""
+        """The arrays that the next call takes; at the end, the computed part of the result."""
         return [self._values[slot] for slot in self._waits]
 
     @ready.setter
     def ready(self, values: Sequence[Array]) -> None:
-        """The same arrays."""
+        """Puts other arrays in the place of these."""
         self._values.update(zip(self._waits, values, strict=True))
 
     @property

@@ -183,13 +183,13 @@ class _Pipeline:
     def __init__(self, lag: int, words: Array | None, traced: list | None = None):
         self.lag, self.words = lag, words
         self.traced: list[tuple[Any, Traced]] = [] if traced is None else traced
-        """What reductions of gradients that look alike share, and how these look."""
+        """Cache: (shapes and dtypes of the gradients, traced reduction)."""
         self.ready: list[Progress] = []
-        """Those that go on to their next collectives."""
+        """Reductions that go on to their next collectives."""
         self._due: list[tuple[int, Progress]] = []
-        """Those whose collectives are under way, and when they have to be over."""
+        """Reductions whose collectives are under way, and when these have to be over."""
         self._done: list[Progress] = []
-        """Those that are over and have last kernels, which may run at any time."""
+        """Reductions that are over and have last kernels, which may run at any time."""
         self._now = 0
 
     @property
@@ -280,7 +280,7 @@ def _hold(moving: Sequence[Progress], passing: Any) -> Any:
 
 
 def _together(*trees: Any) -> tuple[Any, ...]:
-    """The same trees; whatever needs one of their arrays waits for all of them.
+    """Passes trees through a barrier: users of one of their arrays wait for all of them.
 
     JAX lets what passes a barrier vary over all axes over which one of the arrays does.
     """
@@ -308,7 +308,7 @@ class _Part(Protocol):
         ...
 
     def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        """The same, and what `backward` needs."""
+        """Runs the function; returns the result and the values that `backward` needs."""
         ...
 
     def backward(
@@ -388,7 +388,7 @@ class _Loop:
         x, stacked = lax.scan(body, x, own)
 
         def pull_of(stacked: Any, own: Any, values: Any, layer: Array | int) -> Callable:
-            """What was kept of one layer; of what all layers share there is one copy."""
+            """The kept values of one layer; values that all layers share have one copy."""
             leaves = jax.tree.leaves(own)
             kept, given = (
                 [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in leaves]
@@ -470,7 +470,7 @@ class _Given(NamedTuple):
 
 
 class _Fixed(NamedTuple):
-    """The same in all layers."""
+    """A value that all layers share."""
 
     value: Any
 

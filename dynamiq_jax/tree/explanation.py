@@ -1,4 +1,4 @@
-"""What `psum` does with a tree: which leaf travels how, and how many bytes that takes."""
+"""Explanations of `psum`: which leaf travels how, and how many bytes that takes."""
 
 import collections
 from collections.abc import Iterable, Sequence

@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
 
     @property
     def axes(self) -> frozenset[str]:
-        """Those of every leaf."""
+        """The mesh axes of every leaf."""
         return self.leaves[0].axes
 
     @property

@@ -25,7 +25,7 @@ class Surroundings(NamedTuple):
     names: tuple[str, ...]
     """The axes that are reduced over."""
     sizes: Mapping[str, int]
-    """Those of all axes."""
+    """The sizes of all axes."""
     kinds: Mapping[str, AxisType]
     """The types of the axes that are not reduced over and have more than one device."""
     tracked: bool
@@ -48,7 +48,7 @@ class Surroundings(NamedTuple):
         return [only(jax.typeof(x).sharding.spec, self.open) for x in jax.tree.leaves(tree)]
 
     def leaves(self, tree: Any, specs: Any) -> list[Leaf]:
-        """What one device holds of every leaf, as far as it is known."""
+        """The part of every leaf that one device holds, as far as it is known."""
         whole = describe_leaves(tree)
         told = flat_specs(specs, tree, self.sizes) if self.sizes else [P()] * len(whole)
         opened = self.specs(tree, specs) or [P()] * len(whole)
@@ -81,7 +81,7 @@ class Surroundings(NamedTuple):
 
 
 def surroundings(axis: Axis) -> Surroundings:
-    """What is around a reduction over ``axis``; no other axis where no mesh has it."""
+    """The mesh around a reduction over ``axis``; no other axis where no mesh has it."""
     names, mesh, tracked = axis.names, get_abstract_mesh(), axis.tracked
     if not set(names) & set(mesh.manual_axes):  # `jax.vmap`
         return Surroundings(names, {}, {}, tracked)
@@ -124,7 +124,7 @@ def check_whole(grouping: Grouping, axis: Axis) -> None:
 
 
 def placed_leaves(tree: Any, mesh: Mesh | None, specs: Any) -> tuple[list[Leaf], dict[str, int]]:
-    """What one device holds of every leaf, and the sizes of the axes that ``specs`` may split.
+    """The part of every leaf that one device holds, and the sizes of axes that may be split.
 
     Args:
       tree: whole leaves; inside `jax.shard_map`, whole but for its manual axes.
@@ -196,7 +196,7 @@ def only(spec: P, names: Collection[str]) -> P:
 
 
 def bucket_axes(bucket: Bucket, names: Collection[str]) -> tuple[str, ...]:
-    """Those of ``names`` over which the parts of a bucket differ, in that order."""
+    """The axes among ``names`` over which the parts of a bucket differ, in that order."""
     return tuple(name for name in names if name in bucket.axes)
 
 

@@ -48,7 +48,7 @@ TIE = 0.02
 """Topologies whose times differ by no more than this share count as equally fast."""
 
 BACKWARD = 2 / 3
-"""Of a step's computation: under so much of it an all-reduce can hide."""
+"""The part of a step's computation that an all-reduce can hide under."""
 
 NATIVE = {"name": "BF16"}
 """The method of the row that all others are compared with."""
@@ -67,7 +67,7 @@ class LinkRow:
     p10_us: float
     p90_us: float
     gb_per_s: float
-    """What one worker sends, in 10^9 bytes."""
+    """The bandwidth of one worker, in 10^9 bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +174,7 @@ def settings(
     topologies: Sequence[AnyTopology],
     dither: Sequence[bool] = (False,),
 ) -> list[dq.Compression]:
-    """Those settings under which anything of the tree travels compressed.
+    """The settings under which some of the tree travels compressed.
 
     Where nothing does because of the limit for fast links, which goes by the kind of GPU, they are
     without it: measuring knows better.
@@ -385,7 +385,7 @@ class StepTimes(NamedTuple):
 
 
 def step_times(step_ms: float, native_us: float, ours_us: float) -> StepTimes:
-    """What becomes of a step of ``step_ms`` with bf16 psum, if the all-reduce takes ``ours_us``.
+    """The times of a step of ``step_ms`` with bf16 psum, if the all-reduce takes ``ours_us``.
 
     The backward pass counts as `BACKWARD` of the computation, kernels under it as free. A step
     takes no less than its all-reduce, whatever ``step_ms`` says.
@@ -401,7 +401,7 @@ def step_times(step_ms: float, native_us: float, ours_us: float) -> StepTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to do.
+    """The advice.
 
     Attributes:
       compress: whether it pays.

@@ -42,7 +42,7 @@ from dynamiq_jax.lax.xla import compiled_by, compiler_options, copy_engines, jit
 from dynamiq_jax.topologies import with_transport
 
 AXES = ("node", "gpu")
-"""Of the mesh; with one node, the last of them alone."""
+"""The axes of the mesh; one node has the last of them alone."""
 
 BLOCK = 256
 """Consecutive coordinates of the test data that share a magnitude."""
@@ -71,7 +71,7 @@ class AllReduceRow:
 
 
 def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = os.environ) -> str:
-    """What carries the bytes of a topology, or of native collectives.
+    """The links that carry the bytes of a topology, or of native collectives.
 
     Of NCCL it says what the environment has told it: which links, and whether its copy engines or
     its kernels send. Where NCCL takes processes for several hosts, both links are named.

@@ -1,4 +1,4 @@
-"""What the all-reduce benchmark compares, and how the command line names it."""
+"""The contenders of the all-reduce benchmark, and their names on the command line."""
 
 import inspect
 import math
@@ -78,7 +78,7 @@ PAPER = {
 """The paper's configuration of DynamiQ."""
 
 LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
-"""What this library takes for the least squared error: floors and companded levels, its defaults,
+"""The options for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 
 SATURATING: Mapping[str, Any] = {
@@ -129,10 +129,10 @@ NATIVE = (
     "thc", "thc-saturating", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd",
     "arc-top-k",
 )  # fmt: skip
-"""Of these, the methods that have native collectives only."""
+"""The methods among these that have native collectives only."""
 
 COLUMNS = 1024
-"""Of the matrix, filled up with zeros, that a flat leaf is to methods of matrices."""
+"""Columns of the matrix that a flat leaf becomes for methods of matrices."""
 
 TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "direct": dq.Direct,

@@ -185,7 +185,7 @@ def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
 
 
 def allocate_for(method: DynamiQ) -> Allocation:
-    """What `Direct` among eight workers gets; without a floor equal bits in both stages."""
+    """The allocation of `Direct` among eight workers; without a floor equal bits in both stages."""
     return method.allocation(8, Direct(balance=0.0 if method.floor is None else None))
 
 

@@ -1,4 +1,4 @@
-"""What can be simulated, and how the command line names it."""
+"""The cases of the simulator, and their names on the command line."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def parse_floor(text: str) -> Floor:
 
 
 def parse_methods(name: str, bits: Sequence[float], options: dict[str, Any]) -> list[HopMethod]:
-    """What ``name`` means: DynamiQ with each of ``bits``, or a comparator.
+    """The methods that ``name`` means: DynamiQ with each of ``bits``, or a comparator.
 
     Raises:
       ValueError: there is no such method, or it has no such bits or options.

@@ -142,7 +142,7 @@ def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> N
 
 
 def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
-    """What a reader needs beside the numbers: versions, devices and what NCCL and XLA were told."""
+    """Facts that belong to the numbers: versions, devices, and the options of NCCL and XLA."""
     told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "XLA_FLAGS"))}
     return {
         "jax": jax.__version__,

@@ -22,7 +22,7 @@ Values = Float[Array, " d"]
 
 
 class Source(NamedTuple):
-    """What all workers' gradients are made from."""
+    """The source of all workers' gradients."""
 
     seed: UInt[Array, " 2"]
     deviation: Float[Array, " M"]

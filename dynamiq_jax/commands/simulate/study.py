@@ -39,7 +39,7 @@ PUBLISHED_WORKERS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is simulated.
+    """One simulated all-reduce.
 
     Attributes:
       n_workers: how many reduce.

@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], object]
 
 
 class Given(NamedTuple):
-    """What every encoding needs."""
+    """The arrays that every encoding needs."""
 
     source: Source
     shared: Shared
@@ -54,7 +54,7 @@ class Workers:
 
 
 class Totals(NamedTuple):
-    """What the pass finds."""
+    """The findings of the pass."""
 
     high: Values
     """The exact sum of all gradients is high + low, in twice f32's precision."""
@@ -103,7 +103,7 @@ def survey_workers(workers: Workers, source: Source, totals: Totals, first, last
 
 @partial(jax.jit, static_argnums=0)
 def shared_by_all(workers: Workers, x: Values, message: Message, seed) -> Shared:
-    """What every worker knows after the small all-reduce; ``x`` is any worker's gradient."""
+    """The plan that every worker has after the small all-reduce; ``x`` is any worker's gradient."""
     method, bound = workers.method, workers.bound
     kind: Any = jax.eval_shape(partial(method.measure, bound=bound), x)
     message = jax.tree.map(lambda leaf, sent: leaf.astype(sent.dtype), message, kind)

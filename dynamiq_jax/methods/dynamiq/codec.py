@@ -16,7 +16,7 @@ from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
 
 
 class SharedPlan(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The facts that all workers know ahead of the first encoding."""
 
     plan: Plan
     noise: UInt[Array, "slots 8"]
@@ -26,7 +26,7 @@ class SharedPlan(NamedTuple):
 def statistics(
     x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
 ) -> Float[Array, "k rows"]:
-    """What one worker contributes to the plan, bf16."""
+    """The statistics that one worker contributes to the plan, bf16."""
     mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
     return pack_statistics(mean, sqnorm, layout)
 
@@ -86,7 +86,7 @@ def chunk_codec(
     own = pk.Source(x, plan.mean if centred else None, plan.order)
 
     def noise_of(slots) -> Array | None:
-        """What decoders need to know of encoders in these slots."""
+        """The noise of the encoders in these slots, for decoders."""
         return noise[slots] if layout.fmt.dither else None
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:

@@ -10,4 +10,4 @@ _MEASURED = json.loads(
 PSUM_BYTES: int = _MEASURED["psum_bytes"]
 """Buckets of less are faster by `jax.lax.psum` on GPUs that NVLink connects all to all."""
 PSUM_SCATTER_BYTES: int = _MEASURED["psum_scatter_bytes"]
-"""The same for `jax.lax.psum_scatter`: statistics and plan are as much work for half the bytes."""
+"""The limit for `jax.lax.psum_scatter`: statistics and plan are as much work for half the bytes."""

@@ -62,10 +62,10 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class DynamiQState(NamedTuple):
-    """What error feedback carries from step to step, on every worker its own."""
+    """The state of error feedback, on every worker its own."""
 
     residual: Float[Array, " d"]
-    """What this worker's encodings lost, f32."""
+    """The losses of this worker's encodings, f32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +275,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """What is to be said of a relative error that is too large, and which bits hold it."""
+        """Advice against a relative error that is too large: the bits that hold it."""
         error = self.relative_error(n_workers, topology, collective)
         most = LARGEST_RELATIVE_ERROR[self.dither]
         where = f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: "
@@ -385,7 +385,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         return (), carry
 
     def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
-        """What the encodings lost; of super-groups that come out NaN, what they lost before."""
+        """The losses of the encodings; super-groups that come out NaN keep their earlier ones."""
         if not self.error_feedback:
             return state
         poisoned = jnp.isnan(shared.plan.mean_sum[: bound.layout.rows, None])
