@@ -29,10 +29,7 @@ import dynamiq_jax as dq
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 METHODS = {
     "bf16 psum": dq.BF16(),
-    "5 bits": dq.Compression(
-        dq.DynamiQ(bits=5),
-        min_bucket_bytes=0,
-    ),  # 0: compress, however small the model
+    "5 bits": dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0),  # 0: however small
 }
 
 

@@ -199,7 +199,7 @@ def test_a_worker_that_is_left_out(run, capsys):
 @pytest.mark.release
 def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, capsys):
     """By no more than rounding, with gradients in f32."""
-    start_exactly = START.replace("dq.DynamiQ(bits=5, min_bucket_bytes=0)", "dq.F32()")
+    start_exactly = START.replace("dq.DynamiQ(bits=5)", "dq.F32()")
     assert start_exactly != START
     found = execute(start_exactly + RECIPES[NAMES.index("budget")], "recipes.md: budget")
     assert capsys.readouterr().out == "25 of 32 micro-batches, [4 4 4 4 1 4 4 0]\n"

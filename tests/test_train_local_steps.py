@@ -143,7 +143,7 @@ def test_plain_sgd_with_a_meeting_in_every_step_is_synchronous_sgd(synchronous_r
 
 @pytest.mark.release
 def test_local_steps_send_nothing():
-    outer = Outer(every=EVERY, method=BITS, topology=dq.Direct())
+    outer = Outer(every=EVERY, method=replace(BITS, topology=dq.Direct()))
     programs = train_local_steps.make_programs(LOSS, optax.adamw(5e-3), outer, auto_mesh(N))
     params = first_params()
     state = programs.init(params)

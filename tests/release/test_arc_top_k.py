@@ -21,7 +21,13 @@ import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
-ARCTopK = functools.partial(dq.comparators.ARCTopK, min_leaf_size=1)
+
+
+def ARCTopK(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.ARCTopK(**options), **{"min_leaf_size": 1})
+
+
 PLAIN = functools.partial(ARCTopK, error_feedback=False)
 
 
@@ -267,7 +273,6 @@ def test_wire_bits_and_memory():
         ({"density": 1.5}, "density=1.5 must be above 0 and at most 1"),
         ({"rank": 0}, "rank=0 must be a positive integer"),
         ({"wire": "fp8"}, "wire='fp8'; expected one of"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],
 )
 def test_bad_fields(fields, message):

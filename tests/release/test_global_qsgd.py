@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOW_LIMITS, assert_replicas_equal
+from cases import assert_replicas_equal, low
 
 import dynamiq_jax as dq
 
@@ -22,7 +22,7 @@ def summed(method, x, topology, key=0):
 
 
 def method_of(levels, **options):
-    return dq.comparators.GlobalQSGD(levels=levels, **LOW_LIMITS | options)
+    return low(dq.comparators.GlobalQSGD(levels=levels, **options))
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])

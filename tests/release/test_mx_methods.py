@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from cases import (
     LOOP,
-    SMALL,
     TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
@@ -29,18 +29,18 @@ from dynamiq_jax.comparators.mx import ScaleState
 from dynamiq_jax.compression import as_compression
 
 SIZE = 8 * 256 - 77
-SHARED = {"sum": "shared-scale", **SMALL}
+SHARED: dict[str, Any] = {"sum": "shared-scale"}
 METHODS = {
     "e4m3": small(dq.comparators.MXFP8()),
     "e5m2": small(dq.comparators.MXFP8(element="e5m2")),
     "e3m2": small(dq.comparators.MXFP6()),
     "e2m3": small(dq.comparators.MXFP6(element="e2m3")),
     "e2m1": small(dq.comparators.MXFP4()),
-    "e4m3, shared": dq.comparators.MXFP8(**SHARED),
-    "e5m2, shared": dq.comparators.MXFP8(element="e5m2", **SHARED),
-    "e3m2, shared": dq.comparators.MXFP6(**SHARED),
-    "e2m3, shared": dq.comparators.MXFP6(element="e2m3", **SHARED),
-    "e2m1, shared": dq.comparators.MXFP4(**SHARED),
+    "e4m3, shared": small(dq.comparators.MXFP8(**SHARED)),
+    "e5m2, shared": small(dq.comparators.MXFP8(element="e5m2", **SHARED)),
+    "e3m2, shared": small(dq.comparators.MXFP6(**SHARED)),
+    "e2m3, shared": small(dq.comparators.MXFP6(element="e2m3", **SHARED)),
+    "e2m1, shared": small(dq.comparators.MXFP4(**SHARED)),
 }
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (4, 5, 8) if n in served]
 CASES = [(list(METHODS)[3 * i % 10], *route) for i, route in enumerate(ROUTES)]
@@ -147,7 +147,7 @@ def test_a_ring_adds_as_the_definitions_say(name):
 
 SHARDED = {
     "own scales": (small(dq.comparators.MXFP6(rounding="stochastic")), dq.Ring()),
-    "shared scales": (dq.comparators.MXFP8(**SHARED), dq.Direct()),
+    "shared scales": (small(dq.comparators.MXFP8(**SHARED)), dq.Direct()),
 }
 
 

@@ -21,10 +21,27 @@ from test_wire_bytes import LOW_LIMITS
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
 
-THC = functools.partial(dq.comparators.THC, piece_size=1024, **LOW_LIMITS)
-CLTK = functools.partial(dq.comparators.CLTK, chunk_size=64, **LOW_LIMITS)
-SIDCo = functools.partial(dq.comparators.SIDCo, block_size=64, **LOW_LIMITS)
-OmniReduce = functools.partial(dq.comparators.OmniReduce, block_size=64, **LOW_LIMITS)
+
+def THC(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.THC(piece_size=1024, **options), **LOW_LIMITS)
+
+
+def CLTK(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.CLTK(chunk_size=64, **options), **LOW_LIMITS)
+
+
+def SIDCo(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.SIDCo(block_size=64, **options), **LOW_LIMITS)
+
+
+def OmniReduce(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.OmniReduce(block_size=64, **options), **LOW_LIMITS)
+
+
 METHODS = {
     "thc": THC(),
     "thc, two-shot": THC(form="two-shot"),

@@ -51,7 +51,7 @@ def fakes(monkeypatch):
         return vnmse(method, max(seeds, len(gradients)))
 
     def fake_error_measure(reduce, gradients, seeds, sizes):
-        found = np.asarray(vnmse(reduce.keywords["method"], seeds))
+        found = np.asarray(vnmse(reduce.keywords["method"].method, seeds))
         leaves = np.stack([found * 3, found * 7], axis=1)
         return error.Errors(found, leaves, np.ones((seeds, len(sizes))))
 

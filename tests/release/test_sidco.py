@@ -1,6 +1,5 @@
 """SIDCo: the estimator on numbers of known distribution, and the blocks that the method sends."""
 
-import functools
 import math
 
 import jax
@@ -19,12 +18,16 @@ from cases import (
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.comparators import sidco
 from dynamiq_jax.compression import as_compression
-from dynamiq_jax.methods import sidco
 
 KEY = jax.random.key(0)
 BLOCK, N = 16, 4
-SIDCo = functools.partial(dq.comparators.SIDCo, block_size=BLOCK, **SMALL)
+
+
+def SIDCo(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.SIDCo(block_size=BLOCK, **options), **SMALL)
 
 
 def kept(numbers, density):
@@ -232,7 +235,6 @@ def test_bits_per_coordinate():
         ({"headroom": 0.9}, "headroom=0.9 must be at least 1"),
         ({"headroom": math.nan}, "headroom=nan must be at least 1"),
         ({"block_size": 1.5}, "block_size=1.5; expected int"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1"),
     ],
 )
 def test_bad_fields(fields, message):

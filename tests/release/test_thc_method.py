@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
+    small,
     assert_replicas_equal,
     assert_same_bits,
     bias,
@@ -22,8 +22,10 @@ from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 import dynamiq_jax as dq
 from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import Call
 
-SHORT: dict[str, Any] = {"piece_size": 1024, **SMALL}
+SHORT: dict[str, Any] = {"piece_size": 1024}
 FORMS = ("psum", "two-shot")
 METHODS: dict[str, dict[str, Any]] = {
     "table": {},
@@ -37,7 +39,7 @@ SEED = jnp.array([7, 8], jnp.uint32)
 
 
 def reduce(method, x, key=KEY):
-    return np.asarray(vmapped(method, None)(x, key))
+    return np.asarray(vmapped(small(method), None)(x, key))
 
 
 def total_of(x):
@@ -50,7 +52,7 @@ def test_both_forms_and_both_maps_give_the_same_bits_on_all_workers(name):
     x = jnp.asarray(lognormal_scaled(n, 5000))
     methods = [dq.comparators.THC(form=form, **METHODS[name], **SHORT) for form in FORMS]
     runs = (vmapped, sharded) if name == "3 bits" else (vmapped,)
-    found = [np.asarray(run(m, None)(x, KEY)) for m in methods for run in runs]
+    found = [np.asarray(run(small(m), None)(x, KEY)) for m in methods for run in runs]
     assert_replicas_equal(np.concatenate(found))
     assert relative_error(found[0][0], total_of(x)) < 0.1
     # Other keys round differently.
@@ -63,7 +65,7 @@ def test_one_worker_alone_is_a_round_trip_of_the_codec():
     seed = jnp.array([5, 6], jnp.uint32)
 
     def one(x):
-        return method.all_reduce(x, "data", n_workers=1, topology=None, seed=seed)[0]
+        return method.all_reduce(x, Call(Axis(("data",)), None, seed)).value
 
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))[0]
     scale = np.sqrt(np.mean(np.asarray(x[0], np.float64) ** 2))
@@ -121,7 +123,7 @@ def test_lanes_that_are_full_do_not_overflow(form, n, options):
     x = jnp.broadcast_to(hadamard.unrotate(jnp.ones(1024), seed), (n, 1024))
 
     def one(x):
-        return method.all_reduce(x, "data", n_workers=n, topology=None, seed=seed)[0]
+        return method.all_reduce(x, Call(Axis(("data",)), None, seed)).value
 
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
     expected = n * thc.clip_threshold(0.5) * np.asarray(x[0])
@@ -133,7 +135,7 @@ def test_sums_that_would_overflow_are_refused():
     with pytest.raises(ValueError, match=r"9 workers.*granularity=30 reach 270.*the 255 of 8 bits"):
         reduce(eight_bits, x)
     with pytest.raises(ValueError, match="pass sum_bits=9, or a granularity of at most 28"):
-        wire_bits(eight_bits)(x[0], 9)
+        wire_bits(small(eight_bits))(x[0], 9)
     with pytest.raises(ValueError, match="exceeds the 2147483647 of 31 bits; pass a gran.* most 7"):
         dq.comparators.THC().check(1 << 28, None)
     assert reduce(dq.comparators.THC(sum_bits=9, **SHORT), x).shape == x.shape
@@ -147,7 +149,7 @@ def with_seed(method, x):
     pieces = x.shape[1] // 1024
 
     def one(own):
-        found = method.all_reduce(own, "data", n_workers=len(x), topology=None, seed=SEED)[0]
+        found = method.all_reduce(own, Call(Axis(("data",)), None, SEED)).value
         return hadamard.rotate(found.reshape(pieces, -1), SEED)
 
     return np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x), np.float64)
@@ -220,7 +222,6 @@ def test_sums_that_fit_do_not_saturate():
         ({"piece_size": 100}, "piece_size is 100"),
         ({"form": "ring"}, "form='ring'; expected one of"),
         ({"sum_bits": 32}, "sum_bits=32 must be 1 to 31"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],
 )
 def test_bad_fields(fields, message):

@@ -139,7 +139,6 @@ def test_methods_and_their_routes_by_name():
     for text, memory in matrices.items():
         _, method = training_run.parse_method(text, "jnp")
         assert method.error_feedback is memory
-        assert method.min_leaf_size == 4096
     for method in parsed.values():
         assert method.limits(8, fast_links=True)[:3] == (4096, 1, 0)
     assert parsed["dynamiq:5"].floor is not None
