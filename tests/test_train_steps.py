@@ -204,8 +204,8 @@ def test_a_train_step_compiles_once_whatever_the_data_keys_and_norms(name):
         assert_replicas_equal((own[0], loss))
         assert np.all(np.isfinite(own[0]))
         # A running estimate that f32 holds at the size of 1 may lose gradients of 1e-20.
-        if scales[i] != 1e-20 or getattr(method, "kind", "ef14") == "ef14":
+        if scales[i] != 1e-20 or getattr(method.method, "kind", "ef14") == "ef14":
             assert (hash_of(own[0]) == hash_of(before[0])) == np.isnan(scales[i])
     assert step._cache_size() == 1
-    if not method.needs_state:  # whose memory of the step of 1e20 is delivered later
+    if not method.method.needs_state:  # whose memory of the step of 1e20 is delivered later
         assert losses[-1] < losses[0]
