@@ -59,7 +59,7 @@ class LocalError(Method):
         if not tells or not isinstance(self._layout(1, 2), ChunkLayout):
             raise ValueError(
                 f"method={self.method!r} does not tell what its encodings lose, or has other "
-                "coordinates in a chunk in every step; pass for example comparators.MinMax()"
+                "coordinates in a chunk in every step; pass for example dq.comparators.MinMax()"
             )
 
     @property

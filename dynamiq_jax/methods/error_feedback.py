@@ -189,7 +189,7 @@ class ErrorFeedback(Method):
         return replace(self, method=self.method.of_bucket(bucket))
 
     def declines(self, leaf: Leaf) -> str | None:
-        """As the method does."""
+        """The reason of the method."""
         return self.method.declines(leaf)
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
