@@ -41,7 +41,7 @@ class BlockMethod(NativeSumMethod, TellsLosses):
     def measured(
         self, x: Float[Array, " d"], axis: Axis, n_workers: int
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"], Float[Array, " N"]]:
-        """This worker's blocks, their scales, and the energies of all workers' blocks.
+        """This worker's blocks, their scales, and the energies of all workers.
 
         An energy is a sum of mean squares in bf16, the same on all workers: not finite where a
         worker's block is not, and finite elsewhere.

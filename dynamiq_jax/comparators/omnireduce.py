@@ -38,7 +38,7 @@ MAX_UINT8_WORKERS = 255
 
 
 class OmniReduceState(NamedTuple):
-    """What "union" carries from step to step."""
+    """The state of "union" from step to step."""
 
     fraction: Float[Array, ""]
     """The part k of blocks that every worker marks, f32, the same on all workers."""

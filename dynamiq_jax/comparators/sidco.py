@@ -45,7 +45,7 @@ TOLERANCE = 0.2
 
 
 class SIDCoState(NamedTuple):
-    """What is carried from step to step, the same on all workers."""
+    """The state from step to step, the same on all workers."""
 
     place: Int[Array, ""]
     """The block with which the order begins, int32."""

@@ -51,7 +51,7 @@ STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 
 
 class THCState(NamedTuple):
-    """What is carried from step to step."""
+    """The state from step to step."""
 
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers."""
