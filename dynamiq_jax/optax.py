@@ -94,8 +94,9 @@ def all_reduce(
       sent, and updates come back as zeros. For `optax.MultiSteps`, which calls the inner optimizer
       at every mini-step and throws the result away: ``optimizer.update(grads, opt_state, params,
       emit=opt_state.mini_step == every - 1)``. `multi_steps` needs no such care.
-    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory is
-      that of ``all_reduce``'s own method, and waits in steps whose method keeps none.
+    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory
+      belongs to ``all_reduce``'s own method. A method for one step takes it if it needs a state, or
+      if it is of the same type and keeps one; else the memory waits.
 
     ``init`` needs the number of workers where the method keeps a memory: call `init` of this
     module, or ``optimizer.init`` inside the map.
@@ -121,14 +122,17 @@ def all_reduce(
             own = None if state.memory is None else state.memory.own()
             sizes, chosen = axis_sizes(axis, "all_reduce"), as_compression(method)
             keeps = jax.eval_shape(lambda: chosen.init_state(updates, sizes))
-            serves = _needs_state(updates, chosen) or _kinds(keeps) == _kinds(own)
+            leaves = describe_leaves(updates)
+            now, always = chosen.methods_of(leaves), own_method.methods_of(leaves)
+            takes = list(map(type, now)) == list(map(type, always))
+            takes |= any(each is not None and each.needs_state for each in now)
             found = reduce(
                 updates,
                 axis.name,
                 op=op,
                 method=chosen,
                 key=None if key is None else jax.random.fold_in(key, state.step),
-                state=own if jax.tree.leaves(keeps) and serves else None,
+                state=own if jax.tree.leaves(keeps) and takes else None,
                 metrics=metrics,
             )
             kept = own if found.state is None else found.state
@@ -321,17 +325,6 @@ def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
             f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
         )
     return math.prod(sizes)
-
-
-def _needs_state(updates: Any, compression: Compression) -> bool:
-    """Whether a method of the request would be wrong without its state."""
-    methods = compression.methods_of(describe_leaves(updates))
-    return any(method is not None and method.needs_state for method in methods)
-
-
-def _kinds(state: Any) -> Any:
-    """Shapes and dtypes, which tell states of different methods apart."""
-    return jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
 def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:

@@ -115,7 +115,7 @@ class Row(NamedTuple):
 EVERY_METHOD = {
     "dynamiq": Row(low(dq.DynamiQ()), OVER, 256, 0.05),
     "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
-    "dynamiq, memory": Row(low(dq.DynamiQ(error_feedback=True)), OVER, 256, 0.05),
+    "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
     "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
     "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),
@@ -134,21 +134,20 @@ EVERY_METHOD = {
     "thc, uniform": Row(low(comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
     "thc, two-shot": Row(low(comparators.THC(form="two-shot", piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
-        low(comparators.THC(bits=2, error_feedback=True, piece_size=512)), NATIVE, 512, 0.6
+        low(dq.ErrorFeedback(comparators.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
     ),
     "thc, saturating, memory": Row(
-        low(comparators.THC(
-            form="two-shot", table=False, p=1e-6, saturate=True, error_feedback=True,
-            piece_size=512,
-        )),
+        low(dq.ErrorFeedback(comparators.THC(
+            form="two-shot", table=False, p=1e-6, saturate=True, piece_size=512,
+        ))),
         NATIVE, 512, 0.15,
     ),
     "omnireduce": Row(low(comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
-        low(comparators.OmniReduce(block_size=64, error_feedback=True)), NATIVE, 64, 0.15
+        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64))), NATIVE, 64, 0.15
     ),
     "omnireduce, union, memory": Row(
-        low(comparators.OmniReduce(block_size=64, select="union", error_feedback=True)),
+        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64, select="union"))),
         NATIVE, 64, 0.15,
     ),
     "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
@@ -169,25 +168,25 @@ EVERY_METHOD = {
     "marsit, full rounds": Row(
         low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
     ),
-    "clt-k": Row(
-        low(comparators.CLTK(density=0.5, chunk_size=64, error_feedback=False)), NATIVE, 64, 0.45
+    "clt-k": Row(low(comparators.CLTK(density=0.5, chunk_size=64)), NATIVE, 64, 0.45),
+    "clt-k, memory": Row(
+        low(dq.ErrorFeedback(comparators.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
     ),
-    "clt-k, memory": Row(low(comparators.CLTK(density=0.3, chunk_size=50)), NATIVE, 50, 0.6),
     "sidco, memory": Row(
-        low(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50)), NATIVE, 50, 0.5
+        low(dq.ErrorFeedback(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50))),
+        NATIVE, 50, 0.5,
     ),
     "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
-    "powersgd": Row(low(comparators.PowerSGD(rank=5)), NATIVE, 15 * 541, 1.0, 541),
+    "powersgd": Row(
+        low(dq.ErrorFeedback(comparators.PowerSGD(rank=5))), NATIVE, 15 * 541, 1.0, 541
+    ),
     "powersgd, f32": Row(
-        low(comparators.PowerSGD(rank=7, wire="f32", error_feedback=False)),
-        NATIVE, 15 * 541, 1.0, 541,
+        low(comparators.PowerSGD(rank=7, wire="f32")), NATIVE, 15 * 541, 1.0, 541
     ),
-    "arc top-k": Row(
-        low(comparators.ARCTopK(density=0.5, error_feedback=False)), NATIVE, 541, 0.5, 541
-    ),
+    "arc top-k": Row(low(comparators.ARCTopK(density=0.5)), NATIVE, 541, 0.5, 541),
     "arc top-k, memory": Row(
-        low(comparators.ARCTopK(density=0.7, rank=6)), NATIVE, 541, 0.5, 541
+        low(dq.ErrorFeedback(comparators.ARCTopK(density=0.7, rank=6))), NATIVE, 541, 0.5, 541
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""

@@ -28,7 +28,7 @@ FIELDS = [
     ({"widths": (True, 4)}, ["widths=(True, 4)", "tuple[int, ...], None"]),
     ({"widths": "24"}, ["widths='24'", "tuple[int, ...], None"]),
     ({"bits": "5"}, ["bits='5'", "expected float", "bits=5.0"]),
-    ({"error_feedback": "off"}, ["error_feedback='off'", "expected bool", "error_feedback=False"]),
+    ({"dither": "off"}, ["dither='off'", "expected bool", "dither=False"]),
     ({"debug_checks": 1}, ["debug_checks=1", "expected bool", "debug_checks=False"]),
     ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
     ({"floor": 5.0}, ["floor=5.0", "expected one of int, 'auto', None", "floor='auto'"]),
@@ -343,7 +343,7 @@ def test_a_leaf_that_does_not_vary():
 
 
 def test_a_state_is_of_leaves_that_vary():
-    method = dq.DynamiQ(error_feedback=True)
+    method = dq.ErrorFeedback(dq.DynamiQ())
     tree = {"w": jnp.ones((600, 500))}
 
     def one(tree, x):

@@ -236,7 +236,7 @@ def test_a_state_of_model_shards(kind):
     layout = LAYOUTS["tensor parallel"]
     mesh = layout.make(kind)
     params, batch = placed(layout, mesh)
-    method = small(dq.comparators.OmniReduce(density=0.5, error_feedback=True, block_size=8))
+    method = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8)))
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
     f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
     placing = {"mesh": mesh, "specs": layout.specs}

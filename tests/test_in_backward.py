@@ -196,8 +196,8 @@ def test_sharded_over_another_axis_it_reduces_parts():
     [
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": small(dq.DynamiQ(error_feedback=True))}, "has memory, and a backward pass"),
-        ({"method": lambda path, leaf: dq.comparators.THC(error_feedback=True)}, "has memory"),
+        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
+        ({"method": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}, "has memory"),
     ],
 )
 def test_what_cannot_be_is_refused(options, complaint):

@@ -221,7 +221,7 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
-MEMORY = small(dq.comparators.OmniReduce(density=0.5, error_feedback=True))
+MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
 
 
 def test_buckets_of_different_axes_are_told_apart():

@@ -31,8 +31,8 @@ from dynamiq_jax.compression import as_compression
 N = 8
 EXACT = dq.F32()
 SCALED = small(dq.comparators.MXFP8(sum="shared-scale"))  # a memory, and cheap to compile
-MEMORY = small(dq.comparators.OmniReduce(block_size=64, error_feedback=True))
-POWER = dq.Compression(dq.comparators.PowerSGD(rank=2), min_leaf_size=1)
+MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
+POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
 
 
@@ -160,8 +160,8 @@ def moved(optimizer, check_vma=True, **extra):
 
 
 def test_a_memory_waits_while_a_method_counts_for_itself():
-    """`CLTK` without error feedback has a count alone, which is not what the memory is of."""
-    rank = dq.Compression(dq.comparators.PowerSGD(), min_leaf_size=0)
+    """`CLTK` without error feedback counts steps, and the memory belongs to another type."""
+    rank = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD()), min_leaf_size=0)
     ours = dq.optax.all_reduce("data", method=rank)
     mesh, gradients = auto_mesh(N), jax.random.normal(jax.random.key(0), (N, 32, 64))
     params = jnp.ones((32, 64))
@@ -177,7 +177,7 @@ def test_a_memory_waits_while_a_method_counts_for_itself():
         return jax.shard_map(one, mesh=mesh, **maps)(state, grads)
 
     _, kept = stepped(first, gradients, rank)
-    _, after = stepped(kept, gradients, small(dq.comparators.CLTK(error_feedback=False)))
+    _, after = stepped(kept, gradients, small(dq.comparators.CLTK()))
     before = jax.tree.leaves(kept.memory)
     for own, other in zip(jax.tree.leaves(after.memory), before, strict=True):
         np.testing.assert_array_equal(own, other)

@@ -403,7 +403,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         ({"lag": True}, "lag=True must be"),
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": small(dq.DynamiQ(error_feedback=True))}, "has memory, and a backward pass"),
+        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
     ],
 )
 def test_what_cannot_be_is_refused(change, complaint):

@@ -241,7 +241,7 @@ def test_a_topology_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"method": dq.DynamiQ(error_feedback=True)}, "pass error_feedback=False"),
+        ({"method": dq.ErrorFeedback(dq.DynamiQ())}, "pass a method without a state"),
         ({"n_workers": 12, "topology": dq.Butterfly()}, "needs a power of two of workers"),
         ({"n_workers": 1}, "1 workers are not two or more sets of 1"),
         ({"topology": dq.Hierarchical(), "n_inner": 3}, "8 workers are not two or more sets of 3"),

@@ -43,9 +43,7 @@ def loss_of(w, x, y):
 LIMITS = {"min_leaf_size": 100, "min_bucket_size": 100}
 SKIPPING = {
     "dynamiq": dq.Compression(dq.DynamiQ(widths=(4,)), **LIMITS),
-    "thc, memory": dq.Compression(
-        dq.comparators.THC(error_feedback=True, piece_size=1024), **LIMITS
-    ),
+    "thc, memory": dq.Compression(dq.ErrorFeedback(dq.comparators.THC(piece_size=1024)), **LIMITS),
 }
 
 

@@ -33,9 +33,9 @@ EXACT, BF16 = "exact", "bf16-psum"
 DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
 
 
-def _mxfp4(kind: Any, **options: Any) -> dq.ErrorFeedback:
-    """Error feedback around rounding to the nearest float of 4 bits, which is biased."""
-    return dq.ErrorFeedback(dq.comparators.MXFP4(**options), kind=kind)
+def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
+    """Error feedback around a method that has no choice of bits."""
+    return dq.ErrorFeedback(method(**options), kind=kind)
 
 
 def _liec(bits: float = 4, **options: Any) -> liec.LocalError:
@@ -46,25 +46,25 @@ def _liec(bits: float = 4, **options: Any) -> liec.LocalError:
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
-    "dynamiq-memory": partial(dq.DynamiQ, error_feedback=True),
+    "dynamiq-memory": partial(contenders.remembered, "ef14"),
     "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
-    "mxfp4-ef14": partial(_mxfp4, "ef14"),
-    "mxfp4-ef21": partial(_mxfp4, "ef21"),
-    "mxfp4-ef21m": partial(_mxfp4, "ef21m"),
-    "mxfp4-econtrol": partial(_mxfp4, "econtrol"),
+    "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
+    "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
+    "mxfp4-ef21m": partial(_around, dq.comparators.MXFP4, "ef21m"),
+    "mxfp4-econtrol": partial(_around, dq.comparators.MXFP4, "econtrol"),
     "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
     "dynamiq-dither-axis": DITHER_AXIS,
     "dynamiq-dither-axis-companded": partial(DITHER_AXIS, levels="companded"),
     "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
     "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
-    "clt-k-memory": partial(contenders.METHODS["clt-k"], error_feedback=True),
-    "topk-chunked-memory": partial(contenders.METHODS["topk-chunked"], error_feedback=True),
-    "sidco-memory": partial(contenders.METHODS["sidco"], error_feedback=True),
-    "powersgd-memory": partial(
-        contenders.of_matrices, dq.comparators.PowerSGD, error_feedback=True
+    "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
+    "topk-chunked-memory": partial(
+        contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]
     ),
-    "arc-top-k-memory": partial(contenders.arc_top_k, error_feedback=True),
+    "sidco-memory": partial(contenders.remembered, "ef14", contenders.METHODS["sidco"]),
+    "powersgd-memory": partial(_around, dq.comparators.PowerSGD),
+    "arc-top-k-memory": partial(contenders.remembered, "ef14", contenders.arc_top_k),
     "liec": _liec,
 }
 

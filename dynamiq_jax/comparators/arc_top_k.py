@@ -4,8 +4,7 @@ All workers know the sketch P = the sum of M_i V of their matrices M_i and a V a
 columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
 all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
 ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
-The others come out zero, or wait in memory with error feedback, which here is the plain one: what
-was not sent is added to the next gradient. The published method has a momentum of its own (EF21M).
+The others come out zero; `ErrorFeedback` remembers them. The published method has its kind "ef21m".
 
 What to know of it:
 
@@ -35,10 +34,10 @@ from dynamiq_jax.methods.base import (
     MatrixMethod,
     Outcome,
     State,
+    TellsLosses,
     Wire,
     clipped,
     native_sum,
-    with_memory,
 )
 from dynamiq_jax.topologies import Topology
 
@@ -46,35 +45,29 @@ from dynamiq_jax.topologies import Topology
 class ARCTopKState(NamedTuple):
     """The state from step to step."""
 
-    residual: Float[Array, " d"] | None
-    """With error feedback: what this worker's gradients had and its messages had not, f32."""
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ARCTopK(MatrixMethod):
+class ARCTopK(MatrixMethod, TellsLosses):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
-    Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
-    its whole row NaN on all, and leaves memory of it as it was; sums of what is finite end at the
-    largest bf16 number. Serves ``topology=None`` only.
+    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
+    its whole row NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only.
 
     Attributes:
       density: the part of rows that is sent, above 0 up to 1.
       rank: columns of the sketch, which takes ``rank / columns`` numbers for each coordinate.
         Matrices with less than twice as many rows or columns are summed exactly.
       wire: the floats that rows are summed in, "bf16" or "f32"; the sketch is in bf16.
-      error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
-        four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
-        reduce gradients that are divided by it.
       matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     density: float = 0.2
     rank: int = 4
     wire: Wire = "bf16"
-    error_feedback: bool = True
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -90,15 +83,9 @@ class ARCTopK(MatrixMethod):
         """Twice the rank: the sketch takes at most half of what the matrix does."""
         return 2 * self.rank
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing left out yet."""
-        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
-        return ARCTopKState(residual, jnp.zeros((), jnp.int32))
+        """The first step."""
+        return ARCTopKState(jnp.zeros((), jnp.int32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -107,15 +94,14 @@ class ARCTopK(MatrixMethod):
         bits += (32 if self.wire == "f32" else 16) * self._count(size) * columns
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         shape = self.shape_of(x.shape[0])
         with jax.named_scope("arc_top_k_all_reduce"):
-            y = x.astype(jnp.float32)
-            if self.error_feedback:
-                y = with_memory(x, state.residual)
-            matrix = y.reshape(shape)
+            matrix = x.astype(jnp.float32).reshape(shape)
             sketch = jnp.matmul(
                 matrix / self.headroom(x.shape[0], n_workers),
                 _directions((shape[1], self.rank), call.seed, state),
@@ -125,21 +111,14 @@ class ARCTopK(MatrixMethod):
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
             # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if self.error_feedback else LARGEST
+            room = LARGEST / n_workers if keep_error else LARGEST
             sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis)
             result = jnp.zeros(shape, x.dtype)
             total = (clipped(total) / call.divisor).astype(x.dtype)
             result = result.at[chosen].set(total, unique_indices=True)
-            fits = jnp.all(jnp.isfinite(result), axis=1)  # f16 ends early
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
-            if not state:
-                return Outcome(result, state)
-            residual = None
-            if self.error_feedback:
-                left = matrix.at[chosen].add(-sent, unique_indices=True)
-                left = jnp.where((finite & fits)[:, None], left, state.residual.reshape(shape))
-                residual = left.reshape(-1)
-            return Outcome(result, ARCTopKState(residual, state.step + 1))
+            left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
+            return Outcome(result, state and ARCTopKState(state.step + 1)), left
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""

@@ -1,13 +1,14 @@
 """The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
 
-In every step another worker is the *leader*, in turn. Of every chunk of its gradient and memory it
-takes the coordinates of largest magnitude, and tells the others where they are: a native sum to
-which these add zeros. All workers' values there are summed by a second one. So the result is the
+In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
+coordinates of largest magnitude, and tells the others where they are: a native sum to which these
+add zeros. All workers' values there are summed by a second one. So the result is the
 same for all, its size is static, and choosing takes no sort of more than a chunk; the places of a
 chunk's coordinates fit 8 bits.
 
 Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
-Where they are not, what only others have waits until these lead.
+Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
+Its ``eta`` is the beta of the paper.
 """
 
 import math
@@ -28,9 +29,9 @@ from dynamiq_jax.methods.base import (
     NativeSumMethod,
     Outcome,
     State,
+    TellsLosses,
     clipped,
     native_sum,
-    with_memory,
 )
 from dynamiq_jax.topologies import Topology
 
@@ -41,17 +42,15 @@ MAX_CHUNK = 256
 class CLTKState(NamedTuple):
     """The state from step to step."""
 
-    residual: Float[Array, " d"] | None
-    """With error feedback: what this worker's gradients had and its messages had not, f32."""
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers: whose turn it is to lead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(NativeSumMethod):
+class CLTK(NativeSumMethod, TellsLosses):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
-    Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
+    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
     its whole chunk NaN on all; sums of what is finite end at the largest bf16 number. Serves
     ``topology=None`` only. Without state the first worker always leads.
 
@@ -59,74 +58,52 @@ class CLTK(NativeSumMethod):
       density: the part of every chunk that is sent, above 0 up to 1; 24 bits per coordinate times
         this, rounded up to whole coordinates of a chunk.
       chunk_size: coordinates of a chunk, up to 256.
-      error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
-        Chunks that come out NaN leave this memory as it was, so that it is always finite. It has
-        the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
-      memory_rate: beta of the paper, above 0 up to 1: how far memory moves to what is left. Below 1
-        it forgets some of what is left, and remembers some of what was sent: a low-pass filter, for
-        large learning rates.
     """
 
     density: float = 1 / 64
     chunk_size: int = 256
-    error_feedback: bool = True
-    memory_rate: float = 1.0
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
         check_fields(self)
-        for name in ("density", "memory_rate"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be above 0 and at most 1; pass 1 for all")
+        if not 0 < self.density <= 1:
+            raise ValueError(
+                f"density={self.density} must be above 0 and at most 1; pass 1 for all"
+            )
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing left out yet; the first worker leads."""
-        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
-        return CLTKState(residual, jnp.zeros((), jnp.int32))
+        """The first worker leads."""
+        return CLTKState(jnp.zeros((), jnp.int32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         bits = (8 + 16) * -(-size // self.chunk_size) * self._count
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         size = x.shape[0]
         with jax.named_scope("clt_k_all_reduce"):
-            y = with_memory(x, state.residual) if self.error_feedback else x.astype(jnp.float32)
-            chunks = self._cut(y)
+            chunks = self._cut(x.astype(jnp.float32))
             leads = axis.index == (state.step % n_workers if state else 0)
             places = self._places(chunks, leads, axis)
             # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if self.error_feedback else LARGEST
+            room = LARGEST / n_workers if keep_error else LARGEST
             values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
             sent, total = native_sum(values, "bf16", axis)
             finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
             total = (clipped(total) / call.divisor).astype(x.dtype)
-            fits = jnp.all(jnp.isfinite(total), axis=1)[:, None]  # f16 ends early
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
-            if not state:
-                return Outcome(result, state)
-            residual = None
-            if self.error_feedback:
-                before = self._cut(state.residual)
-                left = chunks - _placed(sent, places, self.chunk_size)
-                if self.memory_rate < 1:
-                    left = before + self.memory_rate * (left - before)
-                residual = jnp.where(finite & fits, left, before).reshape(-1)[:size]
-            return Outcome(result, CLTKState(residual, state.step + 1))
+            left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
+            return Outcome(result, state and CLTKState(state.step + 1)), left
 
     @property
     def _count(self) -> int:

@@ -29,6 +29,7 @@ from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.compression import Compression, as_compression
 from dynamiq_jax.lax.axis import AxisName
 from dynamiq_jax.methods.base import Call, Limits, Method, Outcome, clipped
+from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.optax import PerWorker, first_memory, known_sizes, product
 from dynamiq_jax.topologies import Direct, Topology
@@ -54,11 +55,11 @@ class LocalError(Method):
 
     def __post_init__(self):
         """Checks the method."""
-        tells = hasattr(self.method, "all_reduce_and_lost")
+        tells = isinstance(self.method, HopMethod) and not self.method.keeps_gradients
         if not tells or not isinstance(self._layout(1, 2), ChunkLayout):
             raise ValueError(
                 f"method={self.method!r} does not tell what its encodings lose, or has other "
-                "coordinates in a chunk in every step; pass for example comparators.MinMax()"
+                "coordinates in a chunk in every step; pass for example dq.comparators.MinMax()"
             )
 
     @property

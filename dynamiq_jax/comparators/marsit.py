@@ -117,6 +117,11 @@ class Marsit(HopMethod):
         """Signs are nothing without the compensation."""
         return True
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """The compensation is of gradients."""
+        return True
+
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than can agree on a number."""
         if n_workers > MOST_WORKERS:

@@ -5,14 +5,14 @@ that starts where the step before ended:
 
 1. P = the sum of M_i Q, made orthonormal by every worker alike;
 2. Q = the sum of transposed M_i times P;
-3. M is about P times transposed Q; each worker remembers M_i - P (its own part of Q) transposed.
+3. M is about P times transposed Q; a worker loses M_i - P (its own part of Q) transposed.
 
 Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
 approaches the best approximation of that rank as long as gradients change slowly.
 
-Memories add up to what the sums lacked, whatever each of them holds: what cancels between workers
-outside of the columns of P is in no sum, so that each worker's memory of it grows as long as its
-gradients have it.
+The published method remembers what it loses: put `ErrorFeedback` around it. Memories add up to what
+the sums lacked, whatever each of them holds: what cancels between workers outside of the columns of
+P is in no sum, so that each worker's memory of it grows as long as its gradients have it.
 
 Replicas: what follows from the two sums is computed by every worker, with sums and products that
 XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
@@ -34,10 +34,10 @@ from dynamiq_jax.methods.base import (
     MatrixMethod,
     Outcome,
     State,
+    TellsLosses,
     Wire,
     clipped,
     native_sum,
-    with_memory,
 )
 from dynamiq_jax.topologies import Topology
 
@@ -48,19 +48,17 @@ DEPENDENT = 1e-6
 class PowerSGDState(NamedTuple):
     """The state from step to step."""
 
-    residual: Float[Array, " d"] | None
-    """With error feedback: what this worker's gradients had and its factors had not, f32."""
     factor: Float[Array, "columns r"]
     """Where the next iteration starts: orthonormal columns, f32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PowerSGD(MatrixMethod):
+class PowerSGD(MatrixMethod, TellsLosses):
     """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
 
-    Biased: what is not in the factors is lost without error feedback. A NaN or infinity on any
-    worker makes its whole leaf NaN on all, and leaves memory and factor as they were; sums of what
-    is finite end at the largest bf16 number. Serves ``topology=None`` only. Without state every
+    Biased: what is not in the factors is lost without `ErrorFeedback`. A NaN or infinity on any
+    worker makes its whole leaf NaN on all, and leaves the factor as it was; sums of what is finite
+    end at the largest bf16 number. Serves ``topology=None`` only. Without state every
     step starts from a factor at random, which the key decides on.
 
     Attributes:
@@ -70,15 +68,11 @@ class PowerSGD(MatrixMethod):
         up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
         little where the factor is warm, more where it was drawn at random and P's are nearly
         parallel.
-      error_feedback: whether each worker adds to its gradient what was left out of earlier ones:
-        four bytes for every coordinate. It has the gradients' unit: where a loss scale changes,
-        reduce gradients that are divided by it.
       matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     rank: int = 4
     wire: Wire = "bf16"
-    error_feedback: bool = True
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -92,32 +86,25 @@ class PowerSGD(MatrixMethod):
         """Twice the rank: factors take less than the matrix."""
         return 2 * self.rank
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing left out yet, and a factor at random, the same for all leaves of its shape."""
-        residual = jnp.zeros(size, jnp.float32) if self.error_feedback else None
-        return PowerSGDState(residual, self._start(size, jnp.uint32(0)))
+        """A factor at random, the same for all leaves of its shape."""
+        return PowerSGDState(self._start(size, jnp.uint32(0)))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
         state = call.state
         size, shape = x.shape[0], self.shape_of(x.shape[0])
         unit = self.headroom(size, call.n_workers)
         with jax.named_scope("powersgd_all_reduce"):
             start = self._start(size, jnp.uint32(0) if state else call.seed)
-            y = x.astype(jnp.float32)
-            if self.error_feedback:
-                y = with_memory(x, state.residual)
-            matrix = y.reshape(shape) / unit
+            matrix = x.astype(jnp.float32).reshape(shape) / unit
             left = _product(matrix, state.factor if state else start)
             left = native_sum(left, self.wire, call.axis)[1]
             finite = jnp.all(jnp.isfinite(left))  # as all workers' matrices are
@@ -125,16 +112,12 @@ class PowerSGD(MatrixMethod):
             sent, right = native_sum(_product(matrix.T, left), self.wire, call.axis)
             total = clipped(_outer(left, right) * (unit / call.divisor)).astype(x.dtype)
             result = jnp.where(finite, total, jnp.nan).reshape(-1)
-            finite &= jnp.all(jnp.isfinite(total))  # f16 ends early
+            lost = ((matrix - _outer(left, sent)) * unit).reshape(-1)
             if not state:
-                return Outcome(result, state)
+                return Outcome(result, state), lost
             right = orthonormal(jnp.where(finite, right, 0), instead=start)
-            factor = jnp.where(finite, right, state.factor)
-            residual = None
-            if self.error_feedback:
-                lost = clipped((matrix - _outer(left, sent)) * unit).reshape(-1)
-                residual = jnp.where(finite, lost, state.residual)
-            return Outcome(result, PowerSGDState(residual, factor))
+            state = PowerSGDState(jnp.where(finite, right, state.factor))
+            return Outcome(result, state), lost
 
     def _columns(self, size: int) -> int:
         """Columns of the factors."""

@@ -10,9 +10,10 @@ Published SIDCo compares every worker's own coordinates, so that workers choose 
 need all their indices. Here the numbers are norms of blocks, of which all know the sums of squares
 over workers by a small psum: all choose the same blocks, and these are summed by a dense psum.
 
-Shapes are static: there is room for ``headroom`` times the density. Who finds no room waits in
-memory, or is lost without error feedback; room that is left goes to other blocks. Both go by a
-place in the order of blocks that moves on from step to step, so that all get their turn.
+Shapes are static: there is room for ``headroom`` times the density. Blocks that find no room stay
+in the residual of `ErrorFeedback`, and are lost without it; room that is left goes to other blocks.
+Both go by a place in the order of blocks that moves on from step to step, so that all get their
+turn.
 
 The number of stages is state. Norms of blocks may have lighter or heavier tails than an exponential
 distribution, and with more stages the former keep more, the latter fewer. So every step counts what
@@ -44,10 +45,8 @@ TOLERANCE = 0.2
 
 
 class SIDCoState(NamedTuple):
-    """The state from step to step; all but ``residual`` is the same on all workers."""
+    """The state from step to step, the same on all workers."""
 
-    residual: Float[Array, " d"] | None
-    """With error feedback: what this worker's gradients had and its messages had not, f32."""
     place: Int[Array, ""]
     """The block with which the order begins, int32."""
     stages: Int[Array, ""]
@@ -62,7 +61,7 @@ class SIDCoState(NamedTuple):
 class SIDCo(BlockMethod):
     """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
 
-    Biased: what is left out is lost without error feedback. A NaN or infinity on any worker makes
+    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
     its whole block NaN on all; sums of what is finite end at the largest bf16 number. Serves
     ``topology=None`` only. Without state the number of stages stays `FIRST_STAGES`.
 
@@ -71,15 +70,11 @@ class SIDCo(BlockMethod):
       headroom: room for this times the density, 1 or more; what is sent, 16 bits per coordinate
         times both. Of equal bits, a higher density serves better than more headroom.
       block_size: coordinates of a block; their norms take 16 bits each.
-      error_feedback: whether each worker adds to its gradient what was left out of earlier ones.
-        Blocks that come out NaN leave this memory as it was, so that it is always finite. It has
-        the gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
     """
 
     density: float = 0.1
     headroom: float = 1.0
     block_size: int = 64
-    error_feedback: bool = True
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -88,16 +83,11 @@ class SIDCo(BlockMethod):
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
         self.check_blocks()
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing left out or counted yet."""
+        """Nothing counted yet."""
         zero, counts = jnp.zeros((), jnp.int32), jnp.zeros(MAX_STAGES, jnp.int32)
         stages = jnp.full((), FIRST_STAGES, jnp.int32)
-        return SIDCoState(self.first_residual(size), zero, stages, zero, counts)
+        return SIDCoState(zero, stages, zero, counts)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -105,34 +95,33 @@ class SIDCo(BlockMethod):
         bits = 16 * blocks + 16 * self._room(blocks) * self.block_size
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         own = state or self.init(x.shape[0], n_workers)
         with jax.named_scope("sidco_all_reduce"):
-            residual = own.residual if self.error_feedback else None
-            blocks, _, energy = self.measured(x, residual, axis, n_workers)
+            blocks, _, energy = self.measured(x, axis, n_workers)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)
             place, stages = (axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
-            options = {"axis": axis, "n_workers": n_workers, "divisor": call.divisor}
-            result, residual = self.sum_of(blocks, chosen, finite, x, residual, **options)
+            result, left = self.sum_of(blocks, chosen, finite, x, call, keep_error=keep_error)
             if not state:
-                return Outcome(result, state)
+                return Outcome(result, state), left
             would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
             over = own.step + 1 == PERIOD
             after = SIDCoState(
-                residual=residual,
                 place=(own.place + (chosen[-1] + 1 - place)) % above.size,
                 stages=jnp.where(over, self._adapted(own.stages, counts, above.size), own.stages),
                 step=jnp.where(over, 0, own.step + 1),
                 counts=jnp.where(over, 0, counts),
             )
-            return Outcome(result, after)
+            return Outcome(result, after), left
 
     def _room(self, blocks: int) -> int:
         """How many blocks are sent."""

@@ -12,7 +12,7 @@ With ``saturate`` sums keep to fewer bits (Han et al., HotNets 2024), by default
 Rotated coordinates have signs of their own on every worker, so that their sum grows as sqrt(n): of
 z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``sum_bits`` can say,
 ``H = (2**sum_bits - 1) T / g`` on either side. These end there. A sum saturates once, at its owner:
-`lax.psum` would wrap. The owner's memory has what was beyond.
+`lax.psum` would wrap. What was beyond is lost at the owner, whose memory `ErrorFeedback` keeps.
 """
 
 from dataclasses import dataclass
@@ -36,15 +36,8 @@ from dynamiq_jax.comparators.lanes import (
 )
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.seeds import seed_of, statistics_seed
-from dynamiq_jax.methods.base import (
-    Call,
-    Method,
-    Outcome,
-    State,
-    clipped,
-    with_memory,
-)
+from dynamiq_jax.lax.seeds import Seed, seed_of, statistics_seed
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
@@ -54,25 +47,23 @@ Form = Literal["psum", "two-shot"]
 MAX_BITS = 8
 MAX_GRANULARITY = 1023
 MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
-STEPS = 1 << 24  # step numbers travel as f32, which are exact below this
+STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 
 
 class THCState(NamedTuple):
-    """The state of error feedback, on every worker its own."""
+    """The state from step to step."""
 
-    residual: Float[Array, " d"]
-    """The part of this worker's gradients that its messages lacked, f32."""
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class THC(Method):
+class THC(TellsLosses):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
     Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
     whole piece NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only.
+    ``topology=None`` only. Without state the rounding is new only where the caller's key is.
 
     Attributes:
       bits: of an index, 1 to 8: ``2**bits`` levels.
@@ -87,9 +78,6 @@ class THC(Method):
         takes ``form="two-shot"``; else they are refused. What loses least then has ``table=False``
         and a ``p`` that leaves room for the sum: for 8 workers with 4 bits 1e-6, or 1e-2 with
         ``sum_bits=6``.
-      error_feedback: whether each worker adds to its gradient what was lost of earlier ones. Pieces
-        that come out NaN leave this memory as it was, so that it is always finite. It has the
-        gradients' unit: where a loss scale changes, reduce gradients that are divided by it.
       rounding: how workers' noise is related, see `pallas_kernels.hashing`.
       piece_size: the most coordinates that are rotated together, a power of two.
     """
@@ -101,7 +89,6 @@ class THC(Method):
     form: Form = "psum"
     sum_bits: int | None = None
     saturate: bool = False
-    error_feedback: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
 
@@ -145,11 +132,6 @@ class THC(Method):
         """It chooses among XLA's own collectives by ``form``."""
         return True
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies, and sums that overflow their bits."""
         if topology is not None:
@@ -170,16 +152,14 @@ class THC(Method):
             )
 
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing lost yet."""
-        if not self.error_feedback:
-            return ()
-        return THCState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
+        """The first step."""
+        return THCState(jnp.zeros((), jnp.int32))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         pieces, length = hadamard.piece_shape(size, piece_size=self.piece_size)
         width = self._sum_bits(n_workers)
-        rings = 2 * 32 * (pieces + self.error_feedback)
+        rings = 2 * 32 * pieces
         if self.form == "psum":
             rings += 2 * 32 * -(-pieces * length // (32 // width))
             return rings * (n_workers - 1) // n_workers
@@ -187,14 +167,16 @@ class THC(Method):
         words = bit_words(part, self.bits) + bit_words(part, width)
         return rings * (n_workers - 1) // n_workers + 32 * words * (n_workers - 1)
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         threshold = thc.clip_threshold(self.p)
         with jax.named_scope("thc_all_reduce"):
-            y = with_memory(x, state.residual) if self.error_feedback else x
-            pieces = hadamard.cut(y, piece_size=self.piece_size)
-            scale, seed = self._agree(pieces, axis, call.seed, state)
+            pieces = hadamard.cut(x, piece_size=self.piece_size)
+            scale = axis.pmax(thc.scale_of(pieces))
+            seed = _seed_of_step(call.seed, scale, state, axis)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
             own = slot_noise(seed, n_workers, self.rounding)[axis.index]
             noise = thc.rounding_noise(z.shape, own, self.rounding)
@@ -207,25 +189,10 @@ class THC(Method):
             total, beyond = self._total(index, axis, n_workers)
             mean = decode(total, n_workers)
             result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / call.divisor))
-            if self.error_feedback:
-                delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
-                lost = clipped(pieces - decode(delivered.astype(jnp.uint32), 1))
-                before = hadamard.cut(state.residual, piece_size=self.piece_size)
-                lost = jnp.where(jnp.isfinite(scale)[:, None], lost, before)
-                state = THCState(hadamard.join(lost, x.shape[0]), (state.step + 1) % STEPS)
-            return Outcome(result.astype(x.dtype), state)
-
-    def _agree(self, pieces, axis: Axis, seed, state) -> tuple[Array, UInt32[Array, " 2"]]:
-        """The largest scale of every piece and the step's seed, the same on all workers."""
-        facts = thc.scale_of(pieces)
-        if self.error_feedback:  # a state varies, for all that JAX knows: its step travels along
-            facts = jnp.append(facts, state.step.astype(jnp.float32))
-        facts = axis.pmax(facts)
-        keyed = seed.ndim == 1
-        seed = seed_of(seed, facts)
-        if keyed and self.error_feedback:
-            seed = seed ^ statistics_seed(facts[-1:])
-        return facts[: pieces.shape[0]], seed
+            delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
+            lost = pieces - decode(delivered.astype(jnp.uint32), 1)
+            state = state and THCState((state.step + 1) % STEPS)
+            return Outcome(result.astype(x.dtype), state), hadamard.join(lost, x.shape[0])
 
     def _total(
         self, index: UInt32[Array, "p D"], axis: Axis, n: int
@@ -260,6 +227,18 @@ class THC(Method):
         if self.saturate:
             return self.sum_bits or self.bits
         return self.sum_bits or lane_bits_for(self.g, n_workers)
+
+
+def _seed_of_step(
+    seed: Seed, scale: Float[Array, " p"], state: State, axis: Axis
+) -> UInt32[Array, " 2"]:
+    """The seed of the rotation and the rounding, new in every step where steps are counted."""
+    if not state:
+        return seed_of(seed, scale)
+    step = axis.assume_invarying(state.step).astype(jnp.float32)[None]
+    if seed.ndim == 1:
+        return seed_of(seed, scale) ^ statistics_seed(step)
+    return seed_of(seed, jnp.append(scale, step))
 
 
 def _part_size(size: int, n_workers: int) -> int:

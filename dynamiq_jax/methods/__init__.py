@@ -1,6 +1,13 @@
 """Methods: how one flat array is reduced over one axis."""
 
-from dynamiq_jax.methods.base import Limits, MatrixMethod, Method, ShardedMethod, State
+from dynamiq_jax.methods.base import (
+    Limits,
+    MatrixMethod,
+    Method,
+    ShardedMethod,
+    State,
+    TellsLosses,
+)
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.uncompressed import BF16, F32
@@ -15,4 +22,5 @@ __all__ = [
     "Method",
     "ShardedMethod",
     "State",
+    "TellsLosses",
 ]

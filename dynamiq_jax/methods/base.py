@@ -147,6 +147,11 @@ class Method(ABC):
         return False
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether the state remembers gradients, so that `ErrorFeedback` would do so twice."""
+        return False
+
+    @property
     def scale_axis(self) -> ScaleAxis:
         """The axis of leaves along which coordinates follow each other; `None`: the last one."""
         return None
@@ -204,6 +209,31 @@ class Method(ABC):
     ) -> str | None:
         """A remedy where the relative error is too large; `None` where it is not."""
         return None
+
+
+class TellsLosses(Method):
+    """A method that tells what its encodings lose; `ErrorFeedback` takes these methods."""
+
+    __slots__ = ()
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `Method`."""
+        return self.all_reduce_and_lost(x, call, keep_error=False)[0]
+
+    @abstractmethod
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """`all_reduce`, and the part of this worker's ``x`` that the sum lacks, f32.
+
+        The losses of all workers add up to what the sum lacks, where the sum is finite.
+
+        Args:
+          x: the gradient.
+          call: the collective.
+          keep_error: whether a memory takes the losses. Then workers also clip their numbers, so
+            that sums of finite ones are finite; without it the losses may be `None`.
+        """
 
 
 class NativeSumMethod(Method):

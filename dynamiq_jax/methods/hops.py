@@ -15,7 +15,7 @@ from jaxtyping import Float
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.lax.fingerprint import assert_same_on_workers
 from dynamiq_jax.lax.seeds import Seed
-from dynamiq_jax.methods.base import Call, Method, Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
@@ -40,7 +40,7 @@ class Bound(NamedTuple):
         return n_slots(self.topology.stages(self.n_workers))
 
 
-class HopMethod(Method):
+class HopMethod(TellsLosses):
     """Members of methods that run over topologies."""
 
     __slots__ = ()
@@ -62,10 +62,6 @@ class HopMethod(Method):
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         raise NotImplementedError
-
-    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """The array that this worker sends: ``x``, and the memory of error feedback."""
-        return x
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
         """One worker's message; `None` if nothing has to be agreed on."""
@@ -105,31 +101,16 @@ class HopMethod(Method):
         """The facts of the payloads, for `Metrics`."""
         return PayloadFacts()
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
-        return self._all_reduce(x, call)[0]
-
     def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call
-    ) -> tuple[Outcome, Float[Array, " d"]]:
-        """`all_reduce`, and what this worker's encodings lost, f32[d]: for `ErrorFeedback`.
-
-        The losses of all workers add up to what the sum lacks.
-        """
-        outcome, lost = self._all_reduce(x, call, keep_error=True)
-        assert lost is not None
-        return outcome, lost
-
-    def _all_reduce(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = False
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
     ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """See `TellsLosses`. Without ``keep_error`` the codec spares itself the losses."""
         assert call.topology is not None
         bound = self.bind(x.shape[0], call.n_workers, call.topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
-            y = self.source(x, call.state)
-            shared = self.agreed(y, call, bound)
-            options = {"keep_error": True} if keep_error else {}
-            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=call.divisor, **options)
+            shared = self.agreed(x, call, bound)
+            options = {"divisor": call.divisor, "keep_error": keep_error}
+            codec = self.codec(x, shared, bound, dtype=x.dtype, **options)
             streams = bound.layout.chunks_per_worker
             result, carry = all_reduce(call.topology, codec, call.axis, streams)
             lost = None

@@ -1,7 +1,5 @@
 """ARC-Top-K end to end: which rows travel, what they sum up to, what memory remembers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from cases import (
     auto_mesh,
     first_state,
     relative_error,
+    small,
     stepper,
 )
 from jax import lax
@@ -23,12 +22,14 @@ from dynamiq_jax.compression import as_compression
 KEY = jax.random.key(0)
 
 
-def ARCTopK(**options) -> dq.Compression:
-    """The method, for leaves of any size."""
-    return dq.Compression(dq.comparators.ARCTopK(**options), **{"min_leaf_size": 1})
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.ARCTopK(**options))
 
 
-PLAIN = functools.partial(ARCTopK, error_feedback=False)
+def ARCTopK(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.ARCTopK(**options)))
 
 
 def draw(seed, n, shape=(150, 40), spread=1.0):
@@ -164,7 +165,7 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
     for number in range(count):
         result, state = run(x, KEY, state)
         assert_replicas_equal(result)
-        assert np.all(state[0].step == number + 1)
+        assert np.all(state[0].inner.step == number + 1)
         once.append(factor * np.asarray(result[0], np.float64))
     gap = sum(once) + total_of(state[0].residual).reshape(150, 40) - count * total_of(x)
     largest = np.max(np.abs(np.asarray(x))) * n * count
@@ -262,7 +263,7 @@ def test_wire_bits_and_memory():
 
     assert bits(density=0.25) == 16 * (0.25 + 4 / 512)
     assert bits(density=0.5, rank=8, wire="f32") == 32 * 0.5 + 16 * 8 / 512
-    state = jax.eval_shape(lambda: as_compression(dq.comparators.ARCTopK()).init_state(leaf, n))
+    state = jax.eval_shape(lambda: as_compression(ARCTopK()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 512 + 4
 
 

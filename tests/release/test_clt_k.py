@@ -1,18 +1,16 @@
 """CLT-k end to end: who leads, which coordinates travel, what memory remembers and forgets."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
     sharded,
+    small,
     stepper,
     vmapped,
 )
@@ -25,12 +23,14 @@ KEY = jax.random.key(0)
 CHUNK = 16
 
 
-def CLTK(**options) -> dq.Compression:
-    """The method, for leaves of any size."""
-    return dq.Compression(dq.comparators.CLTK(chunk_size=CHUNK, **options), **SMALL)
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.CLTK(chunk_size=CHUNK, **options))
 
 
-PLAIN = functools.partial(CLTK, error_feedback=False)
+def CLTK(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.CLTK(chunk_size=CHUNK, **options)))
 
 
 def draw(seed, n, size=333):
@@ -123,9 +123,9 @@ def test_what_is_not_delivered_is_in_memory_to_the_last_bit():
     assert np.mean(delivered != 0) > 0.3
 
 
-def test_the_memory_rate_filters_what_is_left():
+def test_eta_filters_what_is_left():
     x, before = draw(6, 3), draw(7, 3)
-    method = CLTK(density=0.25, memory_rate=0.3)
+    method = small(dq.ErrorFeedback(dq.comparators.CLTK(density=0.25, chunk_size=CHUNK), eta=0.3))
     state, run = first_state(method, x, 3), stepper(method)
     state = (state[0]._replace(residual=jnp.asarray(before)),)
     found, after = run(x, KEY, state)
@@ -162,7 +162,7 @@ def test_states_differ_between_devices_and_places_do_not():
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
     found = jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs))(x)
-    assert_replicas_equal((found.tree, found.state[0].step))
+    assert_replicas_equal((found.tree, found.state[0].inner.step))
     left = np.asarray(found.state[0].residual)
     assert len({part.tobytes() for part in left}) == 4
     unsent = np.asarray(found.tree[0]) == 0
@@ -179,7 +179,7 @@ def test_bits_per_coordinate():
 
     assert bits() == 24 / 64
     assert bits(density=0.1, chunk_size=64) == 24 * 7 / 64
-    state = jax.eval_shape(lambda: as_compression(dq.comparators.CLTK()).init_state(leaf, 8))
+    state = jax.eval_shape(lambda: as_compression(CLTK()).init_state(leaf, 8))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * (1 << 20) + 4
 
 
@@ -187,7 +187,6 @@ def test_bits_per_coordinate():
     ("fields", "message"),
     [
         ({"density": 0}, "density=0 must be above 0 and at most 1"),
-        ({"memory_rate": 1.5}, "memory_rate=1.5 must be above 0 and at most 1"),
         ({"chunk_size": 257}, "chunk_size=257 must be an integer, 1 to 256"),
     ],
 )

@@ -26,7 +26,8 @@ from dynamiq_jax.comparators.liec import LocalError
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16
-MINMAX = small(dq.comparators.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest"))
+ALONE = dq.comparators.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest")
+MINMAX, LOCAL = small(ALONE), small(liec.LocalError(ALONE))
 
 
 def draw(seed, size=500):
@@ -51,7 +52,7 @@ def owners_errors(memory, size):
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_results_and_what_owners_keep_make_up_all_gradients(mean):
-    method, size = LocalError(MINMAX), 500
+    method, size = LOCAL, 500
     state, run = first_state(method, draw(0), N), stepper(method, mean=mean)
     assert state[0].shape == (N, 128)  # an n-th, in whole buckets
     given = delivered = 0.0
@@ -67,7 +68,7 @@ def test_results_and_what_owners_keep_make_up_all_gradients(mean):
 
 def test_each_worker_adds_what_its_own_encoding_lost():
     """Of its share of others' chunks: up to half a step of its buckets, on either side."""
-    x, method = draw(1), LocalError(MINMAX)
+    x, method = draw(1), LOCAL
     found, state = stepper(method, mean=True)(x, KEY, first_state(method, x, N))
     found = np.asarray(found, np.float64)
     owner = owners(x.shape[1], state[0])
@@ -86,7 +87,7 @@ def test_each_worker_adds_what_its_own_encoding_lost():
 
 
 def test_what_is_not_finite_leaves_owners_errors_alone():
-    method, bad = LocalError(MINMAX), draw(2)
+    method, bad = LOCAL, draw(2)
     _, state = stepper(method)(draw(1), KEY, first_state(method, bad, N))
     bad[2, 300] = np.nan
     found, after = stepper(method)(bad, KEY, state)
@@ -159,7 +160,7 @@ def test_it_follows_plain_sgd():
 
 
 @pytest.mark.parametrize(
-    "method", [dq.DynamiQ(), dq.comparators.THC(), dq.comparators.OmniReduce(error_feedback=True)]
+    "method", [dq.DynamiQ(), dq.comparators.THC(), dq.comparators.OmniReduce()]
 )
 def test_methods_without_fixed_chunks_are_refused(method):
     with pytest.raises(
@@ -170,7 +171,7 @@ def test_methods_without_fixed_chunks_are_refused(method):
 
 def test_topologies_and_periods_are_refused():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        LocalError(MINMAX).check(4, dq.Ring())
+        liec.LocalError(ALONE).check(4, dq.Ring())
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
         liec.average_every(0, jnp.int32(1), {}, "data")
     with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):

@@ -3,7 +3,6 @@
 The method here sums exactly and adds to every coordinate what tells its row and column.
 """
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh, wire_bits
+from cases import assert_same_bits, auto_mesh, small, wire_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -172,18 +171,15 @@ def test_topologies_are_refused():
 
 
 def test_arrays_of_an_unknown_matrix_are_single_rows():
+    known = Numbered(matrix=(5, 10))
     assert Numbered().wire_bits(50, N, None) == 150
-    (leaf,) = describe_leaves(jax.ShapeDtypeStruct((5, 10), jnp.float32))
-    known = Numbered().of_bucket(Bucket((leaf,)))
     assert known.wire_bits(50, N, None) == 510
     assert math.prod(known.shape_of(50)) == 50
 
 
 METHODS = {
-    "powersgd": dq.Compression(dq.comparators.PowerSGD(rank=2, wire="f32"), min_leaf_size=1),
-    "arc top-k": dq.Compression(
-        dq.comparators.ARCTopK(density=0.5, rank=2, wire="f32"), min_leaf_size=1
-    ),
+    "powersgd": dq.comparators.PowerSGD(rank=2, wire="f32"),
+    "arc top-k": dq.comparators.ARCTopK(density=0.5, rank=2, wire="f32"),
 }
 
 
@@ -191,7 +187,7 @@ METHODS = {
 @pytest.mark.parametrize("kind", ["automatic", "manual", "manual, unchecked"])
 def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
     """Two steps with memory: a device's sums are those of a mesh of its own part alone."""
-    method, spec = METHODS[name], P(None, "model")
+    method, spec = small(dq.ErrorFeedback(METHODS[name])), P(None, "model")
     mesh = jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = np.random.default_rng(1).standard_normal((N, 24, 20)).astype(np.float32)
     manual = "manual" in kind
@@ -210,8 +206,8 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
         return jax.jit(jax.shard_map(two_steps, **specs))(part, state)
 
     expected = [alone(part) for part in np.split(x, 2, axis=2)]
-    options = {"method": method, "mesh": mesh, "specs": spec, "stacked": True}
-    state = as_compression(None).init_state(jnp.zeros((24, 20)), N, **options)
+    options = {"mesh": mesh, "specs": spec, "stacked": True}
+    state = method.init_state(jnp.zeros((24, 20)), N, **options)
     if manual:  # parts of a state are told by the mesh alone
 
         def both(x, state):
@@ -239,8 +235,7 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
 @pytest.mark.parametrize("name", METHODS)
 def test_groups_of_workers_sum_for_themselves(name):
     x = np.random.default_rng(2).standard_normal((4, 24, 20)).astype(np.float32)
-    alone = dataclasses.replace(METHODS[name].method, error_feedback=False)
-    method = dataclasses.replace(METHODS[name], method=alone)
+    method = small(METHODS[name])
 
     def one(x, groups):
         total = dq.psum(x[0], "data", method=method, axis_index_groups=groups)

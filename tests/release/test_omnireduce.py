@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, sharded, small, vmapped
+from cases import assert_replicas_equal, sharded, small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
@@ -16,9 +16,9 @@ N = 8
 KEY = jax.random.key(0)
 
 
-def OmniReduce(**options) -> dq.Compression:
-    """The method, for leaves of any size."""
-    return dq.Compression(dq.comparators.OmniReduce(block_size=BLOCK, **options), **SMALL)
+def OmniReduce(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.OmniReduce(block_size=BLOCK, **options))
 
 
 def draw(seed, blocks, n=N):
@@ -81,8 +81,9 @@ def test_blocks_of_most_energy_are_summed_and_others_are_zero(density, size):
 
 def test_chunked_top_k_is_its_definition():
     """J chunks of the largest sum of squared norms, whole, and the rest in memory for later."""
-    x, method = draw(7, 4 * 40), small(dq.comparators.OmniReduce.top_k_chunked(density=0.25))
-    assert (method.method.block_size, method.method.error_feedback) == (4 * BLOCK, True)
+    alone = dq.comparators.OmniReduce.top_k_chunked(density=0.25)
+    x, method = draw(7, 4 * 40), small(dq.ErrorFeedback(alone))
+    assert alone.block_size == 4 * BLOCK
     chunks = x.reshape(N, 40, 64)
     order = np.argsort(-np.sum(chunks**2, axis=(0, 2), dtype=np.float64))
     found, state = stepper(method)(x, start(method, x))

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
+    small,
     stepper,
     vmapped,
 )
@@ -25,9 +25,14 @@ KEY = jax.random.key(0)
 BLOCK, N = 16, 4
 
 
-def SIDCo(**options) -> dq.Compression:
-    """The method, for leaves of any size."""
-    return dq.Compression(dq.comparators.SIDCo(block_size=BLOCK, **options), **SMALL)
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.SIDCo(block_size=BLOCK, **options))
+
+
+def SIDCo(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.SIDCo(block_size=BLOCK, **options)))
 
 
 def kept(numbers, density):
@@ -127,7 +132,7 @@ def check_sum(found, x, sent):
 
 def test_all_workers_sum_the_blocks_above_the_threshold():
     """And in the room that is left others in order, from the place of the state."""
-    x, method = draw(2), SIDCo(density=0.1, headroom=1.5, error_feedback=False)
+    x, method = draw(2), PLAIN(density=0.1, headroom=1.5)
     found = np.asarray(vmapped(method, None)(x, KEY))
     assert_replicas_equal(found)
     sent = np.any(blocks_of(found[0]) != 0, axis=1)
@@ -153,7 +158,7 @@ def test_who_finds_no_room_is_first_in_the_next_step():
         sent = np.any(blocks_of(found[0]) != 0, axis=1)
         if step == 0:  # later blocks that wait are larger than those that were sent
             np.testing.assert_array_equal(sent, np.arange(80) < 10)
-        assert np.all(state[0].place == 10 * (step + 1))
+        assert np.all(state[0].inner.place == 10 * (step + 1))
     assert sent.sum() == 10
     assert np.all(sent[20:30])
 
@@ -164,7 +169,7 @@ def test_who_finds_no_room_is_first_in_the_next_step():
 )
 def test_the_number_of_stages_finds_its_place(scales, density, settled):
     """Only at the end of a period, on all workers alike; then about the density is above."""
-    method = SIDCo(density=density, error_feedback=False)
+    method = PLAIN(density=density)
     state, run = first_state(method, draw(0, scales=scales), N), stepper(method)
     counts = []
     for step in range(15):
@@ -208,7 +213,7 @@ def test_devices_choose_alike_though_their_memories_differ():
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
     found = jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))(x)
-    assert_replicas_equal((found.tree, found.state[0]._replace(residual=None)))
+    assert_replicas_equal((found.tree, found.state[0].inner))
     left = np.asarray(found.state[0].residual)
     assert len({part.tobytes() for part in left}) == N
     unsent = np.asarray(found.tree[0]) == 0

@@ -37,8 +37,8 @@ DYNAMIQ = [
     small(dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False)),
 ]
 SHARED = small(dq.comparators.MXFP8(sum="shared-scale"))
-MEMORY = small(dq.comparators.THC(error_feedback=True, piece_size=256))
-POWER = dq.Compression(dq.comparators.PowerSGD(rank=2), min_leaf_size=1)
+MEMORY = small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256)))
+POWER = small(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)))
 HOP_BY_HOP = [
     SHARED,
     dq.Compression(dq.comparators.MXFP8(element="e5m2"), bucket_bytes=4096, **SMALL),
@@ -55,16 +55,16 @@ NATIVE = [
     MEMORY,
     small(dq.comparators.THC(table=False, bits=6, piece_size=256)),
     dq.Compression(
-        dq.comparators.THC(form="two-shot", error_feedback=True), bucket_bytes=4096, **SMALL
+        dq.ErrorFeedback(dq.comparators.THC(form="two-shot")), bucket_bytes=4096, **SMALL
     ),
     small(dq.comparators.OmniReduce(block_size=32)),
-    small(dq.comparators.OmniReduce(block_size=32, error_feedback=True)),
-    small(dq.comparators.OmniReduce(block_size=32, select="union", error_feedback=True)),
+    small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=32))),
+    small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=32, select="union"))),
     small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256), kind="ef21")),
-    small(dq.comparators.CLTK(density=0.2)),
-    small(dq.comparators.SIDCo(density=0.2, block_size=32)),
+    small(dq.ErrorFeedback(dq.comparators.CLTK(density=0.2))),
+    small(dq.ErrorFeedback(dq.comparators.SIDCo(density=0.2, block_size=32))),
     POWER,
-    dq.Compression(dq.comparators.ARCTopK(density=0.5, rank=2), min_leaf_size=1),
+    small(dq.ErrorFeedback(dq.comparators.ARCTopK(density=0.5, rank=2))),
 ]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 

@@ -25,6 +25,8 @@ import training_model
 import training_report
 import training_run
 
+import dynamiq_jax as dq
+
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 PNG = b"\x89PNG"
 STEPS, SEEDS = 8, 2
@@ -138,7 +140,8 @@ def test_methods_and_their_routes_by_name():
     assert list(parsed) == texts.replace("4.50", "4.5").split()
     for text, memory in matrices.items():
         _, method = training_run.parse_method(text, "jnp")
-        assert method.error_feedback is memory
+        assert isinstance(method, dq.ErrorFeedback) is memory
+        assert method.min_leaf_size == 4096
     for method in parsed.values():
         assert method.limits(8, fast_links=True)[:3] == (4096, 1, 0)
     assert parsed["dynamiq:5"].floor is not None

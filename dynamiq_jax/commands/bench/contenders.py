@@ -38,37 +38,31 @@ def _omnireduce(bits: float = 8, **options) -> dq.comparators.OmniReduce:
 
 def _top_k_chunked(bits: float = 4, **options) -> dq.comparators.OmniReduce:
     """The density that takes ``bits`` with chunks of 64; without memory."""
-    options.setdefault("error_feedback", False)
-    return replace(dq.comparators.OmniReduce.top_k_chunked((bits - 16 / 64) / 16), **options)
+    return dq.comparators.OmniReduce.top_k_chunked((bits - 16 / 64) / 16, **options)
 
 
-def _remembered(
-    kind: Any, method: Callable[..., Any] = dq.DynamiQ, bits: float = 5, **options
+def remembered(
+    kind: Any, method: Callable[..., Any] = dq.DynamiQ, bits: float | None = None, **options
 ) -> dq.ErrorFeedback:
     """Error feedback of that kind around a method of ``bits``, by default DynamiQ."""
-    return dq.ErrorFeedback(method(bits=bits, **options), kind=kind)
+    if bits is not None:
+        options["bits"] = bits
+    return dq.ErrorFeedback(method(**options), kind=kind)
 
 
 def _clt_k(bits: float = 4, **options) -> dq.comparators.CLTK:
-    """The density that takes ``bits``, places included; without memory, as of `of_matrices`."""
-    options.setdefault("error_feedback", False)
+    """The density that takes ``bits``, places included; without memory."""
     return dq.comparators.CLTK(density=bits / 24, **options)
 
 
 def _sidco(bits: float = 4, **options) -> dq.comparators.SIDCo:
     """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
-    options.setdefault("error_feedback", False)
     return dq.comparators.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
 
 
-def of_matrices(method: Callable[..., Any], *, error_feedback: bool = False, **options) -> Any:
-    """A method of matrices, which has no buckets; without memory, as few benchmarks keep one."""
-    return method(error_feedback=error_feedback, **options)
-
-
 def arc_top_k(bits: float = 3.2, **options) -> dq.comparators.ARCTopK:
-    """The density whose rows take ``bits``; the sketch comes on top."""
-    return of_matrices(dq.comparators.ARCTopK, density=bits / 16, **options)
+    """The density whose rows take ``bits``; the sketch comes on top; without memory."""
+    return dq.comparators.ARCTopK(density=bits / 16, **options)
 
 
 PAPER = {
@@ -105,15 +99,15 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "thc-saturating": partial(_whole_bits, dq.comparators.THC, **SATURATING),
     "omnireduce": _omnireduce,
     "topk-chunked": _top_k_chunked,
-    "dynamiq-ef14": partial(_remembered, "ef14"),
-    "dynamiq-ef21": partial(_remembered, "ef21"),
-    "dynamiq-ef21m": partial(_remembered, "ef21m"),
-    "dynamiq-econtrol": partial(_remembered, "econtrol"),
+    "dynamiq-ef14": partial(remembered, "ef14"),
+    "dynamiq-ef21": partial(remembered, "ef21"),
+    "dynamiq-ef21m": partial(remembered, "ef21m"),
+    "dynamiq-econtrol": partial(remembered, "econtrol"),
     "marsit": dq.comparators.Marsit,
     "perm-k": dq.comparators.PermK,
     "clt-k": _clt_k,
     "sidco": _sidco,
-    "powersgd": partial(of_matrices, dq.comparators.PowerSGD),
+    "powersgd": dq.comparators.PowerSGD,
     "arc-top-k": arc_top_k,
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method

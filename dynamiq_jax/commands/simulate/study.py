@@ -79,8 +79,8 @@ class Case:
             )
         if method.needs_state:
             raise NotImplementedError(
-                f"method={method!r}: one step is simulated, in which memory is empty; pass "
-                "error_feedback=False, or the method that dq.ErrorFeedback is around"
+                f"method={method!r}: one step is simulated, in which memory is empty; pass a "
+                "method without a state, as the one that dq.ErrorFeedback is around"
             )
         self.outer.check(self.n_outer)
 

@@ -5,7 +5,6 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ from dynamiq_jax.methods.base import (
     ShardedMethod,
     State,
     check_choice,
-    clipped,
-    with_memory,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
     LARGEST_DITHERED_ERROR,
@@ -59,13 +56,6 @@ from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
 MIN_TILES_PER_WORKER = 16
 BUCKET_BYTES = 256 * 2**20
-
-
-class DynamiQState(NamedTuple):
-    """The state of error feedback, on every worker its own."""
-
-    residual: Float[Array, " d"]
-    """The losses of this worker's encodings, f32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +94,6 @@ class DynamiQ(HopMethod, ShardedMethod):
         along the residual stream: docs/training-quality.md, "Near coordinates".
       subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
         1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
-      error_feedback: whether each worker adds to its gradient what all its encodings lost in the
-        step before, partial sums of a ring included. It takes a state, see `dq.reduce`, of one f32
-        per coordinate on every worker, and two more kernels per encoding. Super-groups that come
-        out NaN leave the state as it was. The rounding is unbiased without it, and at 3 bits it
-        is unstable: docs/training-quality.md.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
         same bits on all workers, with an error at run time if not.
@@ -125,7 +110,6 @@ class DynamiQ(HopMethod, ShardedMethod):
     dither: bool = False
     scale_axis: ScaleAxis = None  # pyright: ignore[reportIncompatibleMethodOverride]
     subtract_mean: bool = False
-    error_feedback: bool = False
     backend: Backend | None = None
     debug_checks: bool = False
 
@@ -217,15 +201,6 @@ class DynamiQ(HopMethod, ShardedMethod):
             group_scale=self.group_scale,
             dither=self.dither,
         )
-
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
-    def init(self, size: int, n_workers: int) -> State:
-        """Nothing lost yet, where there is error feedback."""
-        return DynamiQState(jnp.zeros(size, jnp.float32)) if self.error_feedback else ()
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """See `Method`. Padding takes the bits of buckets with few tiles for each worker."""
@@ -353,10 +328,6 @@ class DynamiQ(HopMethod, ShardedMethod):
         layout = self.layout(size, n_workers, topology)
         return Bound(layout, topology, n_workers)
 
-    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """See `HopMethod`."""
-        return with_memory(x, state.residual) if self.error_feedback else x
-
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
         """Squared norms (and means) of the super-groups, bf16."""
         return statistics(x, bound.layout, self.backend)
@@ -376,22 +347,12 @@ class DynamiQ(HopMethod, ShardedMethod):
         keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        keep_error = keep_error or self.error_feedback
         options = {"keep_error": keep_error, "backend": self.backend}
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
 
     def kept(self, carry: Carry) -> tuple[Carry, Array]:
         """See `HopMethod`."""
         return (), carry
-
-    def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
-        """The losses of the encodings; super-groups that come out NaN keep their earlier ones."""
-        if not self.error_feedback:
-            return state
-        poisoned = jnp.isnan(shared.plan.mean_sum[: bound.layout.rows, None])
-        poisoned = jnp.broadcast_to(poisoned, carry.shape).reshape(-1)[: bound.layout.size]
-        lost = clipped(carry.reshape(-1)[: bound.layout.size])
-        return DynamiQState(jnp.where(poisoned, state.residual, lost))
 
     def facts(
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
@@ -409,17 +370,12 @@ class DynamiQ(HopMethod, ShardedMethod):
             error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
         )
 
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`."""
-        self._warn(call, "all_reduce")
-        return HopMethod.all_reduce(self, x, call)
-
     def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call
-    ) -> tuple[Outcome, Float[Array, " d"]]:
-        """See `HopMethod`."""
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """See `TellsLosses`."""
         self._warn(call, "all_reduce")
-        return HopMethod.all_reduce_and_lost(self, x, call)
+        return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
