@@ -209,9 +209,7 @@ def test_unknown_operations_are_refused():
 def test_a_stacked_state_is_every_workers():
     x = jax.ShapeDtypeStruct((200_000,), jnp.float32)
     method = dq.ErrorFeedback(dq.DynamiQ())
-    (own,), (all_of,) = (
-        as_compression(method).init_state(x, 3, stacked=s) for s in (False, True)
-    )
+    (own,), (all_of,) = (as_compression(method).init_state(x, 3, stacked=s) for s in (False, True))
     assert (own.residual.shape, all_of.residual.shape) == ((200_000,), (3, 200_000))
     mesh = auto_mesh(2)
     assert as_compression(dq.DynamiQ()).init_state(x, mesh.size) == ((),)

@@ -78,7 +78,7 @@ def test_parts_gain_in_the_papers_order():
 
 def test_antithetic_beats_correlated_beats_independent_rounding():
     found = [
-        errors(small(dq.DynamiQ(rounding=rounding)))
+        errors(dq.DynamiQ(rounding=rounding))
         for rounding in ("antithetic", "correlated", "independent")
     ]
     # 9% and 40% less, on the same data.
@@ -91,7 +91,7 @@ def test_error_grows_no_faster_than_the_ring_is_long():
 
     So the error, over the squared norm of the sum of n independent gradients, grows like n.
     """
-    method, relative = small(dq.DynamiQ(bits=6)), []
+    method, relative = dq.DynamiQ(bits=6), []
     for n in (2, 5, 12):
         x = jax.random.normal(jax.random.key(7), (n, 64 * n * 256))
         exact = np.sum(np.asarray(x, np.float64), axis=0)

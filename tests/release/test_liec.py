@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.comparators import liec
-from dynamiq_jax.comparators.liec import LocalError
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16

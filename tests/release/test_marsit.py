@@ -290,11 +290,11 @@ def test_wire_bits_are_what_the_rounds_move(topology):
     names += re.findall(r"[\w.\-]+", " ".join(re.findall(r"branch_computations={(.*?)}", hlo)))
     sent = {name: sum(moved_bits(body, Counter(), n).values()) / n for name, body in bodies}
     branches = sorted(sent.pop(name) for name in set(names))
-    agreed, one_bit, full = method.round_bits(size, n, topology)
+    agreed, one_bit, full = method.method.round_bits(size, n, topology)
     assert (branches, sum(sent.values())) == ([one_bit, full], agreed)
-    assert method.wire_bits(size, n, topology) == agreed + (4 * one_bit + full) // 5
+    assert method.method.wire_bits(size, n, topology) == agreed + (4 * one_bit + full) // 5
     assert one_bit < 1.06 * 2 * (n - 1) / n * size
-    assert method.wire_bits(size, 1, topology) == 0
+    assert method.method.wire_bits(size, 1, topology) == 0
 
 
 def test_what_makes_no_sense_is_refused():
@@ -313,5 +313,5 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="up to 4096 workers, and here are 5000; pass topology=dq"):
         as_compression(dq.comparators.Marsit(), dq.Ring()).init_state(jnp.zeros(1 << 20), 5000)
     x = jnp.ones((2, 8192))
-    with pytest.raises(ValueError, match=r"Marsit\(.* is only right with its state"):
+    with pytest.raises(ValueError, match=r"Marsit\(.* needs a state"):
         jax.vmap(lambda x: dq.psum(x, "data", method=Marsit()), axis_name="data")(x)

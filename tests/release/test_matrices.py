@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import MatrixMethod, Outcome
-from dynamiq_jax.tree.leaves import Bucket, describe_leaves
 
 N = 4
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    small,
     assert_replicas_equal,
     assert_same_bits,
     bias,
     relative_error,
     sharded,
+    small,
     vmapped,
     wire_bits,
 )
