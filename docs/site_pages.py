@@ -21,6 +21,8 @@ PAGES = {
     "benchmarks/results/training.md": "benchmarks/results/training.md",
     "benchmarks/results/dither.md": "benchmarks/results/dither.md",
     "benchmarks/results/dealt.md": "benchmarks/results/dealt.md",
+    "benchmarks/results/learning_rates.md": "benchmarks/results/learning_rates.md",
+    "benchmarks/results/comparison.md": "benchmarks/results/comparison.md",
 }
 """Files of the repository, and where the site has them."""
 

@@ -249,7 +249,7 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ],
 )
 def test_learning_rates_are_those_of_the_files(number, files, lines):
-    """The tables of docs/training-quality.md, each row beside its own file's exact one."""
+    """The tables of benchmarks/results/learning_rates.md, each row beside its own file's exact one."""
     rows = {}
     for name in files:
         kept = comparison.load(comparison.RESULTS / name)["rows"]
@@ -260,8 +260,7 @@ def test_learning_rates_are_those_of_the_files(number, files, lines):
             settings = row["settings"]
             rate = settings["learning_rate"]
             rows.setdefault((settings["method"], rate), (row, exact[rate]))
-    page = (comparison.PAGE.parent / "training-quality.md").read_text()
-    page = page[page.index("## Learning rates") : page.index("## Error feedback")]
+    page = (comparison.RESULTS / "learning_rates.md").read_text()
     table = re.findall(r"(?:^\|.*\n)+", page, re.M)[number]
     titles = {"MXFP4": "mxfp4", "MXFP8": "mxfp8"}
     titles |= {f"DynamiQ, {bits} bits": f"dynamiq:{bits}" for bits in (3, 4, 5)}
@@ -287,7 +286,7 @@ def test_learning_rates_are_those_of_the_files(number, files, lines):
 
 
 def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
-    """The sentences under the second table of docs/training-quality.md."""
+    """The sentences under the second table of benchmarks/results/learning_rates.md."""
     kept = comparison.load(comparison.RESULTS / "learning_rates_125m.json")["rows"]
     rows = [row for row in kept if row["settings"]["learning_rate"] == 1.2e-3]
     found = {row["settings"]["method"]: row for row in rows}
@@ -295,6 +294,6 @@ def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
     gains = 100 * (1 - np.divide(found["mxfp4"]["validation_loss"], exact))
     pair = ({**found[name], "exact": exact} for name in ("mxfp4", "dynamiq:5"))
     beside = comparison.signed(*comparison.pair_difference(*pair))
-    page = " ".join((comparison.PAGE.parent / "training-quality.md").read_text().split())
+    page = " ".join((comparison.RESULTS / "learning_rates.md").read_text().split())
     said = f"Every seed gains, by {gains.min():.1f} to {gains.max():.1f}%; beside DynamiQ at 5 bits"
     assert f"{said} {beside}%" in page
