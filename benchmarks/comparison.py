@@ -1,4 +1,4 @@
-r"""The tables of docs/comparison.md and results/comparison.md: every method by wire bits, state, error, loss and time.
+r"""The tables of the comparison, on two pages: every method by wire bits, state, error, loss, time.
 
     python benchmarks/comparison.py            # prints them
     python benchmarks/comparison.py --write    # puts them into the pages, between markers
