@@ -254,7 +254,7 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ],
 )
 def test_learning_rates_are_those_of_the_files(number, files, lines):
-    """The tables of benchmarks/results/learning_rates.md, each row beside its own file's exact one."""
+    """The tables of learning_rates.md, each row beside its own file's exact one."""
     rows = {}
     for name in files:
         kept = comparison.load(comparison.RESULTS / name)["rows"]
@@ -291,7 +291,7 @@ def test_learning_rates_are_those_of_the_files(number, files, lines):
 
 
 def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
-    """The sentences under the second table of benchmarks/results/learning_rates.md."""
+    """The sentences under the second table of learning_rates.md."""
     kept = comparison.load(comparison.RESULTS / "learning_rates_125m.json")["rows"]
     rows = [row for row in kept if row["settings"]["learning_rate"] == 1.2e-3]
     found = {row["settings"]["method"]: row for row in rows}
