@@ -21,6 +21,8 @@ PAGES = {
     "benchmarks/evidence/results/training.md": "benchmarks/evidence/results/training.md",
     "benchmarks/evidence/results/dither.md": "benchmarks/evidence/results/dither.md",
     "benchmarks/evidence/results/dealt.md": "benchmarks/evidence/results/dealt.md",
+    "benchmarks/evidence/results/learning_rates.md": "benchmarks/evidence/results/learning_rates.md",
+    "benchmarks/evidence/results/comparison.md": "benchmarks/evidence/results/comparison.md",
 }
 """Files of the repository, and where the site has them."""
 

@@ -1,7 +1,7 @@
-r"""The tables of docs/comparison.md: every method by wire bits, state, error, loss and time.
+r"""The tables of the comparison, on two pages: every method by wire bits, state, error, loss, time.
 
     python benchmarks/evidence/comparison.py            # prints them
-    python benchmarks/evidence/comparison.py --write    # puts them into the page
+    python benchmarks/evidence/comparison.py --write    # puts them into the pages, between markers
 
 It measures nothing. Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``,
 times those of ``dynamiq-jax bench all-reduce``; `LOSSES`, `ERRORS` and `TIMES` say which files of
@@ -31,6 +31,7 @@ from training_run import BF16, EXACT, exact_mean, library_mean
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
+MORE = RESULTS / "comparison.md"
 ERRORS = RESULTS / "comparison_error.json"
 TIMES = RESULTS / "comparison_times.json"
 TRANSPORTS = RESULTS / "comparison_transports.json"
@@ -485,13 +486,22 @@ def transport_table() -> str:
 
 
 def blocks() -> dict[str, str]:
-    """What stands between the page's markers, by the block's name."""
+    """The texts between the markers of both pages, by the block's name."""
     tables = {name: table(name) for name in LOSSES}
     pairs = {f"{name}-pairs": pair_table(name) for name in PAIRS}
     return tables | pairs | {
         "time-to-loss": time_to_loss_table(), "errors": error_origin(), "times": time_origin(),
         "transports": transport_table(),
     }  # fmt: skip
+
+
+def pages(texts: Mapping[str, str]) -> dict[Path, dict[str, str]]:
+    """The blocks of each page: pairs and the smallest model are in ``MORE``."""
+    apart = {"small", "seeds", *(f"{name}-pairs" for name in PAIRS)}
+    found: dict[Path, dict[str, str]] = {PAGE: {}, MORE: {}}
+    for name, text in texts.items():
+        found[MORE if name in apart else PAGE][name] = text
+    return found
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
@@ -508,12 +518,13 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
 
 
 def main(
-    write: Annotated[bool, typer.Option("--write", help="Put them into the page.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Put them into the pages.")] = False,
 ) -> None:
-    """Prints the tables, or writes them into the page."""
+    """Prints the tables, or writes them into the pages."""
     texts = blocks()
     if write:
-        PAGE.write_text(filled(PAGE.read_text(), texts))
+        for path, own in pages(texts).items():
+            path.write_text(filled(path.read_text(), own))
     else:
         print("\n\n".join(f"{name}\n\n{text}" for name, text in texts.items()))
 

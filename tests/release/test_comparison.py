@@ -41,13 +41,15 @@ def small():
     return {row["settings"]["method"]: row for row in rows}
 
 
-def test_the_page_has_the_tables_of_today(texts):
-    page = comparison.PAGE.read_text()
-    assert page == comparison.filled(page, texts), "run comparison.py --write"
+def test_the_pages_have_the_tables_of_today(texts):
+    for path, own in comparison.pages(texts).items():
+        page = path.read_text()
+        assert page == comparison.filled(page, own), "run python benchmarks/evidence/comparison.py --write"
 
 
 def test_differences_in_the_text_are_those_of_the_tables(texts):
-    page = comparison.filled(comparison.PAGE.read_text(), dict.fromkeys(texts, ""))
+    own = comparison.pages(texts)[comparison.PAGE]
+    page = comparison.filled(comparison.PAGE.read_text(), dict.fromkeys(own, ""))
     prose = " ".join(page.split())
     told = re.findall(r"[+−]\d+\.\d+ ± \d+\.\d+", prose)
     assert told
@@ -102,7 +104,7 @@ def test_liec_with_sgd_loses_what_the_page_says():
     kept = comparison.load(comparison.RESULTS / "comparison.json")["rows"]
     sgd = [row for row in kept if row["settings"]["optimiser"] == "sgd"]
     loss = {row["settings"]["method"]: comparison.loss(row) for row in sgd}
-    page = " ".join(comparison.PAGE.read_text().split())
+    page = " ".join(comparison.MORE.read_text().split())
     said = "it loses more: {liec:.1f} %, and MinMax with as many bits {minmax:.1f} %"
     assert said.format(liec=loss["liec"], minmax=loss["minmax:4"]) in page
 
@@ -234,12 +236,15 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ran = invoke()
     assert ran.exit_code == 0, ran.output
     assert all(text in ran.stdout for text in texts.values())
-    empty = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in texts)
-    page = tmp_path / "page.md"
-    page.write_text(empty)
-    monkeypatch.setattr(comparison, "PAGE", page)
+    monkeypatch.setattr(comparison, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(comparison, "MORE", tmp_path / "more.md")
+    expected = {}
+    for path, own in comparison.pages(texts).items():
+        empty = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in own)
+        path.write_text(empty)
+        expected[path] = comparison.filled(empty, own)
     assert invoke("--write").exit_code == 0
-    assert page.read_text() == comparison.filled(empty, texts)
+    assert all(path.read_text() == text for path, text in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -250,15 +255,14 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ],
 )
 def test_learning_rates_are_those_of_the_files(number, files, lines):
-    """The tables of docs/training-quality.md, each row beside its own exact one."""
+    """The tables of learning_rates.md, each row beside its own file's exact one."""
     rows = {}
     for name in files:
         kept = comparison.load(comparison.RESULTS / name)["rows"]
         for row in kept:
             key = row["settings"]["method"], row["settings"]["learning_rate"]
             rows.setdefault(key, (row, comparison.exact_row(row, kept)))
-    page = (comparison.PAGE.parent / "training-quality.md").read_text()
-    page = page[page.index("## Learning rates") : page.index("## Error feedback")]
+    page = (comparison.RESULTS / "learning_rates.md").read_text()
     table = re.findall(r"(?:^\|.*\n)+", page, re.M)[number]
     titles = {"MXFP4": "mxfp4", "MXFP8": "mxfp8"}
     titles |= {f"DynamiQ, {bits} bits": f"dynamiq:{bits}" for bits in (3, 4, 5)}
@@ -284,7 +288,7 @@ def test_learning_rates_are_those_of_the_files(number, files, lines):
 
 
 def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
-    """The sentences under the second table of docs/training-quality.md."""
+    """The sentences under the second table of learning_rates.md."""
     kept = comparison.load(comparison.RESULTS / "learning_rates_125m.json")["rows"]
     rows = [row for row in kept if row["settings"]["learning_rate"] == 1.2e-3]
     found = {row["settings"]["method"]: row for row in rows}
@@ -292,6 +296,6 @@ def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
     gains = 100 * (1 - np.divide(found["mxfp4"]["validation_loss"], exact))
     pair = ({**found[name], "exact": exact} for name in ("mxfp4", "dynamiq:5"))
     beside = comparison.signed(*comparison.pair_difference(*pair))
-    page = " ".join((comparison.PAGE.parent / "training-quality.md").read_text().split())
+    page = " ".join((comparison.RESULTS / "learning_rates.md").read_text().split())
     said = f"Every seed gains, by {gains.min():.1f} to {gains.max():.1f}%; beside DynamiQ at 5 bits"
     assert f"{said} {beside}%" in page
