@@ -17,12 +17,14 @@ PAGES = {
     "README.md": "index.md",
     "BUILD.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-    "benchmarks/evidence/REPORT.md": "benchmarks/evidence/REPORT.md",
-    "benchmarks/evidence/results/training.md": "benchmarks/evidence/results/training.md",
-    "benchmarks/evidence/results/dither.md": "benchmarks/evidence/results/dither.md",
-    "benchmarks/evidence/results/dealt.md": "benchmarks/evidence/results/dealt.md",
-    "benchmarks/evidence/results/learning_rates.md": "benchmarks/evidence/results/learning_rates.md",
-    "benchmarks/evidence/results/comparison.md": "benchmarks/evidence/results/comparison.md",
+}
+RESULTS = ("training", "dither", "dealt", "learning_rates", "comparison")
+PAGES |= {
+    path: path
+    for path in (
+        "benchmarks/evidence/REPORT.md",
+        *(f"benchmarks/evidence/results/{name}.md" for name in RESULTS),
+    )
 }
 """Files of the repository, and where the site has them."""
 

@@ -44,7 +44,7 @@ def small():
 def test_the_pages_have_the_tables_of_today(texts):
     for path, own in comparison.pages(texts).items():
         page = path.read_text()
-        assert page == comparison.filled(page, own), "run python benchmarks/evidence/comparison.py --write"
+        assert page == comparison.filled(page, own), "run comparison.py --write"
 
 
 def test_differences_in_the_text_are_those_of_the_tables(texts):

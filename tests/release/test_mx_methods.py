@@ -284,7 +284,7 @@ def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
         return after[0]
 
     compiled_before = step._cache_size()
-    assert next_mu(x, safe) == pytest.approx(safe * method.growth, rel=1e-6)
+    assert next_mu(x, safe) == pytest.approx(safe * method.method.growth, rel=1e-6)
     assert next_mu(x, 0.8) == np.float32(0.4)
     # The threshold counts finished sums of finite blocks; NaN blocks are none.
     assert next_mu(np.where(np.arange(SIZE) == 40, np.nan, 0 * x), safe) > safe

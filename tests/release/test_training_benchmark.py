@@ -141,7 +141,6 @@ def test_methods_and_their_routes_by_name():
     for text, memory in matrices.items():
         _, method = training_run.parse_method(text, "jnp")
         assert isinstance(method, dq.ErrorFeedback) is memory
-        assert method.min_leaf_size == 4096
     assert parsed["dynamiq:5"].floor is not None
     assert parsed["dynamiq-mse:5"].floor is parsed["dynamiq-paper:4"].floor is None
     assert parsed["dynamiq-paper:4"].widths == (2, 4, 8)
