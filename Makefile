@@ -4,7 +4,7 @@
 # make test-release   what daily tests leave out: all formats, comparators, benchmarks, processes
 # make soak      2000 training steps under random models, methods and topologies
 # make errors    docs/errors.md from the tests
-# make figures   pictures and generated tables of README and docs/, from benchmarks/results/
+# make figures   pictures and generated tables of README and docs/, from benchmarks/evidence/results/
 # make docs      the site, in site/; broken links and unlisted pages are errors
 # make release-check   make test-release; builds sdist and wheel, runs the README's script with it
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
@@ -43,11 +43,11 @@ errors: $(VENV)/.installed-dev
 	  -k "errors or refus or bad_fields or agreement or axis_size" tests
 
 figures: $(VENV)/.installed-dev
-	$(VENV)/bin/python benchmarks/plot_speedups.py
-	$(VENV)/bin/python benchmarks/comparison.py --write
-	$(VENV)/bin/python benchmarks/time_to_accuracy.py --tolerance 0.5 \
-	  --losses benchmarks/results/time_to_accuracy_losses.json \
-	  --step-times benchmarks/results/step_time.json --plot docs/time-to-accuracy.png
+	$(VENV)/bin/python benchmarks/evidence/plot_speedups.py
+	$(VENV)/bin/python benchmarks/evidence/comparison.py --write
+	$(VENV)/bin/python benchmarks/evidence/time_to_accuracy.py --tolerance 0.5 \
+	  --losses benchmarks/evidence/results/time_to_accuracy_losses.json \
+	  --step-times benchmarks/evidence/results/step_time.json --plot docs/time-to-accuracy.png
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

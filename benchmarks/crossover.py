@@ -17,7 +17,7 @@ import jax
 import typer
 from rich import print
 
-from dynamiq_jax.bench import all_reduce, contenders, tables
+from dynamiq_jax.commands.bench import all_reduce, contenders, tables
 
 FILE = pathlib.Path(__file__).parents[1] / "dynamiq_jax" / "crossover.json"
 MIB = 2**20

@@ -41,9 +41,10 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders, tables
-from dynamiq_jax.bench.all_reduce import make_mesh, transport
-from dynamiq_jax.bench.timing import compile_together
+from dynamiq_jax.commands.bench import contenders, tables
+from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.commands.bench.timing import compile_together
+from dynamiq_jax.lax.xla import compiled_by, compiler_options
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -127,7 +128,7 @@ class Run:
     profiles: Path | None
     """A folder for timelines."""
     xla: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the compiler, beside `dq.xla_options`."""
+    """Options of the compiler, beside those of `dq.jit`."""
 
     @property
     def stages(self) -> Stages:
@@ -199,24 +200,26 @@ def parse_way(text: str, run: Run) -> Way:
         return Way(
             plainly, lambda grads: sent * sum(2 * g.size for g in jax.tree.leaves(grads)), {}
         )
-    limits: dict[str, Any] = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1}
-    if run.bucket_bytes:
-        limits["bucket_bytes"] = run.bucket_bytes
     native = contenders.native_only(text) or text == NATIVE
-    method = contenders.make_method("bf16" if text == NATIVE else text, **limits)
-    options: dict[str, Any] = {"method": method, "topology": None if native else run.topology}
+    request = dq.Compression(
+        contenders.make_method("bf16" if text == NATIVE else text),
+        topology=None if native else run.topology,
+        min_leaf_size=MIN_LEAF_SIZE,
+        min_bucket_size=1,
+        bucket_bytes=run.bucket_bytes,
+    )
 
     def in_stages(params: Any, tokens: Array) -> Array:
-        return dq.sequential(stages.functions, params, tokens, axes, lag=run.lag, **options)
+        return dq.sequential(stages.functions, params, tokens, axes, lag=run.lag, method=request)
 
     def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
         if run.staged:
             return jax.value_and_grad(in_stages)(params, tokens)
         loss, grads = jax.value_and_grad(stages.loss)(params, tokens)
-        return loss, dq.pmean(grads, axes, **options)
+        return loss, dq.pmean(grads, axes, method=request)
 
     def wire_bytes(grads: Any) -> float:
-        told = partial(dq.explain, n_workers=sizes, **options, verbose=False)
+        told = partial(request.explain, n_workers=sizes, verbose=False)
         if not run.staged:
             return told(grads).wire_bytes
 
@@ -228,7 +231,7 @@ def parse_way(text: str, run: Run) -> Way:
 
         return sum(map(of_stage, stages.functions, grads))
 
-    return Way(value_and_grad, wire_bytes, dq.xla_options() | run.xla)
+    return Way(value_and_grad, wire_bytes, compiler_options() | run.xla)
 
 
 def make_step(
@@ -250,7 +253,8 @@ def make_step(
     @partial(jax.jit, donate_argnums=0, compiler_options=way.options)
     def step(state: Any, tokens: Array) -> tuple[Any, Array]:
         params, opt_state = state
-        loss, grads = value_and_grad(params, tokens)
+        with compiled_by(way.options):
+            loss, grads = value_and_grad(params, tokens)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
@@ -410,7 +414,7 @@ def main(
     together: Annotated[int, typer.Option(min=1, help="Blocks to a function.")] = 1,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside dq.xla_options().")
+        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Of every method.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
@@ -457,7 +461,6 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
     if profiles and jax.default_backend() != "gpu":
         raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
-    dq.xla_options()  # steps are compiled with them: `explain` and labels have to know
     first, console, rows = jax.process_index() == 0, Console(stderr=True), []
     for row in measure(run, chosen, console.log if first else lambda text: None):
         rows.append(row)

@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import dynamiq_jax as dq
-from dynamiq_jax.bench import all_reduce, contenders
+from dynamiq_jax.commands.bench import all_reduce, contenders
 
 
 class Span(NamedTuple):
@@ -177,7 +176,6 @@ def main(
     plot: Annotated[pathlib.Path | None, typer.Option(help="Where the picture goes.")] = None,
 ) -> None:
     """Profiles, prints and draws."""
-    dq.xla_options()
     program, data = timed_program(size, bits, topology)
     spans = profile(lambda: program(data))
     end = max(s.end_us for s in spans)

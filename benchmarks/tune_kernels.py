@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from dynamiq_jax.bench.kernels import single_chunk
+from dynamiq_jax.commands.bench.kernels import single_chunk
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import Allocation
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
-from dynamiq_jax.synthetic import lognormal_mixture
 from pallas_kernels import tuning
 
 
-def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16, seed=0):
+def inputs(fmt, bits, coords, *, dtype=jnp.bfloat16):
     """A gradient pair and its plan: (layout, x, y, mean, order, tiles, noise)."""
     narrowest = min(fmt.widths)
     even = Allocation(fmt, (narrowest, narrowest), (0.0, 0.0), pk.distortion(fmt, narrowest))
     layout = single_chunk(coords, bits, even)
     super_groups = -(-coords // fmt.super_group_size)
-    keys = jax.random.split(jax.random.key(seed))
+    keys = jax.random.split(jax.random.key(0))
     make = jax.jit(
         lambda k: lognormal_mixture(k, 1, super_groups, fmt.super_group_size)[0, :coords].astype(
             dtype

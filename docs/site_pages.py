@@ -17,10 +17,14 @@ PAGES = {
     "README.md": "index.md",
     "BUILD.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-    "benchmarks/REPORT.md": "benchmarks/REPORT.md",
-    "benchmarks/results/training.md": "benchmarks/results/training.md",
-    "benchmarks/results/dither.md": "benchmarks/results/dither.md",
-    "benchmarks/results/dealt.md": "benchmarks/results/dealt.md",
+}
+RESULTS = ("training", "dither", "dealt", "learning_rates", "comparison")
+PAGES |= {
+    path: path
+    for path in (
+        "benchmarks/evidence/REPORT.md",
+        *(f"benchmarks/evidence/results/{name}.md" for name in RESULTS),
+    )
 }
 """Files of the repository, and where the site has them."""
 

@@ -10,7 +10,7 @@ def main() -> None:
       SystemExit: when it is done, and where the extra `[cli]` is not installed.
     """
     try:
-        from dynamiq_jax.cli import app
+        from dynamiq_jax.commands.cli import app
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in NEEDED:

@@ -1,4 +1,4 @@
-"""Files: the choice of a method and a topology, and the shapes of a model.
+"""Files of a `Compression`: its method, its topology and what it excludes.
 
 ```json
 {"method": {"name": "DynamiQ", "bits": 4.0}, "topology": {"name": "Direct"}}
@@ -17,48 +17,29 @@ A file has the names of classes and the fields that are not at their defaults. W
 """
 
 import dataclasses
+import functools
 import json
-import math
-import sys
 import tomllib
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Method
+from dynamiq_jax.methods.base import Limits
+from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
 
-from dynamiq_jax.arguments import AnyTopology, check_kinds
-from dynamiq_jax.buckets import describe_leaves, holds_numbers
-from dynamiq_jax.methods import (
-    BF16,
-    CLTK,
-    F32,
-    MXFP4,
-    MXFP6,
-    MXFP8,
-    THC,
-    ARCTopK,
-    DynamiQ,
-    ErrorFeedback,
-    GlobalQSGD,
-    Marsit,
-    Method,
-    MinMax,
-    OmniReduce,
-    PermK,
-    PowerSGD,
-    SIDCo,
-)
-from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
-
-_ALONE = (
-    DynamiQ, BF16, F32, MXFP8, MXFP6, MXFP4, MinMax, GlobalQSGD, THC, OmniReduce, Marsit,
-    PowerSGD, ARCTopK, CLTK, SIDCo, PermK,
-)  # fmt: skip
-METHODS = {c.__name__: c for c in (*_ALONE, ErrorFeedback)}
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
+
+
+@functools.cache
+def methods() -> dict[str, Any]:
+    """The library's methods by name."""
+    from dynamiq_jax import comparators  # here: importing the library does not take them all in
+
+    others = (getattr(comparators, name) for name in comparators.__all__)
+    return {c.__name__: c for c in (DynamiQ, BF16, F32, *others, ErrorFeedback)}
+
+
 LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""
 WITHIN = "method"
@@ -66,143 +47,73 @@ WITHIN = "method"
 SUFFIXES = (".json", ".toml")
 
 
-class Configuration(NamedTuple):
-    """What the reducing functions take as ``method=`` and ``topology=``."""
-
-    method: Method | None = None
-    topology: AnyTopology | None = None
+PLAIN = ("transport", "exclude", *Limits._fields)
+FIELDS = ("method", "topology", *PLAIN)
+"""The fields of a `Compression` that a file may have."""
 
 
-def load_config(file: str | Path) -> Configuration:
-    """Reads a method and a topology from a JSON or TOML file, as `save_config` writes them.
-
-    ::
-
-        method, topology = dq.load_config("dynamiq.json")
-        grads = dq.pmean(grads, "data", method=method, topology=topology)
-
-    Args:
-      file: its suffix, .json or .toml, says which of the two it is.
-
-    Returns:
-      (method, topology), either `None` where the file has none.
+def read(file: str | Path) -> dict[str, Any]:
+    """The fields of a `Compression`, from a file that `write` wrote.
 
     Raises:
       ValueError: the file is neither JSON nor TOML, or has names, fields or values that do not
         exist.
     """
     file = Path(file)
-    parse = json.loads if _suffix(file) == ".json" else tomllib.loads
+    load = json.loads if _suffix(file) == ".json" else tomllib.loads
     try:
-        return parse_config(parse(file.read_text()))
+        return parse(load(file.read_text()))
     except RecursionError:
         raise ValueError(
             f"{file} is nested too deeply; expected the tables method and topology, as "
-            "dq.save_config writes them"
+            "dq.Compression.save writes them"
         ) from None
     except ValueError as error:  # also what the two parsers raise
         raise ValueError(f"{file}: {error}") from error
 
 
-def save_config(
-    file: str | Path, method: Method | None = None, topology: AnyTopology | None = None
-) -> None:
-    """Writes a method and a topology for `load_config`.
-
-    Args:
-      file: JSON or TOML, by its suffix.
-      method: as for `psum`; one of this library's.
-      topology: as for `psum`; one of this library's.
-
-    Raises:
-      ValueError: another suffix, a method or topology that the file could not name, or a field
-        that is `None` and could not be said in TOML.
-    """
+def write(file: str | Path, compression: Any) -> None:
+    """Writes a `Compression` as JSON or TOML, by the file's suffix; see `describe`."""
     file = Path(file)
-    values = describe_config(method, topology)
+    values = describe(compression)
     if _suffix(file) == ".json":
         file.write_text(json.dumps(values, indent=1) + "\n")
-    else:
-        tables = (f"[{name}]\n" + _toml_lines(value) for name, value in values.items())
-        file.write_text("\n".join(tables))
+        return
+    plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+    tables = [
+        f"[{name}]\n" + _toml_lines(value)
+        for name, value in values.items()
+        if isinstance(value, Mapping)
+    ]
+    file.write_text("\n".join([*([_toml_lines(plain)] if plain else []), *tables]))
 
 
-def parse_config(values: Any) -> Configuration:
-    """The same from what a file holds: ``{"method": {...}, "topology": {...}}``.
+def parse(values: Any) -> dict[str, Any]:
+    """The fields of a `Compression`, from what a file holds: ``{"method": {...}, ...}``.
 
     Raises:
       ValueError: there is no such method, topology or field, or a value does not fit.
     """
-    _check_keys("the configuration", values, Configuration._fields)
-    method, topology = values.get("method"), values.get("topology")
-    return Configuration(
-        None if method is None else _method("method", method),
-        None if topology is None else _topology("topology", topology),
-    )
+    _check_keys("the configuration", values, FIELDS)
+    found = dict(values)
+    builders = {"method": _method, "topology": _topology}
+    for name, build in builders.items():
+        if found.get(name) is not None:
+            found[name] = build(name, found[name])
+    return found
 
 
-def describe_config(
-    method: Method | None = None, topology: AnyTopology | None = None
-) -> dict[str, Any]:
-    """What `parse_config` makes the two of: JSON's types alone.
+def describe(compression: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults, as JSON's types.
 
     Raises:
-      ValueError: one of them is not this library's.
+      ValueError: the method or the topology is not this library's.
     """
-    check_kinds(method, topology)
-    found = {"method": _describe("method", method, METHODS)}
-    found["topology"] = _describe("topology", topology, TOPOLOGIES)
+    found = {
+        "method": _describe("method", compression.method, methods()),
+        "topology": _describe("topology", compression.topology, TOPOLOGIES),
+    } | {name: getattr(compression, name) for name in PLAIN}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def save_model_tree(file: str | Path, params: Any) -> None:
-    """Writes names, shapes and dtypes of all leaves, for ``dynamiq-jax advise --model-tree``.
-
-    Gradients have the shapes and dtypes of parameters. The file is JSON, in the tree's order:
-    ``{"['wte']": [[50304, 768], "float32"], ...}``.
-
-    Args:
-      file: where to.
-      params: arrays or `jax.ShapeDtypeStruct`s.
-    """
-    leaves = describe_leaves(params)
-    lines = [f"{json.dumps(x.name)}: {json.dumps([x.shape, x.dtype.name])}" for x in leaves]
-    Path(file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-    """Reads what `save_model_tree` wrote: leaves by name, in the order of the file.
-
-    Raises:
-      ValueError: it holds something else.
-    """
-    file = Path(file)
-    wanted = "expected {name: [shape, dtype]}, as dq.save_model_tree writes it"
-    try:
-        held = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}; {wanted}") from error
-    if not isinstance(held, dict) or not held:
-        raise ValueError(f"{file} holds no leaves; {wanted}")
-    tree = OrderedDict()
-    for name, entry in held.items():
-        try:
-            tree[name] = _leaf(entry)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}: leaf {name!r} is {entry!r}: {error}; {wanted}") from error
-    return tree
-
-
-def _leaf(entry: Any) -> jax.ShapeDtypeStruct:
-    """The leaf of a model tree; refuses what no array of numbers can be."""
-    shape, dtype = entry
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("the shape has to be a list of integers from 0 on")
-    if not isinstance(dtype, str) or not holds_numbers(jnp.dtype(dtype)):
-        raise ValueError("the dtype has to be one of numbers, such as 'float32'")
-    if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
-        raise ValueError(f"it has more than {sys.maxsize} bytes")
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
 def _suffix(file: Path) -> str:
@@ -220,12 +131,12 @@ def _method(where: str, values: Any) -> Method:
                 f"{where} {ErrorFeedback.__name__} has no {WITHIN!r}; say which it is around, as "
                 f'{WITHIN} = {{name = "{DynamiQ.__name__}"}}'
             )
-        alone = {c.__name__: c for c in _ALONE}
+        alone = {name: c for name, c in methods().items() if c is not ErrorFeedback}
         within[WITHIN] = _build(f"{where}.{WITHIN}", values[WITHIN], alone)
-    return _build(where, values, METHODS, within)
+    return _build(where, values, methods(), within)
 
 
-def _topology(where: str, values: Any) -> AnyTopology:
+def _topology(where: str, values: Any) -> Topology | Hierarchical:
     """The topology, of a hierarchy with both levels."""
     levels = {}
     if isinstance(values, Mapping):

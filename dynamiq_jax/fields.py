@@ -66,7 +66,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _alternatives(hint: Any) -> list[str]:
-    """What an annotation allows, in words."""
+    """The values that an annotation allows, in words."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return [word for part in parts for word in _alternatives(part)]

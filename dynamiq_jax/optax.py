@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from dynamiq_jax._compat import AxisNames, axis_tuple, to_varying
-from dynamiq_jax.arguments import (
-    AnyMethod,
-    AnyTopology,
-    ByPath,
-    axis_sizes,
-    check_axis,
-    chooses_by_path,
-)
-from dynamiq_jax.by_path import methods_of
-from dynamiq_jax.collectives import Op, init_state, reduce
-from dynamiq_jax.methods import DynamiQ, Method, MinMax
-from dynamiq_jax.methods.local_error import LocalError
-from dynamiq_jax.metrics import Metrics
+from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.compression import ByPath, Compression, as_compression
+from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
+from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.metrics import Metrics
+from dynamiq_jax.tree.leaves import describe_leaves
 
 Tree = TypeVar("Tree")
 
@@ -59,7 +52,7 @@ class PerWorker:
     """
 
     value: Any
-    axis_name: AxisNames
+    axis_name: AxisName
     other_workers: Literal["reset", "mean"]
 
     def own(self) -> Any:
@@ -68,26 +61,25 @@ class PerWorker:
 
     def after(self, value: Any) -> "PerWorker":
         """Inside a map: the same part with ``value`` as this worker's."""
-        value = jax.tree.map(lambda x: x[None], to_varying(value, self.axis_name))
+        value = jax.tree.map(lambda x: x[None], Axis(axis_names(self.axis_name)).to_varying(value))
         return dataclasses.replace(self, value=value)
 
 
 class AllReduceState(NamedTuple):
-    """What `all_reduce` keeps in ``opt_state``."""
+    """The state of `all_reduce` in ``opt_state``."""
 
     step: Int[Array, ""]
     """Reductions so far, int32."""
     memory: PerWorker | None
     """The state of the method, as `dynamiq_jax.init_state` gives it; `None` if it has none."""
     metrics: Metrics | None
-    """Of the last reduction (zeros before the first); `None` unless asked for."""
+    """The metrics of the last reduction (zeros before the first); `None` unless asked for."""
 
 
 def all_reduce(
-    axis_name: AxisNames,
+    axis_name: AxisName,
     *,
-    method: AnyMethod | None = None,
-    topology: AnyTopology | None = None,
+    method: Compression | Method | ByPath | None = None,
     op: Op = "mean",
     key: Array | None = None,
     metrics: bool = False,
@@ -102,8 +94,9 @@ def all_reduce(
       sent, and updates come back as zeros. For `optax.MultiSteps`, which calls the inner optimizer
       at every mini-step and throws the result away: ``optimizer.update(grads, opt_state, params,
       emit=opt_state.mini_step == every - 1)``. `multi_steps` needs no such care.
-    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory is
-      that of ``all_reduce``'s own method, and waits in steps whose method keeps none.
+    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory
+      belongs to ``all_reduce``'s own method. A method for one step takes it if it needs a state, or
+      if it is of the same type and keeps one; else the memory waits.
 
     ``init`` needs the number of workers where the method keeps a memory: call `init` of this
     module, or ``optimizer.init`` inside the map.
@@ -111,18 +104,15 @@ def all_reduce(
     Args:
       axis_name: as for `dynamiq_jax.psum`.
       method: as for `dynamiq_jax.psum`; methods with memory serve, too.
-      topology: as for `dynamiq_jax.psum`.
       op: "mean" or "sum".
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
     """
-    axis_name = check_axis(axis_name)
+    axis, own_method = check_axis(axis_name), as_compression(method)
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        chosen = method or DynamiQ()
-        memory = _first_memory(params, sizes, axis_name, chosen, topology, inside=inside)
+        memory = first_memory(params, axis, own_method)
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
     def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
@@ -130,19 +120,19 @@ def all_reduce(
 
         def reduced():
             own = None if state.memory is None else state.memory.own()
-            n_workers, chosen = axis_sizes(axis_name, "all_reduce"), method or DynamiQ()
-            keeps = jax.eval_shape(
-                lambda: init_state(updates, n_workers, method=chosen, topology=topology)
-            )
-            serves = _needs_state(updates, chosen) or _kinds(keeps) == _kinds(own)
+            sizes, chosen = axis_sizes(axis, "all_reduce"), as_compression(method)
+            keeps = jax.eval_shape(lambda: chosen.init_state(updates, sizes))
+            leaves = describe_leaves(updates)
+            now, always = chosen.methods_of(leaves), own_method.methods_of(leaves)
+            takes = list(map(type, now)) == list(map(type, always))
+            takes |= any(each is not None and each.needs_state for each in now)
             found = reduce(
                 updates,
-                axis_name,
+                axis.name,
                 op=op,
                 method=chosen,
-                topology=topology,
                 key=None if key is None else jax.random.fold_in(key, state.step),
-                state=own if jax.tree.leaves(keeps) and serves else None,
+                state=own if jax.tree.leaves(keeps) and takes else None,
                 metrics=metrics,
             )
             kept = own if found.state is None else found.state
@@ -164,7 +154,7 @@ def all_reduce(
 def multi_steps(
     inner: optax.GradientTransformation,
     every: int | Callable[[Array], Array],
-    axis_name: AxisNames,
+    axis_name: AxisName,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps` around an `all_reduce`: workers accumulate alone, and reduce once.
 
@@ -178,18 +168,18 @@ def multi_steps(
       every: mini-steps in a window, or a function of ``gradient_step`` that says how many.
       axis_name: that of `all_reduce`.
     """
-    axis_name = check_axis(axis_name)
+    axis = check_axis(axis_name)
     inner = optax.with_extra_args_support(inner)
     if not callable(every) and every < 1:
         raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
 
     def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        n_workers = 1 if inside else _product(sizes, axis_name, "multi_steps")
+        sizes, inside = known_sizes(axis)
+        n_workers = 1 if inside else product(sizes, axis, "multi_steps")
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
         if inside:
-            zeros = to_varying(zeros, axis_name)
-        accumulated = PerWorker(zeros, axis_name, "mean")
+            zeros = axis.to_varying(zeros)
+        accumulated = PerWorker(zeros, axis.name, "mean")
         first, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
         return optax.MultiStepsState(first, none, inner.init(params), accumulated)
 
@@ -218,93 +208,6 @@ def multi_steps(
         return lax.cond(state.mini_step >= length - 1, last, other)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class LIECState(NamedTuple):
-    """What `liec` keeps in ``opt_state``."""
-
-    step: Int[Array, ""]
-    """Updates so far, int32."""
-    memory: PerWorker
-    """What the encodings of each worker's own chunks lost, f32[parameters / workers]."""
-    inner: PerWorker
-    """The inner optimizer's state, which differs between workers."""
-
-
-def liec(
-    inner: optax.GradientTransformation,
-    axis_name: AxisNames,
-    *,
-    method: Method | None = None,
-    key: Array | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """LIEC-SGD: local immediate error compensation, compressed both ways.
-
-    Every worker applies to its own parameters what its encoding of its gradient lost, in the same
-    step; only what the encoding of a mean loses is kept, by the owner of that chunk
-    (`dynamiq_jax.methods.local_error` has the formulas). So workers' parameters differ: keep every
-    worker's own, and bring them together by `average_every`, as the paper does every 32 or 100
-    steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and `state_specs` of this
-    module serve its state.
-
-    Args:
-      inner: the optimizer, of which every worker has a state of its own; `optax.sgd` in the paper.
-      axis_name: as for `dynamiq_jax.psum`.
-      method: what compresses, over `dynamiq_jax.Direct`: a method whose chunks are the same
-        coordinates in every step. Default: ``MinMax()``, 4 bits.
-      key: as for `all_reduce`.
-
-    Raises:
-      ValueError: the method does not tell what it loses, or sorts coordinates, as `DynamiQ`.
-    """
-    axis_name, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    exchange = cast(Method, LocalError(method or MinMax()))
-
-    def init(params) -> Any:
-        sizes, inside = _known_sizes(axis_name)
-        memory = _first_memory(params, sizes, axis_name, exchange, None, inside=inside)
-        n_workers = 1 if inside else _product(sizes, axis_name, "liec")
-        first = inner.init(params)
-        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), first)
-        state = PerWorker(to_varying(stacked, axis_name) if inside else stacked, axis_name, "mean")
-        memory = memory or PerWorker((), axis_name, "reset")  # leaves are too small to compress
-        return LIECState(jnp.zeros((), jnp.int32), memory, state)
-
-    def update(updates, state, params=None, **extra) -> Any:
-        found = reduce(
-            updates,
-            axis_name,
-            method=exchange,
-            key=None if key is None else jax.random.fold_in(key, state.step),
-            state=state.memory.own() or None,
-        )
-        final, after = inner.update(found.tree, state.inner.own(), params, **extra)
-        memory = state.memory if found.state is None else state.memory.after(found.state)
-        return final, LIECState(state.step + 1, memory, state.inner.after(after))
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def average_every(every: int, step: Array, params: Tree, axis_name: AxisNames) -> Tree:
-    """The mean of all workers' ``params`` where ``step`` is a multiple of ``every``, else these.
-
-    A mean by `jax.lax.pmean`, the same bits on all workers. Runs inside `jax.shard_map`; other
-    steps send nothing.
-
-    Args:
-      every: the period, 1 or more.
-      step: int32 scalar, the same on all workers: `LIECState.step` after the update.
-      params: this worker's.
-      axis_name: as for `dynamiq_jax.psum`.
-    """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1; pass 1 to average in every step")
-
-    def mean(params: Tree) -> Tree:
-        return to_varying(lax.pmean(params, axis_name), axis_name)
-
-    own = to_varying(params, axis_name)
-    return lax.cond(step % every == 0, mean, lambda params: params, own)
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
@@ -404,51 +307,38 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _known_sizes(axis_name: AxisNames) -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis if that is known, and whether the axis is that of a map around us."""
+def known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
+    """Workers on every axis if that is known, and whether a map around us has the axis."""
     try:
-        return axis_sizes(axis_name), True
+        return axis_sizes(axis), True
     except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
         mesh = jax.sharding.get_abstract_mesh()
-    names = axis_tuple(axis_name)
-    known = all(name in mesh.shape for name in names)
-    return tuple(mesh.shape[name] for name in names) if known else None, False
+    known = all(name in mesh.shape for name in axis.names)
+    return tuple(mesh.shape[name] for name in axis.names) if known else None, False
 
 
-def _product(sizes: tuple[int, ...] | None, axis_name: AxisNames, what: str) -> int:
+def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
+    """The number of workers; refuses ``what`` where that is not known."""
     if sizes is None:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
-            f"workers axis {axis_name!r} has; call dq.optax.init(optimizer, params, mesh)"
+            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
         )
     return math.prod(sizes)
 
 
-def _needs_state(updates, method) -> bool:
-    """Whether it, or one that it chooses by path, would be wrong without its own."""
-    if chooses_by_path(method):
-        chosen = [found for _, found in methods_of(updates, cast(ByPath, method))]
-    else:
-        chosen = [cast(Method, method)]
-    return any(found is not None and found.needs_state for found in chosen)
+def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
+    """The memory of all workers, or inside a map of this one; `None` if the method has none."""
+    sizes, inside = known_sizes(axis)
 
+    def first() -> Any:
+        known = sizes or (2,) * len(axis.names)
+        return compression.init_state(params, known, stacked=not inside)
 
-def _kinds(state) -> Any:
-    """What tells states of different methods apart."""
-    return jax.tree.map(lambda x: (x.shape, x.dtype), state)
-
-
-def _first_memory(params, sizes, axis_name, method, topology, *, inside: bool) -> PerWorker | None:
-    """The memory of all workers, or inside a map of this one."""
-
-    def first():
-        return init_state(params, known, method=method, topology=topology, stacked=not inside)
-
-    known = sizes or (2,) * len(axis_tuple(axis_name))
     if not jax.tree.leaves(jax.eval_shape(first)):
         return None
-    _product(sizes, axis_name, f"method={method!r}")
-    memory = PerWorker(first(), axis_name, "reset")
+    product(sizes, axis, f"method={compression.method!r}")
+    memory = PerWorker(first(), axis.name, "reset")
     return memory.after(memory.value) if inside else memory
 
 

@@ -63,25 +63,19 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 MAX_NORM = 1.0  # of the gradient
 
 
-class Method(NamedTuple):
-    """How gradients are averaged, and how they travel."""
-
-    method: Any
-    topology: Any = None
-
-
 def make_method(
     name: str | None, bits: float | None, topology: str | None, config: Path | None
-) -> Method:
+) -> dq.Compression:
     """What the command line names, or ``config`` holds; only DynamiQ has a topology of its own."""
     if config is not None:
-        return Method(*read_choice(config, name, bits, topology))
+        return read_choice(config, name, bits, topology)
     name, topology = name or "dynamiq", topology or "ring"
     check_choice(name, METHODS, "--method")
     check_choice(topology, TOPOLOGIES, "--topology")
     if name == "dynamiq":
-        return Method(dq.DynamiQ(bits=5.0 if bits is None else bits), TOPOLOGIES[topology])
-    return Method({"bf16": dq.BF16(), "f32": dq.F32()}[name])
+        dynamiq = dq.DynamiQ(bits=5.0 if bits is None else bits)
+        return dq.Compression(dynamiq, topology=TOPOLOGIES[topology])
+    return dq.Compression({"bf16": dq.BF16(), "f32": dq.F32()}[name])
 
 
 Loss = Callable[[nnx.State, jax.Array, jax.Array], jax.Array]
@@ -113,12 +107,12 @@ def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransforma
 
 
 def make_step(
-    loss_fn: Loss, mesh: jax.sharding.Mesh, method: Method, optimizer: Any
+    loss_fn: Loss, mesh: jax.sharding.Mesh, method: dq.Compression, optimizer: Any
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """Returns ``step(params, opt_state, tokens, weights) -> (params, opt_state, loss)``."""
-    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, **method._asdict())
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, method=method)
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = value_and_grad(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -152,7 +146,7 @@ class Tuned(NamedTuple):
 
 
 def finetune(
-    params: Any, data: Rows, config: Config, mesh: jax.sharding.Mesh, method: Method, *,
+    params: Any, data: Rows, config: Config, mesh: jax.sharding.Mesh, method: dq.Compression, *,
     steps: int, rows: int, learning_rate: float, seed: int = 0,
     report: Callable[[int, list[float], float], None] = lambda i, losses, seconds: None,
 ) -> Tuned:  # fmt: skip
@@ -311,7 +305,7 @@ def train(
 
     for name, value in environment().items():
         print(f"{name}: {value}")
-    cost = dq.explain(params, n_devices, **chosen._asdict(), verbose=False)
+    cost = chosen.explain(params, n_devices, verbose=False)
     n_params = sum(p.size for p in jax.tree.leaves(params))
     print(f"model: {folder}, {config.family}, {n_params:,} parameters")
     print(f"batch: {rows} examples of at most {trained.tokens.shape[1]} tokens")

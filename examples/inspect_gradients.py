@@ -30,6 +30,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import MIN_LEAF_SIZE, Call
 from dynamiq_jax.methods.dynamiq.plan import plan_widths
 
 AXIS = "data"
@@ -88,13 +90,16 @@ def relative(error: np.ndarray, exact: np.ndarray) -> float:
 
 def average(leaves: Leaves, bits: float) -> Found:
     """What a budget of so many bits does."""
-    method = dq.DynamiQ(bits=bits, min_bucket_size=1, min_bucket_bytes=0)
+    method = dq.Compression(
+        dq.DynamiQ(bits=bits), topology=dq.Direct(), min_bucket_size=1, min_bucket_bytes=0
+    )
     n_workers = next(iter(leaves.values())).shape[0]
-    options = {"method": method, "topology": dq.Direct()}
 
     @jax.jit
     def mean(leaves: Leaves) -> dict[str, jax.Array]:
-        own = jax.vmap(lambda tree: dq.pmean(tree, AXIS, **options), axis_name=AXIS)(dict(leaves))
+        own = jax.vmap(lambda tree: dq.pmean(tree, AXIS, method=method), axis_name=AXIS)(
+            dict(leaves)
+        )
         return jax.tree.map(lambda copies: copies[0], own)
 
     with warnings.catch_warnings():
@@ -105,7 +110,7 @@ def average(leaves: Leaves, bits: float) -> Found:
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in leaves.items()
     }
-    cost = dq.explain(shapes, n_workers, verbose=False, **options)
+    cost = method.explain(shapes, n_workers, verbose=False)
     return Found(
         bits,
         {name: relative(errors[name], exact[name]) for name in leaves},
@@ -122,16 +127,17 @@ def mean_widths(leaves: Leaves, bits: float, stage: int) -> dict[str, float]:
     A super-group on the border of two leaves counts for both, by its coordinates.
     """
     method = dq.DynamiQ(bits=bits)
-    large = {k: v for k, v in leaves.items() if v.shape[1] >= method.min_leaf_size}
+    large = {k: v for k, v in leaves.items() if v.shape[1] >= MIN_LEAF_SIZE}
     if not large:
         return dict.fromkeys(leaves, EXACT_WIDTH)
     flat = np.concatenate([large[name] for name in sorted(large)], axis=1)  # a dict's tree order
     bound = method.bind(flat.shape[1], flat.shape[0], dq.Direct())
-    number = jax.numpy.zeros((), "uint32")  # rounding does not matter here
+    seed = jax.numpy.zeros((), "uint32")  # rounding does not matter here
+    call = Call(Axis((AXIS,)), dq.Direct(), seed)
 
     @jax.jit
     def widths(flat: jax.Array) -> jax.Array:
-        plans = jax.vmap(lambda x: method.agreed(x, AXIS, number, bound).plan, axis_name=AXIS)(flat)
+        plans = jax.vmap(lambda x: method.agreed(x, call, bound).plan, axis_name=AXIS)(flat)
         return plan_widths(jax.tree.map(lambda x: x[0], plans), stage)
 
     each = np.repeat(np.asarray(widths(flat)), method.super_group_size)[: flat.shape[1]]

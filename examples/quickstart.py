@@ -29,7 +29,7 @@ import dynamiq_jax as dq
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 METHODS = {
     "bf16 psum": dq.BF16(),
-    "5 bits": dq.DynamiQ(bits=5, min_bucket_bytes=0),  # 0: compress, however small the model
+    "5 bits": dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0),  # 0: however small
 }
 
 
@@ -38,7 +38,7 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
 
 
-@functools.partial(jax.jit, static_argnames="method", compiler_options=dq.xla_options())
+@functools.partial(dq.jit, static_argnames="method")
 def step(params, x, y, method):
     """One step of gradient descent; the gradient is the mean over workers."""
     grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)
@@ -55,5 +55,5 @@ for name, method in METHODS.items():
     params, loss = step(start, x, jnp.sin(x), method)
     for _ in range(19):
         params, loss = step(params, x, jnp.sin(x), method)
-    megabytes = dq.wire_bits(start, mesh.size, method=method) / 8e6
+    megabytes = dq.explain(start, mesh.size, method=method, verbose=False).wire_bytes / 1e6
     print(f"{name:9}  {loss:.4f}  {megabytes:7.2f}")

@@ -87,7 +87,7 @@ def lax_gather(shards: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax
     return [jax.lax.all_gather(x.astype(dtype), AXIS, tiled=True) for x in shards]
 
 
-def dynamiq_gather(shards: list[jax.Array], method: dq.DynamiQ) -> list[jax.Array]:
+def dynamiq_gather(shards: list[jax.Array], method: dq.Compression) -> list[jax.Array]:
     """Gathers quantised: the same bits on all workers, unbiased but for the cast to bf16."""
     return [x.astype(jnp.bfloat16) for x in dq.all_gather(shards, AXIS, tiled=True, method=method)]
 
@@ -97,9 +97,9 @@ def lax_scatter(grads: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax
     return [jax.lax.psum_scatter(g.astype(dtype), AXIS, tiled=True) for g in grads]
 
 
-def dynamiq_scatter(grads: list[jax.Array], method: dq.DynamiQ, topology: Any) -> list[jax.Array]:
-    """The same, compressed."""
-    return dq.psum_scatter(grads, AXIS, tiled=True, method=method, topology=topology)
+def dynamiq_scatter(grads: list[jax.Array], method: dq.Compression) -> list[jax.Array]:
+    """Scatters compressed sums."""
+    return dq.psum_scatter(grads, AXIS, tiled=True, method=method)
 
 
 def make_whole(wire: Wire) -> Callable[[Any], Any]:
@@ -193,7 +193,7 @@ def make_sharded(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh, wire: 
     check_rows(state[0], mesh.size)
     specs = jax.tree.map(spec, state)
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     @partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=(*specs, P()))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
@@ -312,10 +312,11 @@ def table(results: list[Sharing]) -> Table:
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def compression(bits: float, option: str) -> dq.DynamiQ:
+def compression(bits: float, option: str, topology: str | None = None) -> dq.Compression:
     """DynamiQ at so many bits, for buckets as small as the tiny model's embedding, too."""
     try:
-        return dq.DynamiQ(bits=bits, min_bucket_size=32_768)
+        route = TOPOLOGIES.get(topology or "")
+        return dq.Compression(dq.DynamiQ(bits=bits), topology=route, min_bucket_size=32_768)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {bits}: {error}") from error
 
@@ -337,10 +338,9 @@ def main(
     check_choice(topology, TOPOLOGIES, "--topology")
     check_choice(gather, GATHERS, "--gather")
     bf16_gather = partial(lax_gather, dtype=jnp.bfloat16)
-    quantised = compression(gather_bits, "--gather-bits")
-    quantised_gather = partial(dynamiq_gather, method=quantised)
-    reduction = {"method": compression(bits, "--bits"), "topology": TOPOLOGIES[topology]}
-    scatter = partial(dynamiq_scatter, **reduction)
+    quantised_gather = partial(dynamiq_gather, method=compression(gather_bits, "--gather-bits"))
+    reduction = compression(bits, "--bits", topology)
+    scatter = partial(dynamiq_scatter, method=reduction)
     wire = Wire("dynamiq", bf16_gather if gather == "bf16" else quantised_gather, scatter)
     baseline = Wire("bf16", bf16_gather, partial(lax_scatter, dtype=jnp.bfloat16))
     recipe = RECIPES[model]
@@ -351,7 +351,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    reduction.check_agreement(params, run.mesh, AXIS)
     n_params = introduce(run, model)
 
     results = [train_sharded(run, wire)]

@@ -89,6 +89,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.commands.writers import CSVWriter
 
 AXIS = "data"
 DATA_AXES = ("replica", "data", "fsdp")  # of a mesh, the outermost first; "model" is the other one
@@ -135,16 +136,12 @@ class Method(NamedTuple):
     bits_per_coord: float
 
 
-def dynamiq(
-    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.DynamiQ, topology: Any
-) -> Method:
+def dynamiq(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.Compression) -> Method:
     """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
-    value_and_grad = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name=AXIS, method=method, topology=topology
-    )
-    dq.check_agreement(params, mesh, AXIS, method=method, topology=topology)
-    mean = partial(dq.pmean, axis_name=AXIS, method=method, topology=topology)
-    cost = dq.explain(params, mesh.size, method=method, topology=topology, verbose=False)
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, method=method)
+    method.check_agreement(params, mesh, AXIS)
+    mean = partial(dq.pmean, axis_name=AXIS, method=method)
+    cost = method.explain(params, mesh.size, verbose=False)
     return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
 
 
@@ -169,18 +166,19 @@ def lax_psum(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str) -> 
 
 
 def on_mesh(
-    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, bits: dq.DynamiQ, topology: Any
+    loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, dynamiq: dq.Compression
 ) -> Method:
     """The same, on a mesh of several axes: ``specs`` say how it splits the parameters."""
     axes, specs = data_axes(mesh), param_specs(params, mesh)
-    method = {"dynamiq": bits, "bf16": dq.BF16(), "f32": dq.F32()}[name]
-    options = {"method": method, "topology": topology if name == "dynamiq" else None}
-    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=axes, specs=specs, **options)
-    dq.check_agreement(params, mesh, axes, **options)
+    method = {"dynamiq": dynamiq, "bf16": dq.BF16(), "f32": dq.F32()}[name]
+    options = {"mesh": mesh, "specs": specs}
+    value_and_grad = dq.value_and_grad(loss_fn, axis_name=axes, method=method, **options)
+    request = method if isinstance(method, dq.Compression) else dq.Compression(method)
+    request.check_agreement(params, mesh, axes, specs=specs)
     if "fsdp" in mesh.axis_names:
         return Method(name, value_and_grad, None, float("nan"), float("nan"))
     sizes = tuple(mesh.shape[axis] for axis in axes)
-    cost = dq.explain(params, sizes, mesh=mesh, specs=specs, **options, verbose=False)
+    cost = dq.explain(params, sizes, method=method, **options, verbose=False)
     return Method(name, value_and_grad, None, cost.wire_bytes, cost.bits_per_coord)
 
 
@@ -195,7 +193,7 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
     """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = method.value_and_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -226,7 +224,7 @@ def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Call
     They are the vNMSE of the whole gradient and the relative error of its worst leaf.
     """
 
-    @partial(jax.jit, compiler_options=dq.xla_options())
+    @dq.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P())
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)
@@ -541,7 +539,7 @@ def save_curves(results: Sequence[Result], folder: Path) -> None:
     """A CSV file for every method, a row for every step, as ``dynamiq-jax plot`` reads it."""
     for r in results:
         cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
-        with dq.CSVWriter(folder / f"{r.method}.csv") as log:
+        with CSVWriter(folder / f"{r.method}.csv") as log:
             for i, loss in enumerate(r.losses):
                 errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
                 known = {name: at.get(i, float("nan")) for name, at in errors.items()}
@@ -572,16 +570,15 @@ class Choice(NamedTuple):
     """What the command line asks for: one of `METHODS`, and what "dynamiq" stands for."""
 
     method: str
-    compression: dq.DynamiQ
-    topology: Any
+    compression: dq.Compression
 
 
-def read_choice(config: Path, *instead: Any) -> dq.Configuration:
+def read_choice(config: Path, *instead: Any) -> dq.Compression:
     """What a file holds; ``instead`` are the options that then have to be `None`."""
     if any(option is not None for option in instead):
         raise typer.BadParameter("--config: leave out --method, --bits and --topology")
     try:
-        return dq.load_config(config)
+        return dq.Compression.load(config)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--config: {error}") from error
 
@@ -596,16 +593,19 @@ def choose(
         check_choice(topology, TOPOLOGIES, "--topology")
         try:
             return Choice(
-                method, dq.DynamiQ(bits=5.0 if bits is None else bits), TOPOLOGIES[topology]
+                method,
+                dq.Compression(
+                    dq.DynamiQ(bits=5.0 if bits is None else bits), topology=TOPOLOGIES[topology]
+                ),
             )
         except ValueError as error:
             raise typer.BadParameter(f"--bits {bits}: {error}") from error
     found = read_choice(config, method, bits, topology)
     if found.method is None or isinstance(found.method, dq.DynamiQ):
-        return Choice("dynamiq", found.method or dq.DynamiQ(), found.topology)
+        return Choice("dynamiq", found)
     name = type(found.method).__name__.lower()
     check_choice(name, METHODS, f"--config {config}: method")
-    return Choice(name, dq.DynamiQ(), found.topology)
+    return Choice(name, found)
 
 
 def make_mesh(text: str) -> jax.sharding.Mesh:
@@ -696,7 +696,7 @@ def main(
     vocab_size = vocab_size or config.vocab_size
     config = replace(config, vocab_size=vocab_size, init=init, attention=attention)
     devices = make_mesh(mesh or f"{AXIS}={n_devices}")
-    if isinstance(chosen.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
+    if isinstance(chosen.compression.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
         raise typer.BadParameter(
             f"--config {config_file}: Hierarchical reduces over two axes, and the mesh has "
             f"{len(data_axes(devices))} for data; pass for example --mesh replica=2,data=4"
@@ -717,9 +717,9 @@ def main(
     results = []
     for name in METHODS if compare else (chosen.method,):
         if mesh:
-            averaging = on_mesh(loss_fn, params, devices, name, chosen.compression, chosen.topology)
+            averaging = on_mesh(loss_fn, params, devices, name, chosen.compression)
         elif name == "dynamiq":
-            averaging = dynamiq(loss_fn, params, devices, chosen.compression, chosen.topology)
+            averaging = dynamiq(loss_fn, params, devices, chosen.compression)
         else:
             averaging = lax_psum(loss_fn, params, devices, name)
         results.append(train(run, averaging, dump))
@@ -728,12 +728,13 @@ def main(
         compare_losses(results)
     console.print(table(results))
 
+    route = chosen.compression.topology
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
         "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
-        "bits": chosen.compression.bits,
-        "topology": chosen.topology and type(chosen.topology).__name__.lower(),
+        "bits": getattr(chosen.compression.method or dq.DynamiQ(), "bits", None),
+        "topology": route and type(route).__name__.lower(),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
     name = f"{model}-{'compare' if compare else chosen.method}"

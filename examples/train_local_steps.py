@@ -84,14 +84,12 @@ class Outer:
       learning_rate: of the outer SGD; 1 without momentum makes the mean of the workers' parameters.
       momentum: Nesterov's, of the outer SGD.
       method: how the workers' movements travel.
-      topology: how their payloads do.
     """
 
     every: int
     learning_rate: float = 0.7
     momentum: float = 0.4
-    method: dq.Method = dq.DynamiQ(bits=4)
-    topology: Any = None
+    method: dq.Compression = dq.Compression(dq.DynamiQ(bits=4))
 
     def __post_init__(self):
         if self.every < 1:
@@ -172,11 +170,11 @@ def make_programs(
         updates, state = inner.update(grads, own(state), params)
         return stacked(optax.apply_updates(params, updates)), stacked(state), loss[None]
 
-    @partial(jax.jit, donate_argnums=(0, 1, 2), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1, 2))
     @partial(mapped, in_specs=(P(), each, P()), out_specs=(P(), each, P()))
     def outer_step(params: Any, local: Any, state: Any) -> tuple[Any, Any, Any]:
         moved = jax.tree.map(jnp.subtract, params, own(local))
-        grads = dq.pmean(moved, AXIS, method=outer.method, topology=outer.topology)
+        grads = dq.pmean(moved, AXIS, method=outer.method)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, stacked(jax.lax.pcast(params, AXIS, to="varying")), state
@@ -216,9 +214,9 @@ class Met(Result):
 def train_local(run: Run, name: str, outer: Outer) -> Met:
     """Trains from ``run.init()`` by local steps."""
     outer.check(run.recipe.steps)
-    params, options = run.init(), {"method": outer.method, "topology": outer.topology}
-    dq.check_agreement(params, run.mesh, AXIS, **options)
-    cost = dq.explain(params, run.mesh.size, **options, verbose=False)
+    params = run.init()
+    outer.method.check_agreement(params, run.mesh, AXIS)
+    cost = outer.method.explain(params, run.mesh.size, verbose=False)
     programs = make_programs(run.loss_fn, make_optimizer(run.recipe), outer, run.mesh)
     result = Met(
         method=name, every=outer.every,
@@ -285,7 +283,7 @@ def main(
     rule = {"every": every, "learning_rate": outer_lr, "momentum": momentum}
     travels = TOPOLOGIES[topology]
     try:
-        compressed = Outer(**rule, method=dq.DynamiQ(bits=bits), topology=travels)
+        compressed = Outer(**rule, method=dq.Compression(dq.DynamiQ(bits=bits), topology=travels))
         compressed.check(recipe.steps)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -295,10 +293,11 @@ def main(
     params = jax.eval_shape(run.init)
     n_params = introduce(run, model)
 
+    synchronous = dq.Compression(SYNCHRONOUS, topology=travels)
     results = [
         train_local(run, "local, dynamiq", compressed),
-        train_local(run, "local, f32", Outer(**rule, method=dq.F32())),
-        train_synchronous(run, dynamiq(run.loss_fn, params, run.mesh, SYNCHRONOUS, travels)),
+        train_local(run, "local, f32", Outer(**rule, method=dq.Compression(dq.F32()))),
+        train_synchronous(run, dynamiq(run.loss_fn, params, run.mesh, synchronous)),
         train_synchronous(run, lax_psum(run.loss_fn, params, run.mesh, "f32")),
     ]
     compare_losses(results)

@@ -151,8 +151,7 @@ class Run:
     model: Config
     recipe: Recipe
     mesh: Mesh
-    method: Any
-    topology: Any
+    method: dq.Compression
     seed: int
 
 
@@ -179,26 +178,22 @@ class Training(NamedTuple):
 
 
 def make_training(run: Run) -> Training:
-    """Data-parallel training; ``run.method`` averages gradients along ``run.topology``."""
+    """Data-parallel training; ``run.method`` averages gradients."""
     optimizer, mesh = make_optimizer(run.recipe), run.mesh
-    options = {"method": run.method, "topology": run.topology}
     workers, replicated = NamedSharding(mesh, P(AXES)), NamedSharding(mesh, P())
     placed = TrainState._make([*[replicated] * 4, workers])
-    value_and_grad = dq.value_and_grad(make_loss(run.model), mesh=mesh, axis_name=AXES, **options)
+    value_and_grad = dq.value_and_grad(
+        make_loss(run.model), mesh=mesh, axis_name=AXES, method=run.method
+    )
 
     @partial(jax.jit, out_shardings=placed)
     def init(key: jax.Array) -> TrainState:
         params_key, key = jax.random.split(key)
         params = init_params(run.model, params_key)
-        memory = dq.init_state(params, tuple(mesh.shape.values()), **options, stacked=True)
+        memory = run.method.init_state(params, tuple(mesh.shape.values()), stacked=True)
         return TrainState(jnp.int32(0), key, params, optimizer.init(params), memory)
 
-    @partial(
-        jax.jit,
-        donate_argnums=0,
-        out_shardings=(placed, replicated),
-        compiler_options=dq.xla_options(),
-    )
+    @partial(dq.jit, donate_argnums=0, out_shardings=(placed, replicated))
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(state.key, state.step)  # the same on all workers
         loss, reduced = value_and_grad(state.params, tokens, key=key, state=state.memory)
@@ -266,8 +261,7 @@ def train(
     training = make_training(run)
     state, losses = training.init(run.seed), []
     # Workers that were told different things would average garbage in silence.
-    options = {"method": run.method, "topology": run.topology}
-    dq.check_agreement(state.params, run.mesh, AXES, **options, key=state.key)
+    run.method.check_agreement(state.params, run.mesh, AXES, key=state.key)
     if checkpoints:
         state, losses = restore(checkpoints, state)
         log(f"starting after step {len(losses)}")
@@ -299,15 +293,14 @@ def train(
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def choose(bits: float | None, config: Path | None) -> tuple[Any, Any]:
-    """The method, and the topology or `None`, which chooses by the mesh."""
+def choose(bits: float | None, config: Path | None) -> dq.Compression:
+    """What compresses: by bits, or as a file has it."""
     if config is not None:
         if bits is not None:
             raise typer.BadParameter(f"--config: leave out --bits {bits:g}, which are the file's")
-        found = read_choice(config)
-        return found.method or dq.DynamiQ(), found.topology
+        return read_choice(config)
     try:
-        return dq.DynamiQ(bits=5.0 if bits is None else bits), None
+        return dq.Compression(dq.DynamiQ(bits=5.0 if bits is None else bits))
     except ValueError as error:
         raise typer.BadParameter(f"--bits {bits}: {error}") from error
 
@@ -341,19 +334,17 @@ def main(
 ) -> None:
     """Trains a LLaMA-style model on several hosts with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
-    method, topology = choose(bits, config)
+    method = choose(bits, config)
     recipe = RECIPES[model]
     recipe = recipe._replace(
         steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size
     )
     join(coordinator, num_processes, process_id, heartbeat_timeout, cluster)
     run = Run(
-        model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method,
-        topology=topology, seed=seed,
+        model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method, seed=seed,
     )  # fmt: skip
     params = jax.eval_shape(partial(init_params, run.model), jax.random.key(0))
-    sizes, wire = tuple(run.mesh.shape.values()), {"method": method, "topology": topology}
-    cost = dq.explain(params, sizes, **wire, verbose=False)
+    cost = method.explain(params, tuple(run.mesh.shape.values()), verbose=False)
     where = environment() | {
         "mesh": f"{dict(run.mesh.shape)}, {jax.process_count()} processes",
         "topology": f"{cost.topology}: {cost.reason}",
@@ -369,14 +360,14 @@ def main(
     )  # fmt: skip
     if jax.process_index() == 0:
         result = Result(
-            method=type(method).__name__.lower(), wire_bytes=cost.wire_bytes,
+            method=type(method.method or dq.DynamiQ()).__name__.lower(), wire_bytes=cost.wire_bytes,
             bits_per_coord=cost.bits_per_coord, losses=outcome.losses,
             seconds_per_step=outcome.seconds_per_step,
         )  # fmt: skip
         kept = ("wire_bytes", "bits_per_coord", "seconds_per_step", "losses")
         record = {
             "environment": where, "model": model, "recipe": recipe._asdict(), "seed": seed,
-            "method": repr(method), **{name: getattr(result, name) for name in kept},
+            "method": cost.method, **{name: getattr(result, name) for name in kept},
         }  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)
         name = f"{model}-multihost"

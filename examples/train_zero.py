@@ -172,7 +172,7 @@ def make_zero(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh, wire: Wir
     state = jax.eval_shape(init, jax.random.key(0))
     specs = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
 
-    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=dq.xla_options())
+    @partial(dq.jit, donate_argnums=(0, 1))
     @partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=(*specs, P()))
     def step(shards: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         params = gather_params(shards)
@@ -235,8 +235,8 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(topology, TOPOLOGIES, "--topology")
     quantised = partial(dynamiq_gather, method=compression(gather_bits, "--gather-bits"))
-    reduction = {"method": compression(bits, "--bits"), "topology": TOPOLOGIES[topology]}
-    scatter = partial(dynamiq_scatter, **reduction)
+    reduction = compression(bits, "--bits", topology)
+    scatter = partial(dynamiq_scatter, method=reduction)
     in_bf16 = {
         "gather": partial(lax_gather, dtype=jnp.bfloat16),
         "scatter": partial(lax_scatter, dtype=jnp.bfloat16),
@@ -249,7 +249,7 @@ def main(
 
     run, where = start(model, recipe, seed)
     params = jax.eval_shape(run.init)
-    dq.check_agreement(params, run.mesh, AXIS, **reduction)
+    reduction.check_agreement(params, run.mesh, AXIS)
     n_params = introduce(run, model)
 
     results = [train_zero(run, Wire("dynamiq", quantised, scatter))]

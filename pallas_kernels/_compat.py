@@ -1,4 +1,4 @@
-"""What Pallas calls need to know of the JAX version. The only such file of this package."""
+"""Differences between JAX versions for Pallas calls. The only such file of this package."""
 
 import inspect
 from typing import Any

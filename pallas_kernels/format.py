@@ -251,8 +251,8 @@ class Source(NamedTuple):
     x: Float[Array, " d"]
     """The flat gradient, f32, bf16 or f16; super-groups past its end read as zeros."""
     mean: Float[Array, " M"] | None
-    """What is subtracted from every coordinate of a super-group before encoding, f32; `None` where
-    nothing is."""
+    """The number that is subtracted from every coordinate of a super-group before encoding, f32;
+    `None`: nothing is subtracted."""
     order: Int[Array, "C m"]
     """The super-groups of every chunk."""
 
@@ -272,16 +272,16 @@ class Result(NamedTuple):
     """Finished sums to be written, as rows of super-groups."""
 
     mean_sum: Float[Array, " M"]
-    """What is added to every coordinate of a super-group: n times the mean that was subtracted,
-    NaN for super-groups to be poisoned; f32."""
+    """The number that is added to every coordinate of a super-group: n times the mean that was
+    subtracted, NaN for super-groups to be poisoned; f32."""
     order: Int[Array, "C m"]
     """The super-groups of every chunk; `decompress_accumulate` goes by that of its source."""
     rows: int
     """Super-groups that are written: ceil(d / S), or those of the owner's slice; static."""
     dtype: Any
-    """Of the result; static."""
+    """The dtype of the result; static."""
     divisor: int = 1
-    """What the sum is divided by; static."""
+    """The divisor of the sum; static."""
     start: Int[Array, ""] | None = None
     """The first row of the owner's slice, for `decompress_accumulate` alone."""
     into: Float[Array, "rows S"] | None = None
@@ -314,7 +314,7 @@ def distortion(fmt: WireFormat, width: int) -> float:
 
 
 def _dithered_distortion(fmt: WireFormat, width: int, t: np.ndarray, top: np.ndarray) -> float:
-    """The same with dither, of magnitudes ``t`` relative to the largest of their groups, ``top``.
+    """Levels with dither, of magnitudes ``t`` relative to the largest of their groups, ``top``.
 
     A value at a fraction p of the way between levels ``step`` apart errs by ``step (b - p) +
     amplitude (u - 1/2)``, where b is 1 if u < p and 0 otherwise: ``step^2 p (1 - p) + amplitude^2 /

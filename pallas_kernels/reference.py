@@ -97,7 +97,7 @@ class _Records:
         return _per_tile(self._floats[list(_FLOATS).index(name)])
 
     def plane(self, plane: int) -> tuple[Array, Array, Array]:
-        """Of one bit plane the word offset int32[T], the shift uint32[T, 1, 1], and who has it."""
+        """One bit plane: the word offset int32[T], the shift uint32[T, 1, 1], and who has it."""
         at = len(_INTEGERS) + 2 * self._fmt.planes.index(plane)
         start = self.offset + self._integers[at].astype(jnp.int32)
         return start, _per_tile(self._integers[at + 1]), (self.width & plane) > 0
@@ -217,7 +217,7 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
 
 
 def _dither(noise, records: _Records) -> Array:
-    """What is added to levels, in half-steps: ``amplitude * (1/2 - u)`` for what is known of u."""
+    """The dither of levels, in half-steps: ``amplitude * (1/2 - u)`` for the known bits of u."""
     known = (noise >> (32 - DITHER_BITS)).astype(jnp.float32) * 2 + 1  # of 2^(DITHER_BITS + 1)
     return (2**DITHER_BITS - known) * records.float("dither")
 

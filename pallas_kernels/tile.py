@@ -36,7 +36,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class Tile(NamedTuple):
-    """What the arithmetic needs to know of its tile and of the lowering; static."""
+    """The static facts of a tile and of the lowering."""
 
     fmt: WireFormat
     levels: Callable[[jax.Array], jax.Array]

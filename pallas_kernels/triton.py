@@ -61,7 +61,7 @@ def _asm(code: str, x):
 
 
 def _inverse(x):
-    """What ``rcp.rn`` does of 2^-126 <= x < 2^126, without its branch for the rest."""
+    """The reciprocal of ``rcp.rn`` for 2^-126 <= x < 2^126, without its branch for the rest."""
     return _asm(
         """.reg .f32 guess, error;
         rcp.approx.ftz.f32 guess, $1;
@@ -326,7 +326,7 @@ def _rows(x, super_group_size: int):
 
 
 def _options(name: str, interpret: bool) -> dict[str, Any]:
-    """What every launch of the kernel ``name`` takes."""
+    """The options of every launch of the kernel ``name``."""
     options = {"name": f"dynamiq_{name}", "interpret": interpret}
     if interpret:
         return options
@@ -336,7 +336,7 @@ def _options(name: str, interpret: bool) -> dict[str, Any]:
 
 
 class _Launch(NamedTuple):
-    """What is static of a launch with one result."""
+    """The static facts of a launch with one result."""
 
     kernel: Any
     name: str
@@ -347,7 +347,7 @@ class _Launch(NamedTuple):
     replaces: int | None
     """The operand that the result takes the place of."""
     static: tuple[tuple[str, Any], ...]
-    """Of the kernel."""
+    """The name of the kernel."""
 
 
 @functools.partial(jax.jit, static_argnames="launch")
@@ -407,7 +407,7 @@ def _mean(source: Source):
 
 
 class _Inputs(NamedTuple):
-    """What is static of inputs: whether each leaves one payload out, and which have equal tiles."""
+    """Static facts of inputs: whether each leaves one payload out; which have equal tiles."""
 
     with_skip: tuple[bool, ...]
     alike: tuple[int, ...]

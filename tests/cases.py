@@ -18,12 +18,27 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._compat import to_varying
+from dynamiq_jax import comparators
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.lax.axis import Axis
 
-SMALL = {"min_leaf_size": 1, "min_bucket_size": 1}
+SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
 
-CHEAP = dq.DynamiQ(widths=(4,), group_scale="bf16", bits=5.5, **SMALL)
+LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}
+
+
+def small(method: Any = None, **options: Any) -> dq.Compression:
+    """Compresses however small a leaf is."""
+    return dq.Compression(method, **SMALL, **options)
+
+
+def low(method: Any = None, **options: Any) -> dq.Compression:
+    """Compresses all but the smallest leaves."""
+    return dq.Compression(method, **LOW_LIMITS, **options)
+
+
+CHEAP = small(dq.DynamiQ(widths=(4,), group_scale="bf16", bits=5.5))
 """For tests of what surrounds a method: one width compiles in a third of the default's time."""
 
 LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
@@ -41,41 +56,40 @@ TOPOLOGIES = {
 }
 """Topologies, and numbers of workers to try: of one stream, all below 10 that they serve."""
 
-INDEPENDENT = {"rounding": "independent", **SMALL}
+INDEPENDENT: dict[str, Any] = {"rounding": "independent"}
 METHODS = {
-    "default": dq.DynamiQ(**SMALL),
-    "correlated": dq.DynamiQ(rounding="correlated", **SMALL),
-    "independent": dq.DynamiQ(**INDEPENDENT),
-    "geometric": dq.DynamiQ(levels="geometric", **INDEPENDENT),
-    "uniform": dq.DynamiQ(levels="uniform", **INDEPENDENT),
-    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **INDEPENDENT),
-    "squared_error": dq.DynamiQ(floor=None, levels="piecewise", **INDEPENDENT),
-    "mean": dq.DynamiQ(subtract_mean=True, **INDEPENDENT),
-    "paper": dq.DynamiQ(
+    "default": small(dq.DynamiQ()),
+    "correlated": small(dq.DynamiQ(rounding="correlated")),
+    "independent": small(dq.DynamiQ(**INDEPENDENT)),
+    "geometric": small(dq.DynamiQ(levels="geometric", **INDEPENDENT)),
+    "uniform": small(dq.DynamiQ(levels="uniform", **INDEPENDENT)),
+    "bf16_scales": small(dq.DynamiQ(group_scale="bf16", bits=6, **INDEPENDENT)),
+    "squared_error": small(dq.DynamiQ(floor=None, levels="piecewise", **INDEPENDENT)),
+    "mean": small(dq.DynamiQ(subtract_mean=True, **INDEPENDENT)),
+    "paper": small(dq.DynamiQ(
         widths=(2, 4, 8), floor=None, group_size=16, levels="geometric", rounding="correlated",
-        subtract_mean=True, **SMALL,
-    ),
-    "group_8": dq.DynamiQ(group_size=8, **INDEPENDENT),
-    "group_64": dq.DynamiQ(group_size=64, group_scale="bf16", **INDEPENDENT),
-    "super_128": dq.DynamiQ(super_group_size=128, **INDEPENDENT),
-    "super_1024": dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT),
-    "all_widths": dq.DynamiQ(widths=tuple(range(1, 17)), floor=None, bits=7, **INDEPENDENT),
-    "dither": dq.DynamiQ(dither=True, **INDEPENDENT),
-    "dither_all_widths": dq.DynamiQ(
+        subtract_mean=True,
+    )),
+    "group_8": small(dq.DynamiQ(group_size=8, **INDEPENDENT)),
+    "group_64": small(dq.DynamiQ(group_size=64, group_scale="bf16", **INDEPENDENT)),
+    "super_128": small(dq.DynamiQ(super_group_size=128, **INDEPENDENT)),
+    "super_1024": small(dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT)),
+    "all_widths": small(dq.DynamiQ(widths=tuple(range(1, 17)), floor=None, bits=7, **INDEPENDENT)),
+    "dither": small(dq.DynamiQ(dither=True, **INDEPENDENT)),
+    "dither_all_widths": small(dq.DynamiQ(
         dither=True, levels="companded", widths=(*range(1, 15), 16), floor=None, bits=7,
         **INDEPENDENT,
-    ),
-    "width_0": dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT),
+    )),
+    "width_0": small(dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT)),
 }  # fmt: skip
 DAILY = ("default", "paper", "dither", "all_widths", "bf16_scales")
 """The formats that daily tests draw; a release draws all."""
 UNBIASED = [
     name
-    for name, method in METHODS.items()
-    if 0 not in (method.widths or ()) and method.rounding == "independent"
+    for name, request in METHODS.items()
+    if 0 not in (request.method.widths or ()) and request.method.rounding == "independent"
 ]
 
-LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}
 NATIVE: dict[str, Any] = {"native": None}
 OVER: dict[str, Any] = {
     "ring": LOOP,
@@ -99,81 +113,80 @@ class Row(NamedTuple):
 
 
 EVERY_METHOD = {
-    "dynamiq": Row(dq.DynamiQ(**LOW_LIMITS), OVER, 256, 0.05),
-    "dynamiq, dither": Row(dq.DynamiQ(dither=True, **LOW_LIMITS), OVER, 256, 0.03),
-    "dynamiq, memory": Row(dq.DynamiQ(error_feedback=True, **LOW_LIMITS), OVER, 256, 0.05),
-    "bf16": Row(dq.BF16(**LOW_LIMITS), NATIVE | OVER, 1, 2e-05),
-    "f32": Row(dq.F32(**LOW_LIMITS), NATIVE | OVER, 1, 1e-14),
-    "mxfp8": Row(dq.MXFP8(**LOW_LIMITS), OVER, 32, 0.005),
-    "mxfp8, shared": Row(dq.MXFP8(sum="shared-scale", **LOW_LIMITS), OVER, 32, 0.003),
-    "mxfp6": Row(dq.MXFP6(rounding="stochastic", **LOW_LIMITS), OVER, 32, 0.03),
-    "mxfp6, shared": Row(dq.MXFP6(sum="shared-scale", **LOW_LIMITS), OVER, 32, 0.015),
-    "mxfp4": Row(dq.MXFP4(**LOW_LIMITS), OVER, 32, 0.06),
-    "minmax": Row(dq.MinMax(**LOW_LIMITS), OVER, 128, 0.06),
-    "minmax, nearest": Row(dq.MinMax.flash_communication(5, **LOW_LIMITS), OVER, 128, 0.01),
-    "minmax, shift": Row(dq.MinMax(rounding="shift", bits=6, **LOW_LIMITS), OVER, 128, 0.01),
-    "qsgd": Row(dq.GlobalQSGD(piece_size=128, **LOW_LIMITS), OVER, 128, 0.02),
+    "dynamiq": Row(low(dq.DynamiQ()), OVER, 256, 0.05),
+    "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
+    "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
+    "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
+    "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
+    "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),
+    "mxfp8, shared": Row(low(comparators.MXFP8(sum="shared-scale")), OVER, 32, 0.003),
+    "mxfp6": Row(low(comparators.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
+    "mxfp6, shared": Row(low(comparators.MXFP6(sum="shared-scale")), OVER, 32, 0.015),
+    "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
+    "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
+    "minmax, nearest": Row(low(comparators.MinMax.flash_communication(5)), OVER, 128, 0.01),
+    "minmax, shift": Row(low(comparators.MinMax(rounding="shift", bits=6)), OVER, 128, 0.01),
+    "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "qsgd, exponential": Row(
-        dq.GlobalQSGD(levels="exponential", piece_size=256, **LOW_LIMITS), OVER, 256, 0.5
+        low(comparators.GlobalQSGD(levels="exponential", piece_size=256)), OVER, 256, 0.5
     ),
-    "thc": Row(dq.THC(piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
-    "thc, uniform": Row(dq.THC(table=False, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
-    "thc, two-shot": Row(dq.THC(form="two-shot", piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.04),
+    "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
+    "thc, uniform": Row(low(comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
+    "thc, two-shot": Row(low(comparators.THC(form="two-shot", piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
-        dq.THC(bits=2, error_feedback=True, piece_size=512, **LOW_LIMITS), NATIVE, 512, 0.6
+        low(dq.ErrorFeedback(comparators.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
     ),
     "thc, saturating, memory": Row(
-        dq.THC(
-            form="two-shot", table=False, p=1e-6, saturate=True, error_feedback=True,
-            piece_size=512, **LOW_LIMITS,
-        ),
+        low(dq.ErrorFeedback(comparators.THC(
+            form="two-shot", table=False, p=1e-6, saturate=True, piece_size=512,
+        ))),
         NATIVE, 512, 0.15,
     ),
-    "omnireduce": Row(dq.OmniReduce(block_size=64, **LOW_LIMITS), NATIVE, 64, 0.03),
+    "omnireduce": Row(low(comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
-        dq.OmniReduce(block_size=64, error_feedback=True, **LOW_LIMITS), NATIVE, 64, 0.15
+        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64))), NATIVE, 64, 0.15
     ),
     "omnireduce, union, memory": Row(
-        dq.OmniReduce(block_size=64, select="union", error_feedback=True, **LOW_LIMITS),
+        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64, select="union"))),
         NATIVE, 64, 0.15,
     ),
-    "dynamiq, ef21": Row(dq.ErrorFeedback(dq.DynamiQ(**LOW_LIMITS), kind="ef21"), OVER, 256, 0.1),
+    "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
     "bf16, ef21": Row(
-        dq.ErrorFeedback(dq.BF16(**LOW_LIMITS), kind="ef21"), NATIVE | OVER, 1, 1e-4
+        low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4
     ),
-    "minmax, ef14": Row(dq.ErrorFeedback(dq.MinMax(**LOW_LIMITS)), OVER, 128, 0.06),
+    "minmax, ef14": Row(low(dq.ErrorFeedback(comparators.MinMax())), OVER, 128, 0.06),
     "mxfp4, econtrol": Row(
-        dq.ErrorFeedback(dq.MXFP4(**LOW_LIMITS), kind="econtrol"), OVER, 32, 0.3
+        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
     ),
     "omnireduce, union, ef21": Row(
-        dq.ErrorFeedback(
-            dq.OmniReduce(block_size=64, select="union", **LOW_LIMITS), kind="ef21"
-        ),
+        low(dq.ErrorFeedback(
+            comparators.OmniReduce(block_size=64, select="union"), kind="ef21"
+        )),
         NATIVE, 64, 0.15,
     ),
-    "marsit": Row(dq.Marsit(period=None, block_size=256, **LOW_LIMITS), OVER, 256, 5.0),
+    "marsit": Row(low(comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
     "marsit, full rounds": Row(
-        dq.Marsit(period=3, block_size=256, **LOW_LIMITS), OVER, 256, 5.0
+        low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
     ),
-    "clt-k": Row(
-        dq.CLTK(density=0.5, chunk_size=64, error_feedback=False, **LOW_LIMITS), NATIVE, 64, 0.45
+    "clt-k": Row(low(comparators.CLTK(density=0.5, chunk_size=64)), NATIVE, 64, 0.45),
+    "clt-k, memory": Row(
+        low(dq.ErrorFeedback(comparators.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
     ),
-    "clt-k, memory": Row(dq.CLTK(density=0.3, chunk_size=50, **LOW_LIMITS), NATIVE, 50, 0.6),
     "sidco, memory": Row(
-        dq.SIDCo(density=0.2, headroom=1.25, block_size=50, **LOW_LIMITS), NATIVE, 50, 0.5
+        low(dq.ErrorFeedback(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50))),
+        NATIVE, 50, 0.5,
     ),
-    "perm-k": Row(dq.PermK(**LOW_LIMITS), NATIVE, 4, 4.0),
+    "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
-    "powersgd": Row(dq.PowerSGD(rank=5, min_leaf_size=100), NATIVE, 15 * 541, 1.0, 541),
+    "powersgd": Row(
+        low(dq.ErrorFeedback(comparators.PowerSGD(rank=5))), NATIVE, 15 * 541, 1.0, 541
+    ),
     "powersgd, f32": Row(
-        dq.PowerSGD(rank=7, wire="f32", error_feedback=False, min_leaf_size=100),
-        NATIVE, 15 * 541, 1.0, 541,
+        low(comparators.PowerSGD(rank=7, wire="f32")), NATIVE, 15 * 541, 1.0, 541
     ),
-    "arc top-k": Row(
-        dq.ARCTopK(density=0.5, error_feedback=False, min_leaf_size=100), NATIVE, 541, 0.5, 541
-    ),
+    "arc top-k": Row(low(comparators.ARCTopK(density=0.5)), NATIVE, 541, 0.5, 541),
     "arc top-k, memory": Row(
-        dq.ARCTopK(density=0.7, rank=6, min_leaf_size=100), NATIVE, 541, 0.5, 541
+        low(dq.ErrorFeedback(comparators.ARCTopK(density=0.7, rank=6))), NATIVE, 541, 0.5, 541
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
@@ -182,7 +195,7 @@ EVERY_METHOD = {
 def _first_of_each_kind() -> list[str]:
     kinds: dict[str, str] = {}
     for name, row in EVERY_METHOD.items():
-        kinds.setdefault(name if "dynamiq" in name else type(row.method).__name__, name)
+        kinds.setdefault(name if "dynamiq" in name else type(row.method.method).__name__, name)
     return list(kinds.values())
 
 
@@ -237,8 +250,25 @@ def stepper(method, topology=None, *, mean: bool = False):
 def first_state(method, tree, n: int, topology=None):
     """What `init_state` gives one worker, for all n; the tree has a leading axis of workers."""
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    state = dq.init_state(own, n, method=method, topology=topology)
+    state = as_compression(method, topology).init_state(own, n)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+
+
+def limits_of(method, n: int, *, fast_links: bool):
+    """The limits of a request, or of a bare method, among n workers."""
+    request = as_compression(method)
+    method = request.method or dq.DynamiQ()
+    return method.limits(request.limits, n, fast_links=fast_links)
+
+
+def wire_bits(method=None, topology=None):
+    """``f(tree, n_workers, **options)``: the bits that one worker sends, as `dq.explain` has it."""
+    request = as_compression(method, topology)
+
+    def bits(*args, **options) -> int:
+        return round(8 * request.explain(*args, verbose=False, **options).wire_bytes)
+
+    return bits
 
 
 def auto_mesh(n: int = 8):
@@ -363,7 +393,7 @@ def mapped(f, check_vma=True):
     """``f(params, x)`` of each of four workers; results have a leading axis of workers."""
 
     def one(params, x):
-        return jax.tree.map(lambda g: to_varying(g[None], "data"), f(params, x[0]))
+        return jax.tree.map(lambda g: Axis(("data",)).to_varying(g[None]), f(params, x[0]))
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
     return jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs))

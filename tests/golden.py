@@ -36,6 +36,7 @@ from kernel_runs import payloads as arriving
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import make_plan, order_and_tiles
 
@@ -148,7 +149,7 @@ def payloads_of(name: str) -> Any:
 def with_states(method, topology, n: int = 4, steps: int = 2) -> Any:
     """Results and states of several steps."""
     x = exact_gradients(n, 2 * 2048 + 100)
-    state = dq.init_state(jnp.asarray(x[0]), n, method=method, topology=topology)
+    state = as_compression(method, topology).init_state(jnp.asarray(x[0]), n)
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), state)
     found = []
     for i in range(steps):
@@ -190,10 +191,10 @@ def tree() -> Any:
     }
 
     def by_path(path, leaf):
-        low = {"min_leaf_size": 1000, "min_bucket_size": 1000}
-        return dq.DynamiQ(bits=4 if path == "up" else 5, scale_axis="auto", **low)
+        return dq.DynamiQ(bits=4 if path == "up" else 5, scale_axis="auto")
 
-    return vmapped(by_path, dq.Direct(), mean=True)(leaves, key())
+    request = dq.Compression(by_path, min_leaf_size=1000, min_bucket_size=1000)
+    return vmapped(request, dq.Direct(), mean=True)(leaves, key())
 
 
 DEFAULT = METHODS["default"]
@@ -203,10 +204,10 @@ LAYOUTS = {
     "paper": (METHODS["paper"], dq.Ring(balance=0.0), 4),
 }
 for _name, (_method, _topology, _n) in LAYOUTS.items():
-    _layout = _method.layout(40 * 2048 + 356, _n, _topology)
+    _layout = _method.method.layout(40 * 2048 + 356, _n, _topology)
     CALLS[f"plan, {_name}"] = partial(plan_of, _layout, _n)
 CALLS["plan, scatter"] = partial(
-    plan_of, DEFAULT.layout(9 * 256, 4, dq.Direct(), "reduce_scatter"), 4
+    plan_of, DEFAULT.method.layout(9 * 256, 4, dq.Direct(), "reduce_scatter"), 4
 )
 for _name in ("default", "paper", "odd widths", "bf16 scales", "dither", "uniform"):
     CALLS[f"payloads, {_name}"] = partial(payloads_of, _name)

@@ -9,10 +9,10 @@ import numpy as np
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import allocate
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
-from dynamiq_jax.synthetic import lognormal_mixture
 
 FORMATS = {
     "default": dq.DynamiQ().allocation(8, dq.Direct()).fmt,

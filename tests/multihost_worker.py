@@ -18,13 +18,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import LOOP, SMALL
+from cases import LOOP, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_ring import plan_is_exact
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -42,7 +43,7 @@ VICTIM = 1
 
 NODE, GPU = AXES
 SIZE = 2 * 8 * 8 * 256
-METHOD = dq.DynamiQ(widths=(4,), **SMALL)  # one width compiles in half the time of three
+METHOD = small(dq.DynamiQ(widths=(4,)))  # one width compiles in half the time of three
 
 
 def on(collective, axis_name, topology=None, size=SIZE):
@@ -111,9 +112,9 @@ class Remembering(dq.DynamiQ):
     def init(self, size, n_workers):
         return jnp.zeros(size)
 
-    def all_reduce(self, x, axis_name, *, state, **options):
-        state = x + state / 2
-        outcome = dq.DynamiQ.all_reduce(self, state, axis_name, **options)
+    def all_reduce(self, x, call):
+        state = x + call.state / 2
+        outcome = dq.DynamiQ.all_reduce(self, state, call._replace(state=()))
         return outcome._replace(state=state)
 
 
@@ -125,8 +126,8 @@ def make_run(mesh):
     of bf16 numbers added up in f32, does not on gradients like these.
     """
     return Run(
-        model=CONFIG, recipe=RECIPE, mesh=mesh, method=Remembering(**SMALL),
-        topology=dq.Hierarchical(outer=LOOP), seed=0,
+        model=CONFIG, recipe=RECIPE, mesh=mesh, seed=0,
+        method=small(Remembering(), topology=dq.Hierarchical(outer=LOOP)),
     )  # fmt: skip
 
 
@@ -147,17 +148,18 @@ def hashes(tree):
 
 
 def disagreements(mesh):
-    """{what: arguments of `dq.check_agreement`}, on which the last process differs from others."""
+    """{what: a check of agreement}, in which the last process differs from others."""
     odd = jax.process_index() == jax.process_count() - 1
     tree = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
-    def told(tree=tree, axis_name=AXES, **options):
-        return (tree, mesh, axis_name), options
+    def told(tree=tree, axis_name=AXES, method=None, topology=None, **options):
+        request = as_compression(method, topology)
+        return partial(request.check_agreement, tree, mesh, axis_name, **options)
 
     return {
         "nothing": told(key=jax.random.key(1), method=METHOD, topology=dq.Hierarchical()),
         "method": told(method=dq.DynamiQ(bits=4.5) if odd else dq.DynamiQ()),
-        "kind of method": told(method=dq.MXFP8() if odd else dq.DynamiQ()),
+        "kind of method": told(method=dq.comparators.MXFP8() if odd else dq.DynamiQ()),
         "topology": told(topology=dq.Ring() if odd else dq.Direct()),
         "key": told(key=jax.random.key(2 if odd else 1)),
         "presence of a key": told(key=jax.random.key(1) if odd else None),
@@ -169,12 +171,12 @@ def disagreements(mesh):
 
 
 def complaints(mesh):
-    """{what: what `dq.check_agreement` says to this process, "" if nothing}."""
+    """{what: what the check says to this process, "" if nothing}."""
     found = {}
-    for what, (args, options) in disagreements(mesh).items():
+    for what, check in disagreements(mesh).items():
         found[what] = ""
         try:
-            dq.check_agreement(*args, **options)
+            check()
         except (RuntimeError, ValueError) as error:
             found[what] = f"{type(error).__name__}: {error}"
     return found

@@ -17,10 +17,11 @@ from test_cli import plain
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.bench import advice, all_reduce, timing
-from dynamiq_jax.bench.advice import NATIVE, SettingRow, decide, step_times
-from dynamiq_jax.configuration import describe_config, parse_config
+from dynamiq_jax.commands import cli
+from dynamiq_jax.commands.bench import advice, all_reduce, timing
+from dynamiq_jax.commands.bench.advice import NATIVE, SettingRow, decide, step_times
+from dynamiq_jax.commands.model_tree import load_model_tree, save_model_tree
+from dynamiq_jax.configuration import describe, parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -173,8 +174,7 @@ class TestDecision:
     def test_caveats(self):
         said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])
         assert "90.0% of the coordinates are compressed" in text(said)
-        method = {"name": "DynamiQ", "bits": 4, "min_bucket_size": 65536}
-        said = decide([native(10), row(4, "Direct", 5, method=method)])
+        said = decide([native(10), row(4, "Direct", 5, min_bucket_size=65536)])
         assert "hence min_bucket_size=65536" in text(said)
         assert "spread" not in text(said)
         said = decide([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)])
@@ -188,11 +188,11 @@ class TestDecision:
         public = {name: getattr(dq, name) for name in dq.__all__} | {"pmean": pmean}
         exec(line, {"grads": None, "dq": type("dq", (), public)})
         assert found.pop("axis_name") == ("node", "gpu")
-        assert (found["method"], found["topology"]) == parse_config(said.config)
+        assert found == parse(said.config)
         assert found["topology"] == dq.Hierarchical()
         assert 'dq.pmean(grads, "data", method=' in said.snippet()
         by_engines = decide([native(10), row(4, "Direct", 5, transport="permutes")])
-        assert "compiler_options=dq.xla_options()" in by_engines.snippet()
+        assert "step = dq.jit(step)" in by_engines.snippet()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def invoke(*arguments):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("advise")
-    dq.save_model_tree(folder / "model.json", TREE)
+    save_model_tree(folder / "model.json", TREE)
     files = ["--config", folder / "choice.toml", "--json", folder / "rows.json"]
     chosen = ["--bits", 5, "--topology", "direct", "--repeats", 3, "--step-time-ms", 1e4]
     chosen += ["--dither", "off"]
@@ -276,7 +276,7 @@ class TestCommand:
             assert plain(expected) in plain(output)
         for expected in ("links of 8 CPU device(s)", "over cpu", "bf16 psum", "DynamiQ at 5 bits"):
             assert expected in output
-        assert dq.load_config(folder / "choice.toml") == parse_config(said.config)
+        assert dq.Compression.load(folder / "choice.toml") == dq.Compression(**parse(said.config))
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
         result = invoke("--params", "10K", "--repeats", 1)
@@ -325,7 +325,9 @@ class TestCommand:
         tried = []
 
         def measure(mesh, tree, settings, **_):
-            tried.extend((type(t).__name__, m.bits, m.dither) for m, t in settings)
+            tried.extend(
+                (type(s.topology).__name__, s.method.bits, s.method.dither) for s in settings
+            )
             return [native(1), *directs(3, 3, 3)]
 
         monkeypatch.setattr(advice, "bench_links", lambda *_, **__: [])
@@ -396,13 +398,13 @@ def test_topologies_that_suit():
 
 def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkeypatch):
     """It goes by the kind of GPU. It stays where something is compressed."""
-    from dynamiq_jax import arguments
-
-    monkeypatch.setattr(arguments, "fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
-        assert found == (dq.DynamiQ(bits=4, min_bucket_size=lifted), dq.Ring())
+        assert found == dq.Compression(
+            dq.DynamiQ(bits=4), topology=dq.Ring(), min_bucket_size=lifted
+        )
     assert advice.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
 
 
@@ -438,12 +440,20 @@ def test_leaves_of_a_tree_have_their_shapes_and_dtypes():
 # --- Files ----------------------------------------------------------------------------------------
 
 CONFIGURATIONS = {
-    "nothing": (None, None),
-    "native": (dq.BF16(), None),
-    "direct": (dq.DynamiQ(bits=3.5), dq.Direct()),
-    "fields": (dq.DynamiQ(widths=(2, 4, 8), levels="uniform", floor=4), dq.Ring(streams=1)),
-    "levels": (dq.MXFP8(), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring(balance=0.5))),
-    "outer": (dq.THC(bits=2), dq.Hierarchical(outer=dq.Butterfly())),
+    "nothing": dq.Compression(),
+    "native": dq.Compression(dq.BF16()),
+    "direct": dq.Compression(dq.DynamiQ(bits=3.5), topology=dq.Direct()),
+    "fields": dq.Compression(
+        dq.DynamiQ(widths=(2, 4, 8), levels="uniform", floor=4), topology=dq.Ring(streams=1)
+    ),
+    "levels": dq.Compression(
+        dq.comparators.MXFP8(),
+        topology=dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring(balance=0.5)),
+    ),
+    "outer": dq.Compression(
+        dq.comparators.THC(bits=2), topology=dq.Hierarchical(outer=dq.Butterfly())
+    ),
+    "limits": dq.Compression(exclude="norm|bias", min_leaf_size=0, bucket_bytes=2**20),
 }
 
 
@@ -451,21 +461,19 @@ CONFIGURATIONS = {
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_configurations_come_back_from_files(tmp_path, name, suffix):
     file = tmp_path / f"choice{suffix}"
-    dq.save_config(file, *CONFIGURATIONS[name])
-    found = dq.load_config(file)
-    assert found == CONFIGURATIONS[name]
-    assert (found.method, found.topology) == CONFIGURATIONS[name]
+    CONFIGURATIONS[name].save(file)
+    assert dq.Compression.load(file) == CONFIGURATIONS[name]
 
 
 def test_files_name_classes_and_what_is_not_default(tmp_path):
-    assert describe_config(dq.DynamiQ(bits=4, floor=None), dq.Direct()) == {
+    assert describe(dq.Compression(dq.DynamiQ(bits=4, floor=None), topology=dq.Direct())) == {
         "method": {"name": "DynamiQ", "bits": 4, "floor": None},
         "topology": {"name": "Direct"},
     }
-    dq.save_config(tmp_path / "a.json", dq.DynamiQ(floor=None))
-    assert dq.load_config(tmp_path / "a.json").method == dq.DynamiQ(floor=None)
+    dq.Compression(dq.DynamiQ(floor=None)).save(tmp_path / "a.json")
+    assert dq.Compression.load(tmp_path / "a.json").method == dq.DynamiQ(floor=None)
     with pytest.raises(ValueError, match="TOML has no None"):
-        dq.save_config(tmp_path / "a.toml", dq.DynamiQ(floor=None))
+        dq.Compression(dq.DynamiQ(floor=None)).save(tmp_path / "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -493,36 +501,36 @@ def test_files_name_classes_and_what_is_not_default(tmp_path):
 )
 def test_what_no_configuration_is_is_refused(tmp_path, values, complaint):
     with pytest.raises(ValueError, match=complaint):
-        parse_config(values)
+        parse(values)
     file = tmp_path / "choice.json"
     file.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"choice.json: .*{complaint}"):
-        dq.load_config(file)
+        dq.Compression.load(file)
 
 
 def test_files_that_are_none_are_refused(tmp_path):
     for name in ("choice.json", "choice.toml"):
         (tmp_path / name).write_text("{bits")
         with pytest.raises(ValueError, match=name):
-            dq.load_config(tmp_path / name)
+            dq.Compression.load(tmp_path / name)
     nested = {"choice.json": '{"method": ' * 100_000, "choice.toml": "a = " + "[" * 100_000}
     for name, text in nested.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=f"{name}.* is nested too deeply; expected .* method"):
-            dq.load_config(tmp_path / name)
+            dq.Compression.load(tmp_path / name)
     (tmp_path / "choice.yaml").write_text("")
     with pytest.raises(ValueError, match="must end in .json or .toml, and ends in '.yaml'"):
-        dq.load_config(tmp_path / "choice.yaml")
+        dq.Compression.load(tmp_path / "choice.yaml")
     with pytest.raises(ValueError, match="cannot be saved"):
-        dq.save_config(tmp_path / "choice.json", type("Own", (dq.DynamiQ,), {})())
+        dq.Compression(type("Own", (dq.DynamiQ,), {})()).save(tmp_path / "choice.json")
 
 
 def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
     """The order decides which leaves share a bucket."""
     params = {"layers": [{"w": jnp.ones((70 + i, 1000), jnp.bfloat16)} for i in range(12)]}
     params |= {"b": jnp.ones(3), "z": jax.ShapeDtypeStruct((), jnp.int32)}
-    dq.save_model_tree(tmp_path / "model.json", params)
-    found = dq.load_model_tree(tmp_path / "model.json")
+    save_model_tree(tmp_path / "model.json", params)
+    found = load_model_tree(tmp_path / "model.json")
     expected = jax.tree_util.tree_leaves_with_path(params)
     assert [*found] == [jax.tree_util.keystr(path) for path, _ in expected]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
@@ -559,39 +567,42 @@ def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
 def test_what_is_no_model_tree_is_refused(tmp_path, held, complaint):
     (tmp_path / "model.json").write_text(held)
     with pytest.raises(ValueError, match=complaint) as refused:
-        dq.load_model_tree(tmp_path / "model.json")
-    assert "as dq.save_model_tree writes it" in str(refused.value)
+        load_model_tree(tmp_path / "model.json")
+    assert "as save_model_tree writes it" in str(refused.value)
 
 
 class TestExample:
     def test_options_and_files_mean_the_same(self, tmp_path):
         file = tmp_path / "choice.json"
-        dq.save_config(file, dq.DynamiQ(bits=4), dq.Direct())
+        dq.Compression(dq.DynamiQ(bits=4), topology=dq.Direct()).save(file)
         by_file = train_llm.choose(None, None, None, file)
         assert by_file == train_llm.choose("dynamiq", 4, "direct", None)
-        assert train_llm.choose(None, None, None, None) == ("dynamiq", dq.DynamiQ(), dq.Ring())
-        dq.save_config(file, dq.BF16())
+        assert train_llm.choose(None, None, None, None) == (
+            "dynamiq",
+            dq.Compression(dq.DynamiQ(), topology=dq.Ring()),
+        )
+        dq.Compression(dq.BF16()).save(file)
         assert train_llm.choose(None, None, None, file).method == "bf16"
 
     def test_what_it_cannot_train_with_is_refused(self, tmp_path):
         file = tmp_path / "choice.json"
-        dq.save_config(file, dq.MXFP8())
+        dq.Compression(dq.comparators.MXFP8()).save(file)
         with pytest.raises(typer.BadParameter, match="method 'mxfp8': choose one of dynamiq, bf16"):
             train_llm.choose(None, None, None, file)
         with pytest.raises(typer.BadParameter, match="leave out --method, --bits and --topology"):
             train_llm.choose(None, 4, None, file)
         with pytest.raises(typer.BadParameter, match=re.escape(str(tmp_path / "no.json"))):
             train_llm.choose(None, None, None, tmp_path / "no.json")
-        dq.save_config(file, topology=dq.Hierarchical())
+        dq.Compression(topology=dq.Hierarchical()).save(file)
         with pytest.raises(typer.BadParameter, match="Hierarchical reduces over two axes"):
             train_llm.main(config_file=file, out=tmp_path)
 
     def test_several_hosts_take_the_choice_as_well(self, tmp_path):
         file = tmp_path / "choice.json"
-        dq.save_config(file, dq.MXFP8(), dq.Hierarchical())
-        assert train_multihost.choose(None, file) == (dq.MXFP8(), dq.Hierarchical())
-        assert train_multihost.choose(4.0, None) == (dq.DynamiQ(bits=4), None)
-        assert train_multihost.choose(None, None) == (dq.DynamiQ(), None)
+        dq.Compression(dq.comparators.MXFP8(), topology=dq.Hierarchical()).save(file)
+        assert train_multihost.choose(None, file) == dq.Compression.load(file)
+        assert train_multihost.choose(4.0, None) == dq.Compression(dq.DynamiQ(bits=4))
+        assert train_multihost.choose(None, None) == dq.Compression(dq.DynamiQ())
         for bits, config, words in (
             (4.0, file, "leave out --bits 4"),
             (0.0, None, "--bits 0.0"),

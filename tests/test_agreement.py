@@ -13,29 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, auto_mesh, gradient
+from cases import auto_mesh, gradient, small
 from compiler import FLAGS
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import agreement, fingerprint
+from dynamiq_jax.collectives import agreement
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.lax import fingerprint
 
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
 
 def facts(tree=TREE, axis_name="data", **options):
-    defaults = dict.fromkeys(("method", "topology", "key"))
-    return agreement.facts_of(tree, auto_mesh(), axis_name, **defaults | options)
+    request = as_compression(options.pop("method", None), options.pop("topology", None))
+    given = {"op": "mean", "weight": None, "specs": None} | options
+    return agreement.complete(request.facts_on(auto_mesh(), axis_name, tree, **given))
 
 
 def test_one_process_agrees_with_itself():
-    dq.check_agreement(TREE, auto_mesh(), "data", key=jax.random.key(1))
+    as_compression(None).check_agreement(TREE, auto_mesh(), "data", key=jax.random.key(1))
 
 
 DIFFERENT = {
     "method": facts(method=dq.DynamiQ(bits=4.0)),
     "topology": facts(topology=dq.Ring()),
-    "limits": facts(method=dq.DynamiQ(min_leaf_size=5)),
+    "limits": facts(method=dq.Compression(dq.DynamiQ(), min_leaf_size=5)),
     "key": facts(key=jax.random.key(2)),
     "op": facts(op="sum"),
     "weight": facts(weight=1.0),
@@ -81,7 +84,7 @@ def test_values_of_weights_and_addresses_of_objects_may_differ():
 
 def test_axes_that_the_mesh_does_not_have_are_refused():
     with pytest.raises(ValueError, match=r"'model' is not in the mesh.*data"):
-        dq.check_agreement(TREE, auto_mesh(), "model")
+        as_compression(None).check_agreement(TREE, auto_mesh(), "model")
 
 
 def test_fingerprints_tell_bits_places_and_leaves():
@@ -105,7 +108,7 @@ def reduced(method, x):
 def test_debug_checks_change_nothing_where_workers_agree():
     x = gradient(0, 8, 8 * 2048 - 5)
     plain, checked = (
-        np.asarray(reduced(dq.DynamiQ(debug_checks=debug, **SMALL), x)) for debug in (False, True)
+        np.asarray(reduced(small(dq.DynamiQ(debug_checks=debug)), x)) for debug in (False, True)
     )
     np.testing.assert_array_equal(plain, checked)
 
@@ -124,7 +127,7 @@ def per_worker(*arguments):
     return dynamiq.SharedPlan(plan._replace(seed=plan.seed + other), noise)
 
 dynamiq.shared_plan = per_worker
-method = dq.DynamiQ(debug_checks=True, min_leaf_size=1, min_bucket_size=1)
+method = dq.Compression(dq.DynamiQ(debug_checks=True), min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
 step = lambda x: dq.psum(x, "data", method=method)
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())

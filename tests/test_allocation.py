@@ -98,8 +98,8 @@ def test_a_balance_decides_the_floor_of_each_stage():
 
 def test_without_a_floor_squared_error_decides():
     """The same words as the even widths to 10, which were the default before there were floors."""
-    old = dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None, **SMALL)
-    new = dq.DynamiQ(floor=None, **SMALL)
+    old = dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None)
+    new = dq.DynamiQ(floor=None)
     for topology in (dq.Ring(), dq.Direct(balance=0.0)):
         words = [m.layout(10**6, 8, topology).payload_words for m in (old, new)]
         assert words[0] == words[1]
@@ -178,7 +178,7 @@ def test_padding_of_small_chunks_costs_the_least_energies_only():
 @pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [4.0]))
 def test_small_super_groups_err_as_expected(name, bits):
     """Unrelated gradients, a thousandth of the super-groups with nearly all the energy."""
-    n, rows, method = 8, 8 * TILE_ROWS * 24, dq.DynamiQ(bits=bits, **SMALL)
+    n, rows, method = 8, 8 * TILE_ROWS * 24, dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
     topology = dq.Ring(unroll_up_to=1) if name == "ring" else NAMED[name]  # the same bits
     loud = jnp.where(jnp.arange(rows)[None, :, None] % 8 == 0, 2.0**12, 1.0)
     x = jax.random.normal(jax.random.key(0), (n, rows, 256)) * loud
@@ -187,11 +187,11 @@ def test_small_super_groups_err_as_expected(name, bits):
     small = np.arange(rows) % 8 != 0
     squared = (np.asarray(out, np.float64) - exact)[small] ** 2
     relative = squared.sum() / (exact[small] ** 2).sum()
-    expected = method.relative_error(n, NAMED[name])
+    expected = method.method.relative_error(n, NAMED[name])
     # Pairs of encoders cancel less than half of it where they hold different values.
     assert 0.6 * expected < relative < 1.5 * expected
     # Squared error alone leaves them to the narrowest width.
-    plain = dataclasses.replace(method, floor=None)
+    plain = dataclasses.replace(method, method=dataclasses.replace(method.method, floor=None))
     out = vmapped(plain, topology)(x.reshape(n, -1), jax.random.key(1))[0].reshape(rows, 256)
     squared = (np.asarray(out, np.float64) - exact)[small] ** 2
     assert squared.sum() / (exact[small] ** 2).sum() > 3 * relative
@@ -210,7 +210,7 @@ DRAWS = {
 )
 def test_what_is_said_of_errors_holds_for_four_distributions(name, n):
     """On average and in the worst of 448 super-groups; an eighth more takes what bits are left."""
-    rows, method, topology = 8 * TILE_ROWS * 8, dq.DynamiQ(**SMALL), NAMED[name]
+    rows, method, topology = 8 * TILE_ROWS * 8, dq.Compression(dq.DynamiQ(), **SMALL), NAMED[name]
 
     def one(x, key):
         options = {"method": method, "topology": topology, "op": "sum", "metrics": True}
@@ -253,9 +253,10 @@ def gradient_of(rows):
     ],
 )
 def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
-    method, ring = dq.DynamiQ(bits=3, dither=dither, **SMALL), dq.Ring()
+    method, ring = dq.DynamiQ(bits=3, dither=dither), dq.Ring()
     for topology, n, enough in cases:
-        found = dq.explain(gradient_of(n * 128), n, method=method, topology=topology, verbose=False)
+        request = dq.Compression(method, topology=topology, **SMALL)
+        found = request.explain(gradient_of(n * 128), n, verbose=False)
         assert found.relative_error == method.relative_error(n, topology) > most
         advice = found.advice or ""
         assert f"bits=3 over {type(topology).__name__} among {n} workers" in advice
@@ -276,7 +277,9 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
     fixed = dataclasses.replace(method, floor=2).advice(64, ring) or ""
     assert "pass floor='auto'" in fixed
     assert "wider widths" in (dq.DynamiQ(widths=(2,)).advice(8, ring) or "")
-    fine = dq.explain(gradient_of(1024), 8, method=dq.DynamiQ(**SMALL), verbose=False)
+    fine = dq.explain(
+        gradient_of(1024), 8, method=dq.Compression(dq.DynamiQ(), **SMALL), verbose=False
+    )
     assert fine.advice is None
     assert fine.relative_error == pytest.approx(0.018, rel=0.05)
     assert dq.explain(gradient_of(1024), 8, method=dq.BF16(), verbose=False).relative_error is None
@@ -285,7 +288,9 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
 @pytest.mark.parametrize("collective", ["psum", "psum_scatter", "all_gather"])
 def test_too_few_bits_warn_when_traced(collective):
     def trace(**fields):
-        reduce = functools.partial(getattr(dq, collective), method=dq.DynamiQ(**fields, **SMALL))
+        reduce = functools.partial(
+            getattr(dq, collective), method=dq.Compression(dq.DynamiQ(**fields), **SMALL)
+        )
         one = jax.vmap(lambda x: reduce(x, "data"), axis_name="data")
         jax.eval_shape(one, jax.ShapeDtypeStruct((8, 8, 4096), jnp.float32))
 
@@ -298,12 +303,14 @@ def test_too_few_bits_warn_when_traced(collective):
 
 
 def test_a_hierarchy_adds_up_what_its_parts_err():
-    method = dq.DynamiQ(**SMALL)
+    method = dq.Compression(dq.DynamiQ(), **SMALL)
     outer, direct = dq.Ring(), dq.Direct()
     native = dq.Hierarchical(outer=outer)
     found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=native, verbose=False)
-    assert found.relative_error == pytest.approx(method.relative_error(4, outer))
+    assert found.relative_error == pytest.approx(method.method.relative_error(4, outer))
     inner = dq.Hierarchical(inner=direct, outer=outer)
     found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=inner, verbose=False)
-    halves = [method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
-    assert found.relative_error == pytest.approx(method.relative_error(4, outer) + sum(halves))
+    halves = [method.method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
+    assert found.relative_error == pytest.approx(
+        method.method.relative_error(4, outer) + sum(halves)
+    )

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, auto_mesh, gradient
+from cases import assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, wire_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N = 4
 KEY = jax.random.key(0)
-MX8, MX4 = dq.MXFP8(**SMALL), dq.MXFP4(**SMALL)
+MX8, MX4 = dq.comparators.MXFP8(), dq.comparators.MXFP4()
 DIRECT = dq.Direct(transport="collectives")
 OWN = {
     "embed": jax.ShapeDtypeStruct((500, 20), jnp.float32),
@@ -30,10 +31,13 @@ OWN = {
 }
 
 
-def choose(path, leaf):
+def by_path(path, leaf):
     if "norm" in path or leaf.ndim == 0:
         return None
     return MX8 if path == "embed" else MX4
+
+
+CHOSEN = small(by_path)
 
 
 def grads():
@@ -71,68 +75,72 @@ def test_paths_and_leaves_are_what_the_function_is_asked_for():
 
 
 def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
-    found = dq.explain(OWN, N, method=choose, topology=DIRECT)
+    found = dq.explain(OWN, N, method=CHOSEN, topology=DIRECT)
     assert capsys.readouterr().out == f"{found}\n"
     assert [(row.name, row.bucket, row.route) for row in found.rows] == [
         ("['embed']", 0, "compressed"),
         ("['layers'][0]['kernel']", 1, "compressed"),
-        ("['layers'][0]['norm']", None, "exact: by path"),
+        ("['layers'][0]['norm']", None, "exact: excluded"),
         ("['layers'][1]['kernel']", 1, "compressed"),
-        ("['layers'][1]['norm']", None, "exact: by path"),
-        ("['step']", None, "exact: by path"),
+        ("['layers'][1]['norm']", None, "exact: excluded"),
+        ("['step']", None, "exact: excluded"),
     ]
     kernels = [layer["kernel"] for layer in OWN["layers"]]
     parts = [(MX8, OWN["embed"]), (MX4, kernels)]
-    bits = [dq.wire_bits(tree, N, method=m, topology=DIRECT) for m, tree in parts]
+    bits = [wire_bits(small(m), DIRECT)(tree, N) for m, tree in parts]
     exact = 1.5 * 32 * (2 * 3000 + 1)
-    assert dq.wire_bits(OWN, N, method=choose, topology=DIRECT) == sum(bits) + exact
+    assert wire_bits(CHOSEN, DIRECT)(OWN, N) == sum(bits) + exact
     size = 10_000 + 2 * 5600 + 6001
     assert found.bits_per_coord == pytest.approx((sum(bits) + exact) / (1.5 * size))
     assert found.topology == repr(DIRECT)
     assert found.method.startswith(f"1 leaves: {MX8!r}; 2 leaves: {MX4!r}; 3 leaves: exact")
     assert sum(row.wire_bytes for row in found.rows) == pytest.approx(found.wire_bytes)
-    assert dq.explain({}, N, method=choose, verbose=False).rows == ()
+    assert dq.explain({}, N, method=CHOSEN, verbose=False).rows == ()
 
 
 def test_bytes_are_those_of_the_program():
-    hlo, asked = lower(dq.psum, OWN, (N,), choose, DIRECT)
+    hlo, asked = lower(dq.psum, OWN, (N,), CHOSEN, DIRECT)
     sent = sum(moved_bits(hlo, asked, N).values())
-    assert sent == N * dq.wire_bits(OWN, N, method=choose, topology=DIRECT)
+    assert sent == N * wire_bits(CHOSEN, DIRECT)(OWN, N)
 
 
 def test_every_part_has_the_bits_of_its_method_alone():
     tree = grads()
-    total = reducer(choose, dq.psum)(tree, None)
+    total = reducer(CHOSEN, dq.psum)(tree, None)
     assert_replicas_equal(total)
     only = {"embed": tree["embed"], "layers": [{}, {}]}
-    assert_same_bits(total["embed"], reducer(MX8, dq.psum)(only, None)["embed"])
+    assert_same_bits(total["embed"], reducer(small(MX8), dq.psum)(only, None)["embed"])
     for layer, own in zip(total["layers"], tree["layers"], strict=True):
         exact = np.sum(np.asarray(own["norm"], np.float64), axis=0)
         np.testing.assert_allclose(layer["norm"][0], exact, rtol=1e-5, atol=1e-5)
     only = {"layers": [{"kernel": layer["kernel"]} for layer in tree["layers"]]}
-    alone = reducer(MX4, dq.psum)(only, None)
+    alone = reducer(small(MX4), dq.psum)(only, None)
     for ours, theirs in zip(total["layers"], alone["layers"], strict=True):
         assert_same_bits(ours["kernel"], theirs["kernel"])
     assert total["step"].tolist() == [6] * N
 
 
-def keeps(path, leaf):
+def kernels_share(path, leaf):
     """Two methods, of which one has a memory."""
-    return dq.MXFP8(sum="shared-scale", **SMALL) if "kernel" in path else choose(path, leaf)
+    shared = dq.comparators.MXFP8(sum="shared-scale")
+    return shared if "kernel" in path else by_path(path, leaf)
+
+
+KEEPS = small(kernels_share)
 
 
 def test_states_and_metrics_are_those_of_all_methods():
     tree = grads()
-    state = dq.init_state(OWN, N, method=keeps, topology=DIRECT)
-    assert len(state) == 3
+    state = as_compression(KEEPS, DIRECT).init_state(OWN, N)
+    assert len(state) == 2  # buckets
     assert len(jax.tree.leaves(state)) == 1
     before = jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *x.shape)), state)
-    stacked = dq.init_state(OWN, N, method=keeps, topology=DIRECT, stacked=True)
+    stacked = as_compression(KEEPS, DIRECT).init_state(OWN, N, stacked=True)
     assert_same_bits(before, stacked)
-    total, after, metrics = reducer(keeps, op="mean", metrics=True)(tree, before)
+    total, after, metrics = reducer(KEEPS, op="mean", metrics=True)(tree, before)
     assert jax.tree.structure(after) == jax.tree.structure(before)
-    assert float(after[1][0].mu[0]) != float(before[1][0].mu[0])
-    sent = dq.explain(OWN, N, method=keeps, topology=DIRECT, verbose=False)
+    assert float(after[1].mu[0]) != float(before[1].mu[0])
+    sent = dq.explain(OWN, N, method=KEEPS, topology=DIRECT, verbose=False)
     assert float(metrics.wire_bytes[0]) == pytest.approx(sent.wire_bytes)
     assert float(metrics.bits_per_coord[0]) == pytest.approx(sent.bits_per_coord)
     compressed = [total["embed"], *(layer["kernel"] for layer in total["layers"])]
@@ -145,28 +153,26 @@ def test_metrics_weigh_methods_by_what_they_reduce():
     sizes = {"a": 96 * 256, "b": 3 * 96 * 256, "c": 3000}
 
     def by_bits(path, leaf):
-        return (
-            None if path == "c" else dq.DynamiQ(bits=32, widths=(4 if path == "a" else 8,), **SMALL)
-        )
+        return None if path == "c" else dq.DynamiQ(bits=32, widths=(4 if path == "a" else 8,))
 
     tree = {name: gradient(i, N, size) for i, (name, size) in enumerate(sizes.items())}
     tree["b"] = 10 * tree["b"]
-    total, _, metrics = reducer(by_bits, op="sum", metrics=True)(tree, None)
+    total, _, metrics = reducer(small(by_bits), op="sum", metrics=True)(tree, None)
     widths = np.asarray(metrics.widths[0])
     assert widths[[4, 8]] == pytest.approx([0.25, 0.75], abs=1e-3)
     exact = {name: np.sum(np.asarray(x, np.float64), axis=0) for name, x in tree.items()}
     wrong = sum(np.sum((np.asarray(total[name][0]) - exact[name]) ** 2) for name in "ab")
     norm = sum(np.sum(exact[name] ** 2) for name in "ab")
     assert 0.5 < float(metrics.vnmse[0]) / (wrong / norm) < 2
-    alone = reducer(by_bits, op="sum", metrics=True)({"a": tree["a"]}, None)
+    alone = reducer(small(by_bits), op="sum", metrics=True)({"a": tree["a"]}, None)
     assert float(metrics.vnmse[0]) < 0.1 * float(alone.metrics.vnmse[0])
 
 
 def test_a_state_of_other_methods_is_refused():
-    state = dq.init_state(OWN, N, method=choose, topology=DIRECT)
-    for given, said in ((state[:2], "of 2 method"), ({}, "of a dict method")):
-        with pytest.raises(ValueError, match=f"state is {said}.* leaves of 3; pass what"):
-            jax.eval_shape(reducer(choose), grads(), given)
+    state = as_compression(CHOSEN, DIRECT).init_state(OWN, N)
+    for given, said in ((state[:1], "for 1 buckets"), ({}, "for 'dict' buckets")):
+        with pytest.raises(ValueError, match=f"state is {said}.* tree has 2; pass what"):
+            jax.eval_shape(reducer(CHOSEN), grads(), given)
 
 
 def test_what_is_no_method_is_refused():
@@ -177,7 +183,7 @@ def test_what_is_no_method_is_refused():
 
 
 def test_halves_of_an_all_reduce_exclude_by_path():
-    method = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+    method = dq.DynamiQ(bits=32, widths=(8,))
     x = gradient(0, N, N * 2048)
     tree = {"w": x, "norm": x}
 
@@ -185,7 +191,7 @@ def test_halves_of_an_all_reduce_exclude_by_path():
         def by_name(path, leaf):
             return None if path == "norm" else method
 
-        options = {"tiled": True, "method": by_name, "key": KEY}
+        options = {"tiled": True, "method": small(by_name), "key": KEY}
         part = dq.psum_scatter(tree, "data", topology=DIRECT, **options)
         return part, dq.all_gather(part, "data", **options)
 
@@ -210,21 +216,23 @@ def test_value_and_grad_and_agreement_take_it():
     def by_name(path, leaf):
         return None if path == "norm" else MX8
 
-    dq.check_agreement(params, mesh, "data", method=by_name)
-    f = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=by_name, topology=DIRECT)
+    small(by_name).check_agreement(params, mesh, "data")
+    f = dq.value_and_grad(
+        loss_fn, mesh=mesh, axis_name="data", method=small(by_name, topology=DIRECT)
+    )
     _, found = f(params, x)
     _, exact = jax.value_and_grad(loss_fn)(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(dq.vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
-    wrong = {"method": lambda path, leaf: dq.OmniReduce(), "topology": DIRECT}
+    wrong = dq.Compression(lambda path, leaf: dq.comparators.OmniReduce(), topology=DIRECT)
     with pytest.raises(NotImplementedError, match="leave topology=None"):
-        dq.check_agreement(params, mesh, "data", **wrong)
+        wrong.check_agreement(params, mesh, "data")
 
 
 def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     """The kernel is split over "model" alone, the table over "data", too; the norm nowhere."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    coarse = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+    coarse = dq.DynamiQ(bits=32, widths=(8,))
     params = {
         "norm": jnp.ones(64),
         "table": jax.random.normal(KEY, (16, 64)),
@@ -242,7 +250,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     for table in (P(None, "model"), P("data", "model")):
         specs = {"norm": P(), "table": table, "w": P(None, "model")}
         placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-        options = {"method": by_name, "topology": DIRECT, "specs": specs}
+        options = {"method": small(by_name, topology=DIRECT), "specs": specs}
         _, found = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", **options))(
             placed, x
         )
@@ -252,8 +260,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
         sent = dq.explain(
             params,
             4,
-            method=by_name,
-            topology=DIRECT,
+            method=small(by_name, topology=DIRECT),
             mesh=mesh,
             specs={
                 "norm": P(),
@@ -266,12 +273,9 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
 
 
 def test_processes_compare_the_methods_of_all_leaves():
-    from dynamiq_jax.agreement import facts_of
-
-    options = {"topology": None, "key": None}
     facts = [
-        facts_of(OWN, auto_mesh(), "data", method=method, **options)["method"]
-        for method in (choose, keeps, lambda path, leaf: choose(path, leaf))
+        small(choose).facts_on(auto_mesh(), "data", OWN)["method"]
+        for choose in (by_path, kernels_share, lambda path, leaf: by_path(path, leaf))
     ]
     assert facts[0] == facts[2] != facts[1]
     assert "('embed', MXFP8(" in facts[0]

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_same_bits, gradient
+from cases import CHEAP, assert_same_bits, gradient, limits_of, small
 
 import dynamiq_jax as dq
-from dynamiq_jax.arguments import resolve
-from dynamiq_jax.crossover import PSUM_BYTES
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -87,6 +87,11 @@ def test_across_hosts_powers_of_two_are_butterflies():
     assert all(rule.across_hosts(n) == dq.Ring() for n in set(range(1, 70)) - powers)
 
 
+def resolve(method, topology, sizes, **options):
+    """The route of a request among workers on axes of these sizes."""
+    return as_compression(method, topology).route(sizes, **options)
+
+
 @pytest.fixture
 def slow(monkeypatch):
     """Links between workers are slow, whatever these are."""
@@ -133,7 +138,7 @@ def test_psum_follows_the_rule(slow):
 def test_explain_says_which_and_why(hosts, capsys):
     tree = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
     hosts(2, devices(domains=2))
-    explanation = dq.explain(tree, (2, 4), method=dq.DynamiQ(**SMALL))
+    explanation = dq.explain(tree, (2, 4), method=small(dq.DynamiQ()))
     assert explanation.topology == repr(filled(dq.Hierarchical(outer=dq.Butterfly())))
     assert "several axes" in explanation.reason
     assert "several axes" in " ".join(capsys.readouterr().out.split())
@@ -166,13 +171,14 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
     routes = [dq.explain(x, 8, verbose=False).rows[0].route for x in (small, large)]
     expected = f"exact: bucket of {PSUM_BYTES - 2} bytes < min_bucket_bytes {PSUM_BYTES}"
     assert routes == [expected if fast else "compressed", "compressed"]
-    forced = dq.DynamiQ(min_bucket_bytes=0)
+    forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
 
 
 def test_buckets_are_larger_than_what_pays():
-    limits = dq.DynamiQ().limits(8, fast_links=True)
+    limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
     assert limits.bucket_bytes == 4 * limits.min_bucket_bytes == 4 * PSUM_BYTES
-    assert dq.DynamiQ().limits(8, fast_links=False).bucket_bytes == 256 * 2**20
-    assert dq.DynamiQ(bucket_bytes=7).limits(8, fast_links=True).bucket_bytes == 7
-    assert dq.DynamiQ(min_bucket_size=9).limits(8, fast_links=True).min_bucket_bytes == 0
+    assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
+    given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
+    limits = limits_of(given, 8, fast_links=True)
+    assert (limits.bucket_bytes, limits.min_bucket_bytes) == (7, 0)

@@ -14,8 +14,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.bench import advice, all_reduce, contenders, error, kernels, tables, timing
+from dynamiq_jax.commands import cli
+from dynamiq_jax.commands.bench import (
+    advice,
+    all_reduce,
+    contenders,
+    error,
+    kernels,
+    tables,
+    timing,
+)
 from pallas_kernels import TILE_ROWS
 
 PNG = b"\x89PNG"

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, daily, gradient
+from cases import assert_replicas_equal, daily, gradient, small
 
 import dynamiq_jax as dq
 
 N, SIZE = 4, 4 * 2048 * 3
 METHODS = {
-    "default": dq.DynamiQ(**SMALL),
-    "bf16_scales": dq.DynamiQ(group_scale="bf16", bits=6, **SMALL),
-    "geometric": dq.DynamiQ(levels="geometric", **SMALL),
-    "raw_bf16": dq.DynamiQ(widths=(4, 16), bits=9, **SMALL),
+    "default": small(dq.DynamiQ()),
+    "bf16_scales": small(dq.DynamiQ(group_scale="bf16", bits=6)),
+    "geometric": small(dq.DynamiQ(levels="geometric")),
+    "raw_bf16": small(dq.DynamiQ(widths=(4, 16), bits=9)),
 }
 TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 
@@ -46,18 +46,18 @@ class Flipping(dq.DynamiQ):
 @functools.cache
 def flipped(method_name, topology_name):
     """jit of (x, mask) -> every worker's sum."""
-    plain, topology = METHODS[method_name], TOPOLOGIES[topology_name]
+    plain, topology = METHODS[method_name].method, TOPOLOGIES[topology_name]
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
 
     def one(x, mask):
-        method, key = Flipping(**fields, mask=mask), jax.random.key(3)
+        method, key = small(Flipping(**fields, mask=mask)), jax.random.key(3)
         return dq.psum(x, "data", method=method, topology=topology, key=key)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
 
 def payload_words(method_name, topology_name):
-    return max(METHODS[method_name].layout(SIZE, N, TOPOLOGIES[topology_name]).payload_words)
+    return max(METHODS[method_name].method.layout(SIZE, N, TOPOLOGIES[topology_name]).payload_words)
 
 
 CASES = [(name, "ring") for name in METHODS] + [("default", t) for t in ("butterfly", "direct")]
@@ -107,7 +107,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq import codec
-from dynamiq_jax.executors import collectives as executor
+from dynamiq_jax.lax.axis import Axis
 
 def flip_on_worker_1(x):
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1)
@@ -115,13 +115,13 @@ def flip_on_worker_1(x):
     words = words.at[5].set(words[5] ^ bit)
     return jax.lax.bitcast_convert_type(words.reshape(x.shape), x.dtype)
 
-good_plan, good_gather = codec.make_plan, executor.all_gather_invarying
+good_plan, good_gather = codec.make_plan, Axis.all_gather
 if sys.argv[1] == "statistics":
     codec.make_plan = lambda stats, *rest: good_plan(flip_on_worker_1(stats), *rest)
 else:
-    executor.all_gather_invarying = lambda *args: flip_on_worker_1(good_gather(*args))
+    Axis.all_gather = lambda *args, **options: flip_on_worker_1(good_gather(*args, **options))
 
-method = dq.DynamiQ(debug_checks=True, min_leaf_size=1, min_bucket_size=1)
+method = dq.Compression(dq.DynamiQ(debug_checks=True), min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
 step = lambda x: dq.psum(x, "data", method=method, topology=dq.Direct())
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)

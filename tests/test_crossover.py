@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import limits_of
 
 import dynamiq_jax as dq
-from dynamiq_jax import crossover as taken
+from dynamiq_jax.methods.dynamiq import crossover as taken
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -36,6 +37,6 @@ def test_where_the_largest_does_not_pay_it_is_unknown():
 def test_the_library_takes_what_was_written():
     file = Path(taken.__file__).with_name("crossover.json")
     written = json.loads(file.read_text())
-    limits = dq.DynamiQ().limits(4, fast_links=True)
+    limits = limits_of(dq.DynamiQ(), 4, fast_links=True)
     assert limits.min_bucket_bytes == taken.PSUM_BYTES == written["psum_bytes"]
     assert taken.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > taken.PSUM_BYTES

@@ -10,7 +10,8 @@ import dynamiq_jax as dq
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SPEEDUPS = json.loads((ROOT / "benchmarks" / "results" / "speedups.json").read_text())
+RESULTS = ROOT / "benchmarks" / "evidence" / "results"
+SPEEDUPS = json.loads((RESULTS / "speedups.json").read_text())
 OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 
@@ -42,7 +43,7 @@ def test_speedups_are_those_of_the_measured_times(row):
 def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
     text = (ROOT / "docs" / "performance.md").read_text()
     lines = re.findall(rf"^\| {size} \| (.*) \|$", text, re.MULTILINE)
-    kept = json.loads((ROOT / "benchmarks/results/all_reduce_two_gpus.json").read_text())["rows"]
+    kept = json.loads((RESULTS / "all_reduce_two_gpus.json").read_text())["rows"]
     number, unit = size.split()
     size_bytes = int(number) << {"GiB": 30, "MiB": 20}[unit]
     psum, *ours = (row for row in kept if row["size_bytes"] == size_bytes)
@@ -53,7 +54,7 @@ def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
 
 
 def test_the_picture_has_a_bar_for_every_time(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "evidence")
     import plot_speedups
 
     (axes,) = plot_speedups.draw(SPEEDUPS).axes

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cases import (
     CHEAP,
-    SMALL,
     TOPOLOGIES,
     assert_same_bits,
     auto_mesh,
@@ -17,6 +16,7 @@ from cases import (
     daily,
     gradient,
     relative_error,
+    small,
 )
 from jax import lax
 from jax.sharding import AxisType
@@ -125,12 +125,14 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
 @pytest.mark.parametrize(
     "method",
     [
-        dq.BF16(min_leaf_size=1, min_bucket_size=1),
-        dq.MXFP8(min_leaf_size=1, min_bucket_size=1),
-        dq.THC(min_leaf_size=1, min_bucket_size=1, piece_size=512),
-        dq.THC(min_leaf_size=1, min_bucket_size=1, piece_size=512, form="two-shot"),
-        dq.OmniReduce(min_leaf_size=1, min_bucket_size=1),
-        dq.DynamiQ(debug_checks=True, **SMALL),
+        dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(dq.comparators.MXFP8(), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(dq.comparators.THC(piece_size=512), min_leaf_size=1, min_bucket_size=1),
+        dq.Compression(
+            dq.comparators.THC(piece_size=512, form="two-shot"), min_leaf_size=1, min_bucket_size=1
+        ),
+        dq.Compression(dq.comparators.OmniReduce(), min_leaf_size=1, min_bucket_size=1),
+        small(dq.DynamiQ(debug_checks=True)),
     ],
     ids=lambda method: type(method).__name__,
 )
@@ -148,7 +150,7 @@ def test_every_method_sums_in_groups(method):
 
 
 def test_groups_differentiate_as_lax():
-    x, method = gradient(2, N, SIZE), dq.BF16(min_leaf_size=1, min_bucket_size=1)
+    x, method = gradient(2, N, SIZE), dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1)
 
     def grads(psum):
         def one(x):
@@ -237,8 +239,11 @@ def replicated_and_not(reduce, *, check_vma=True):
 
 
 def test_the_mean_of_what_is_replicated_is_itself():
-    limits = {"min_leaf_size": 100, "min_bucket_size": 100}
-    mean = functools.partial(dq.pmean, method=dq.DynamiQ(**limits), key=jax.random.key(1))
+    mean = functools.partial(
+        dq.pmean,
+        method=dq.Compression(min_leaf_size=100, min_bucket_size=100),
+        key=jax.random.key(1),
+    )
     with pytest.warns(UserWarning, match="do not vary over axis 'data'"):
         found, fixed, x = replicated_and_not(mean)
     native, _, _ = replicated_and_not(lax.pmean)
@@ -253,7 +258,7 @@ def test_the_mean_of_what_is_replicated_is_itself():
 
 
 def test_the_sum_of_what_is_replicated_and_small_is_that_of_lax():
-    method = dq.DynamiQ(min_leaf_size=5 * SIZE, min_bucket_size=1)
+    method = dq.Compression(dq.DynamiQ(), min_leaf_size=5 * SIZE, min_bucket_size=1)
     found, _, _ = replicated_and_not(functools.partial(dq.psum, method=method))
     native, _, _ = replicated_and_not(lax.psum)
     assert_same_bits(found, native)

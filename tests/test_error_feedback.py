@@ -11,42 +11,50 @@ import numpy as np
 import pytest
 from cases import (
     LOOP,
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
     gradient,
     relative_error,
+    small,
     stepper,
+    wire_bits,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders
-from dynamiq_jax.methods import error_feedback
+from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.methods import Method, error_feedback
+from dynamiq_jax.methods.base import Outcome
 
 KEY = jax.random.key(3)
 SIZE = 3011
 KINDS = ("ef14", "ef21", "ef21m", "econtrol")
 RING, DIRECT, BUTTERFLY = LOOP, dq.Direct(), dq.Butterfly(balance=0.0)
 METHODS = {
-    "dynamiq": (dq.DynamiQ(bits=5, **SMALL), RING),
-    "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True, **SMALL), DIRECT),
-    "minmax": (dq.MinMax(**SMALL), DIRECT),
-    "minmax, ring": (dq.MinMax(bits=6, **SMALL), dq.Ring(streams=2, stream_size=0)),
-    "mxfp4": (dq.MXFP4(**SMALL), BUTTERFLY),
-    "mxfp8, shared": (dq.MXFP8(sum="shared-scale", **SMALL), RING),
-    "qsgd": (dq.GlobalQSGD(piece_size=128, **SMALL), dq.Direct(transport="permutes")),
+    "dynamiq": (dq.DynamiQ(bits=5), RING),
+    "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True), DIRECT),
+    "minmax": (dq.comparators.MinMax(), DIRECT),
+    "minmax, ring": (dq.comparators.MinMax(bits=6), dq.Ring(streams=2, stream_size=0)),
+    "mxfp4": (dq.comparators.MXFP4(), BUTTERFLY),
+    "mxfp8, shared": (dq.comparators.MXFP8(sum="shared-scale"), RING),
+    "qsgd": (dq.comparators.GlobalQSGD(piece_size=128), dq.Direct(transport="permutes")),
     "qsgd, exponential": (
-        dq.GlobalQSGD(levels="exponential", piece_size=256, **SMALL), BUTTERFLY,
+        dq.comparators.GlobalQSGD(levels="exponential", piece_size=256), BUTTERFLY,
     ),
-    "bf16": (dq.BF16(**SMALL), RING),
-    "thc": (dq.THC(piece_size=512, **SMALL), None),
+    "bf16": (dq.BF16(), RING),
+    "thc": (dq.comparators.THC(piece_size=512), None),
 }  # fmt: skip
 """Methods whose sums lose nothing that their encoders do not know, each over one topology."""
 WORKERS = dict(zip(METHODS, (4, 3, 5, 7, 8, 6, 4, 2, 3, 4), strict=True))
+
+
+def feedback(method, **options):
+    """`dq.ErrorFeedback` around a method, for leaves of any size."""
+    return small(dq.ErrorFeedback(method, **options))
 
 
 def total_of(x):
@@ -81,7 +89,7 @@ def test_delivered_and_remembered_make_up_the_inputs(name):
     """Of "ef14", whose results are single steps; averages get exact as one over steps squared."""
     (method, topology), n = METHODS[name], WORKERS[name]
     x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
-    results, state = run(dq.ErrorFeedback(method), topology, x)
+    results, state = run(feedback(method), topology, x)
     exact = total_of(x[0])
     gap = results.sum(axis=0) + total_of(state.residual) - 6 * exact
     assert np.abs(gap).max() < 6e-6 * np.abs(exact).max()
@@ -101,7 +109,7 @@ def test_econtrol_delivers_all_and_its_result_is_the_sum_of_what_workers_sent(na
         np.testing.assert_array_equal(found.astype(np.float32), after.total[0])
         assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
 
-    results, state = run(dq.ErrorFeedback(method, kind="econtrol"), topology, x, check)
+    results, state = run(feedback(method, kind="econtrol"), topology, x, check)
     gap = results.sum(axis=0) + total_of(state.residual) - total_of(x.reshape(-1, SIZE))
     assert np.abs(gap).max() < 3e-5 * size
     assert np.abs(np.asarray(state.residual)).max() > 0
@@ -120,7 +128,7 @@ def test_ef21_converges_where_gradients_do(name):
         assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
         errors.append(relative_error(found, exact))
 
-    run(dq.ErrorFeedback(method, kind="ef21"), topology, x, check)
+    run(feedback(method, kind="ef21"), topology, x, check)
     assert errors[1] < errors[0] / 3
     assert errors[-1] < max(errors[0] / 300, 1e-13)
 
@@ -131,8 +139,8 @@ def test_what_each_kind_is_good_for():
     x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
     step, mean = {}, {}
     for kind in (None, "ef14", "ef21", "econtrol"):
-        method = dq.MXFP4(**SMALL)
-        method = method if kind is None else dq.ErrorFeedback(method, kind=kind)
+        method = dq.comparators.MXFP4()
+        method = small(method) if kind is None else feedback(method, kind=kind)
         state, found = first_state(method, x[0], 8, DIRECT), []
         for own in x:
             result, state = stepper(method, DIRECT)(own, KEY, state)
@@ -149,7 +157,7 @@ def test_what_each_kind_is_good_for():
 @pytest.mark.parametrize("eta", [None, 0.5])
 def test_econtrol_sends_a_part_of_the_residual(eta):
     """Without loss the result is the sum of g + eta e, and e becomes (1 - eta) e."""
-    x, method = gradients(3, 2), dq.ErrorFeedback(dq.F32(**SMALL), kind="econtrol", eta=eta)
+    x, method = gradients(3, 2), feedback(dq.F32(), kind="econtrol", eta=eta)
     (fresh,) = first_state(method, x[0], 3, DIRECT)
     found, state = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
     eta = eta or 0.1
@@ -169,9 +177,9 @@ def test_the_momentum_is_what_ef21m_sends():
         assert np.all(np.asarray(after.started))
         errors.append(relative_error(found, total_of(v[step])))
 
-    for method, most in ((dq.F32(**SMALL), 1e-11), (dq.MXFP4(**SMALL), 0.06)):
+    for method, most in ((dq.F32(), 1e-11), (dq.comparators.MXFP4(), 0.06)):
         errors: list[float] = []
-        run(dq.ErrorFeedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
+        run(feedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
         assert max(errors) < most
         assert n == x.shape[1]
 
@@ -179,7 +187,7 @@ def test_the_momentum_is_what_ef21m_sends():
 def test_momentum_waits_for_a_step_in_which_all_is_finite():
     x = gradients(3, 3).copy()
     x[0, 1, 700] = np.inf
-    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21m", eta=0.25)
+    method = feedback(dq.comparators.MXFP8(), kind="ef21m", eta=0.25)
     seen = []
 
     def check(step, found, before, after):
@@ -211,34 +219,29 @@ def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
                 np.testing.assert_array_equal(new[:, sick], old[:, sick])
                 assert np.mean(np.asarray(new != old)[:, ~sick]) > 0.5
 
-    results, state = run(dq.ErrorFeedback(method, kind=kind), topology, x, check)
+    results, state = run(feedback(method, kind=kind), topology, x, check)
     if kind in ("ef21", "econtrol"):
         assert relative_error(results[3], total_of(x[3])) < 0.2
 
 
-def test_it_is_the_error_feedback_that_dynamiq_has():
-    """Bit for bit, and so is that of THC."""
-    pairs = (
-        (dq.DynamiQ(bits=4, **SMALL), dq.DynamiQ(bits=4, error_feedback=True, **SMALL), RING),
-        (
-            dq.THC(piece_size=512, **SMALL),
-            dq.THC(piece_size=512, error_feedback=True, **SMALL),
-            None,
-        ),
-    )
-    x = gradients(3, 3)
-    for alone, with_memory, topology in pairs:
-        ours, state = run(dq.ErrorFeedback(alone), topology, x)
-        theirs, expected = run(with_memory, topology, x)
-        np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_array_equal(state.residual, expected.residual)
+def test_eta_of_ef14_filters_what_is_left():
+    """One step from a memory that is not empty: (1 - eta) e + eta (what is left of g + e)."""
+    x, plain = gradients(3, 2), feedback(dq.comparators.MXFP4())
+    found = []
+    for method in (plain, feedback(dq.comparators.MXFP4(), eta=0.3)):
+        (fresh,) = first_state(method, x[0], 3, DIRECT)
+        result, (after,) = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
+        found.append((np.asarray(result), np.asarray(after.residual)))
+    (once, left), (again, filtered) = found
+    np.testing.assert_array_equal(once, again)
+    np.testing.assert_allclose(filtered, 0.7 * x[1] + 0.3 * left, rtol=1e-5, atol=1e-5)
 
 
 def test_the_bytes_of_a_state():
     """Those that the docstring says, and of a method's own state what it needs."""
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
-        state = dq.init_state(
-            jnp.zeros(SIZE), 4, method=dq.ErrorFeedback(dq.MinMax(**SMALL), kind=kind)
+        state = as_compression(feedback(dq.comparators.MinMax(), kind=kind)).init_state(
+            jnp.zeros(SIZE), 4
         )
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
         assert sum(sizes) == each * SIZE + (kind == "ef21m")
@@ -258,7 +261,7 @@ INPUTS = {
 def test_laws_hold_whatever_the_inputs(case, kind):
     n = 4
     x = np.stack([INPUTS[case](n)] * 5).astype(np.float32)
-    results, state = run(dq.ErrorFeedback(dq.MXFP4(**SMALL), kind=kind), RING, x)
+    results, state = run(feedback(dq.comparators.MXFP4(), kind=kind), RING, x)
     gap = results.sum(axis=0) + total_of(state.residual) - 5 * total_of(x[0])
     assert np.abs(gap).max() < 2e-5 * np.abs(x).max() * n
 
@@ -266,12 +269,12 @@ def test_laws_hold_whatever_the_inputs(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_travel_through_shard_map_and_scan(kind):
     """Three steps in one program with check_vma=True; results count as replicated, as in vmap."""
-    n, method = 4, dq.ErrorFeedback(dq.MXFP8(**SMALL), kind=kind)
+    n, method = 4, feedback(dq.comparators.MXFP8(), kind=kind)
     x = gradients(n, 1)[0]
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
@@ -290,7 +293,7 @@ def test_states_travel_through_shard_map_and_scan(kind):
 
 def test_half_precision_gradients_have_f32_memories():
     x = gradients(3, 3).astype(jnp.bfloat16)
-    method = dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="econtrol")
+    method = feedback(dq.comparators.MXFP8(), kind="econtrol")
     state = first_state(method, jnp.asarray(x[0]), 3, DIRECT)
     for own in x:
         found, state = stepper(method, DIRECT)(jnp.asarray(own), KEY, state)
@@ -301,8 +304,8 @@ def test_half_precision_gradients_have_f32_memories():
 
 
 def test_metrics_and_wire_bits_are_those_of_the_method():
-    n, alone = 4, dq.DynamiQ(**SMALL)
-    method, x = dq.ErrorFeedback(alone, kind="ef21"), gradients(4, 1)[0]
+    n, alone = 4, small(dq.DynamiQ())
+    method, x = feedback(dq.DynamiQ(), kind="ef21"), gradients(4, 1)[0]
 
     def one(x, method, state):
         options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
@@ -316,32 +319,28 @@ def test_metrics_and_wire_bits_are_those_of_the_method():
         np.testing.assert_allclose(found, expected, rtol=1e-4)
     leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     for inner, topology in METHODS.values():
-        method = dq.ErrorFeedback(inner)
-        bits = [dq.wire_bits(leaf, n, method=m, topology=topology) for m in (method, inner)]
-        extra = 48 if isinstance(inner, dq.THC) else 0  # its memory counts steps: one f32
-        assert bits[0] == bits[1] + extra
+        bits = [wire_bits(m, topology)(leaf, n) for m in (feedback(inner), small(inner))]
+        assert bits[0] == bits[1]
 
 
 def test_what_makes_no_sense_is_refused():
-    alone = dq.MinMax(**SMALL)
+    alone = dq.comparators.MinMax()
     around = dq.ErrorFeedback
     cases: list[tuple] = [
-        (lambda: around(around(alone)), r"error feedback already.*dq\.ErrorFeedback\(MinMax\("),
-        (lambda: around(dq.DynamiQ(error_feedback=True)), r"pass error_feedback=False to it"),
-        (lambda: around(dq.OmniReduce(error_feedback=True)), r"pass error_feedback=False to it"),
-        (lambda: around(dq.Marsit()), "keeps a memory of gradients itself.* pass it to dq.reduce"),
-        (lambda: around(dq.ARCTopK(error_feedback=False)), "sums matrices.*error_feedback=True"),
-        (lambda: around(dq.PowerSGD(error_feedback=False)), "sums matrices, whose shape is not"),
-        (
-            lambda: around(dq.CLTK(error_feedback=False, memory_rate=0.5)),
-            r"memory_rate=0\.5, and would tell that much.* pass memory_rate=1 to it",
+        *(
+            (
+                lambda own=own: around(own),
+                "keeps a memory of gradients itself.* pass it to dq.reduce",
+            )
+            for own in (around(alone), dq.comparators.Marsit())
         ),
+        (lambda: around(dq.comparators.PermK()), "does not tell what its encodings lose"),
         (lambda: around("minmax"), r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
-        (lambda: around(dq.MinMax), "is not a method"),
+        (lambda: around(dq.comparators.MinMax), "is not a method"),
         (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
         (lambda: around(alone, kind="ef15"), "kind='ef15'; expected one of 'ef14', 'ef21'"),
-        (lambda: around(alone, eta=0.5), r"eta=0\.5 is of kind='ef21m'.* pass eta=None"),
-        (lambda: around(alone, kind="ef21", eta=0.5), "eta=0.5 is of kind='ef21m'"),
+        (lambda: around(alone, eta=2), "eta=2 must be above 0 and at most 1"),
+        (lambda: around(alone, kind="ef21", eta=0.5), r"eta=0\.5 has no place.* pass eta=None"),
         (lambda: around(alone, kind="ef21m", eta=0), "eta=0 must be above 0 and at most 1"),
         (lambda: around(alone, kind="econtrol", eta=1.5), "eta=1.5 must be above 0 and at most 1"),
         (lambda: around(alone, kind="econtrol", eta=float("nan")), "eta=nan must be above 0"),
@@ -352,24 +351,25 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_a_method_that_does_not_tell_what_it_loses_is_refused():
-    class Silent:
-        wire_bits = dq.MinMax.wire_bits
+    class Silent(Method):
+        def wire_bits(self, size, n_workers, topology):
+            return 0
 
-        def init(self, size, n_workers):
-            return ()
+        def all_reduce(self, x, call):
+            return Outcome(x, ())
 
-    with pytest.raises(ValueError, match="does not tell what its encodings lose; give it a field"):
+    with pytest.raises(ValueError, match=r"does not tell what its encodings lose.*TellsLosses"):
         dq.ErrorFeedback(Silent())
 
 
 F16 = {
-    "ef14": dq.ErrorFeedback(dq.MXFP8(**SMALL)),
-    "ef21": dq.ErrorFeedback(dq.MXFP8(**SMALL), kind="ef21"),
-    "arc": dq.ARCTopK(density=1, min_leaf_size=0),  # rows that are not sent wait
-    "clt": dq.CLTK(**SMALL),
-    "omnireduce": dq.OmniReduce(density=1, error_feedback=True, **SMALL),
-    "sidco": dq.SIDCo(density=1, **SMALL),
-    "powersgd": dq.PowerSGD(min_leaf_size=0),
+    "ef14": feedback(dq.comparators.MXFP8()),
+    "ef21": feedback(dq.comparators.MXFP8(), kind="ef21"),
+    "arc": feedback(dq.comparators.ARCTopK()),
+    "clt": feedback(dq.comparators.CLTK()),
+    "omnireduce": feedback(dq.comparators.OmniReduce(density=1)),
+    "sidco": feedback(dq.comparators.SIDCo()),
+    "powersgd": feedback(dq.comparators.PowerSGD()),
 }
 
 
@@ -386,7 +386,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
         found = dq.reduce(x, "data", op="sum", key=KEY, method=method, state=state)
         return found.tree, found.state
 
-    first = dq.init_state(usual[0], 4, method=method, stacked=True)
+    first = as_compression(method).init_state(usual[0], 4, stacked=True)
     overflown, state = step(large, first)
     assert not np.all(np.isfinite(overflown))
     residuals = [x for x in jax.tree.leaves(state) if x.ndim > 1 and x.shape[1] == 64 * 128]
@@ -398,25 +398,25 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
 
 
 def test_without_state_and_in_halves_it_is_refused():
-    method, x = dq.ErrorFeedback(dq.MinMax(**SMALL)), jnp.ones((2, 8192))
+    method, x = feedback(dq.comparators.MinMax()), jnp.ones((2, 8192))
 
     def mapped(call):
         return jax.eval_shape(jax.vmap(call, axis_name="data"), x)
 
-    with pytest.raises(ValueError, match=r"only right with its state.*dq\.init_state"):
+    with pytest.raises(ValueError, match=r"needs a state.*init_state"):
         mapped(lambda x: dq.psum(x, "data", method=method))
     with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
         mapped(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method))
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        thc = dq.ErrorFeedback(dq.THC(**SMALL))
+        thc = feedback(dq.comparators.THC())
         mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
 
 
 def test_files_name_the_method_within(tmp_path):
     method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol", eta=0.2)
     for name in ("choice.json", "choice.toml"):
-        dq.save_config(tmp_path / name, method, dq.Ring())
-        assert dq.load_config(tmp_path / name) == (method, dq.Ring())
+        dq.Compression(method, topology=dq.Ring()).save(tmp_path / name)
+        assert dq.Compression.load(tmp_path / name) == dq.Compression(method, topology=dq.Ring())
     for text, message in (
         ('{"method": {"name": "ErrorFeedback"}}', "has no 'method'; say which it is around"),
         (
@@ -426,14 +426,17 @@ def test_files_name_the_method_within(tmp_path):
     ):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match=message):
-            dq.load_config(tmp_path / "wrong.json")
+            dq.Compression.load(tmp_path / "wrong.json")
 
 
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
-    method, topology = dq.ErrorFeedback(dq.MXFP4(**SMALL)), dq.Hierarchical(outer=DIRECT)
+    method, topology = (
+        feedback(dq.comparators.MXFP4()),
+        dq.Hierarchical(outer=DIRECT),
+    )
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-    first = dq.init_state(own, (2, 2), method=method, topology=topology)
+    first = as_compression(method, topology).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
 
     def one(x, state):
@@ -454,12 +457,12 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
 
 def test_states_have_no_array_twice():
     """So that they can be donated."""
-    method = dq.ErrorFeedback(dq.MXFP4(sum="shared-scale", **SMALL), kind="ef21m")
-    state = dq.init_state(jnp.zeros(SIZE), 4, method=method)
+    method = feedback(dq.comparators.MXFP4(sum="shared-scale"), kind="ef21m")
+    state = as_compression(method).init_state(jnp.zeros(SIZE), 4)
     leaves = jax.tree.leaves(state)
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
     assert isinstance(state[0], error_feedback.ErrorFeedbackState)
-    assert_same_bits(state[0].inner.mu, dq.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
+    assert_same_bits(state[0].inner.mu, dq.comparators.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
 
 
 @pytest.mark.release
@@ -480,10 +483,11 @@ def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
 
 def test_explain_says_what_the_method_within_may_err():
     tree = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-    alone = dq.DynamiQ(bits=3, **SMALL)
+    alone = dq.DynamiQ(bits=3)
     options = {"topology": DIRECT, "verbose": False}
     ours, theirs = (
-        dq.explain(tree, 8, method=method, **options) for method in (dq.ErrorFeedback(alone), alone)
+        dq.explain(tree, 8, method=small(method), **options)
+        for method in (dq.ErrorFeedback(alone), alone)
     )
     assert ours.relative_error == theirs.relative_error > 0.35
     assert ours.advice == theirs.advice and "pass bits=" in ours.advice

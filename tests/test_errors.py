@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.configuration import METHODS, TOPOLOGIES
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.configuration import TOPOLOGIES, methods
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -27,10 +28,9 @@ FIELDS = [
     ({"widths": (True, 4)}, ["widths=(True, 4)", "tuple[int, ...], None"]),
     ({"widths": "24"}, ["widths='24'", "tuple[int, ...], None"]),
     ({"bits": "5"}, ["bits='5'", "expected float", "bits=5.0"]),
-    ({"error_feedback": "off"}, ["error_feedback='off'", "expected bool", "error_feedback=False"]),
+    ({"dither": "off"}, ["dither='off'", "expected bool", "dither=False"]),
     ({"debug_checks": 1}, ["debug_checks=1", "expected bool", "debug_checks=False"]),
     ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
-    ({"min_leaf_size": 1.5}, ["min_leaf_size=1.5", "expected int", "min_leaf_size=4096"]),
     ({"floor": 5.0}, ["floor=5.0", "expected one of int, 'auto', None", "floor='auto'"]),
     ({"levels": ""}, ["levels=''", "companded"]),
     ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
@@ -62,9 +62,16 @@ FIELDS = [
     ({"floor": "widest"}, ["floor='widest'", "'auto'"]),
     ({"floor": 11, "levels": "geometric", "bits": 12}, ["floor=11", "9, 10)"]),
     ({"floor": 5}, ["bits=5.0", "below 5.375", "the floor, 5", "lower floor"]),
+]
+REQUEST_FIELDS = [
     ({"min_leaf_size": -1}, ["min_leaf_size=-1", "negative", "pass 0"]),
     ({"min_bucket_size": -5}, ["min_bucket_size=-5", "negative", "pass 0"]),
     ({"bucket_bytes": -2}, ["bucket_bytes=-2", "negative", "pass 0"]),
+    ({"min_bucket_bytes": 0.5}, ["min_bucket_bytes=0.5", "expected", "int"]),
+    ({"exclude": "norm["}, ["exclude='norm['", "not a regular expression", "as 'norm|bias'"]),
+    ({"exclude": 3}, ["exclude=3", "expected"]),
+    ({"topology": "ring"}, ["topology='ring'", "not a topology", "dq.Ring()"]),
+    ({"method": dq.DynamiQ}, ["not a method", "dq.DynamiQ(bits=5)"]),
 ]
 
 
@@ -81,7 +88,21 @@ def test_bad_fields_of_a_method(fields, texts):
         assert text in str(info.value)
 
 
-OPTIONS = {**METHODS, **TOPOLOGIES}
+@pytest.mark.parametrize(
+    ("fields", "texts"), REQUEST_FIELDS, ids=[str(f) for f, _ in REQUEST_FIELDS]
+)
+def test_bad_fields_of_a_request(fields, texts):
+    with raises(ValueError, *texts):
+        dq.Compression(**fields)
+
+
+def test_a_topology_is_passed_once():
+    request = dq.Compression(topology=dq.Ring())
+    with raises(ValueError, "topology=Direct(", "method has topology=Ring(", "pass one of them"):
+        psum_of_ones(method=request, topology=dq.Direct())
+
+
+OPTIONS = {**methods(), **TOPOLOGIES}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -229,7 +250,7 @@ def test_errors_of_unmapped_axes_name_no_other_function(name):
 SUMS_AND_FACTS = {
     **{name: functools.partial(f, axis_name="data") for name, f in UNMAPPED.items()},
     "explain": functools.partial(dq.explain, n_workers=2),
-    "init_state": functools.partial(dq.init_state, n_workers=2, method=dq.DynamiQ()),
+    "init_state": functools.partial(dq.Compression().init_state, n_workers=2),
     "by path": functools.partial(dq.pmean, axis_name="data", method=lambda path, x: dq.DynamiQ()),
 }
 del SUMS_AND_FACTS["reduce_in_backward"], SUMS_AND_FACTS["all_reduce"]
@@ -322,11 +343,11 @@ def test_a_leaf_that_does_not_vary():
 
 
 def test_a_state_is_of_leaves_that_vary():
-    method = dq.DynamiQ(error_feedback=True)
+    method = dq.ErrorFeedback(dq.DynamiQ())
     tree = {"w": jnp.ones((600, 500))}
 
     def one(tree, x):
-        state = dq.init_state(tree, 8, method=method)
+        state = as_compression(method).init_state(tree, 8)
         return dq.reduce(tree, "data", method=method, state=state).tree
 
     with raises(ValueError, "leaf ['w']", "do not vary over axis 'data'", "to='varying'"):
@@ -354,7 +375,9 @@ def test_value_and_grad_refuses_meshes():
         dq.value_and_grad(loss, mesh=mesh, axis_name="batch")
     both = jax.make_mesh((4, 2), ("data", "model"))
     with raises(ValueError, "topology=", "dq.Ring()"):
-        dq.value_and_grad(loss, mesh=mesh, axis_name="data", topology=dq.Ring)
+        dq.value_and_grad(
+            loss, mesh=mesh, axis_name="data", method=dq.Compression(topology=dq.Ring)
+        )
     with raises(ValueError, "axis_name='rows'", "not in the mesh"):
         dq.value_and_grad(loss, mesh=mesh, axis_name=("data", "rows"))
     with raises(NotImplementedError, "axis_name=0", "name of a mapped axis"):
@@ -383,8 +406,7 @@ def test_what_is_no_number_of_workers(n):
     axis = "model" if n == "model" else "node" if n == ("node", "model") else "data"
     for function in (
         functools.partial(dq.explain, verbose=False),
-        dq.wire_bits,
-        functools.partial(dq.init_state, method=dq.DynamiQ()),
+        dq.Compression().init_state,
     ):
         with raises(
             ValueError,
@@ -402,6 +424,6 @@ def test_numbers_of_workers_may_be_scalars_of_arrays(n):
 
 @pytest.mark.parametrize("n", [0, -2, (), (2, 0)])
 def test_explain_refuses_numbers_of_workers(n):
-    for function in (functools.partial(dq.explain, verbose=False), dq.wire_bits):
+    for function in (functools.partial(dq.explain, verbose=False), dq.Compression().init_state):
         with raises(ValueError, f"n_workers={n}", "at least 1"):
             function(jnp.ones(3), n)

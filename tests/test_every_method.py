@@ -19,11 +19,13 @@ from cases import (
     first_state,
     gradient,
     stepper,
+    wire_bits,
 )
 from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(1)
 
@@ -129,7 +131,7 @@ def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     np.testing.assert_allclose(mean, first / n, rtol=3e-7, atol=1e-7)
 
 
-ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method, "period", None) is None]
+ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method.method, "period", None) is None]
 """Methods of which all steps move as much; `test_marsit` has the other."""
 
 
@@ -142,14 +144,15 @@ def test_wire_bits_are_what_the_program_moves(name):
     options = {"method": row.method, "topology": topology}
 
     def with_state(tree, axis_name, method, topology=None):
-        state = dq.init_state(tree, n, method=method)
+        state = as_compression(method).init_state(tree, n)
         options = {"op": "sum", "method": method, "topology": topology}
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 
-    hlo, asked = lower(with_state if row.method.needs_state else dq.psum, TREE, (n,), **options)
+    collective = with_state if row.method.method.needs_state else dq.psum
+    hlo, asked = lower(collective, TREE, (n,), **options)
     moved = moved_bits(hlo, asked, n)
-    promised = dq.wire_bits(TREE, n, **options)
+    promised = wire_bits(row.method, topology)(TREE, n)
     # Integers but for 2 (n - 1) / n of two buckets.
     assert abs(promised - sum(moved.values()) / n) <= 2
-    assert row.method.wire_bits(4000, 1, topology) == 0
+    assert row.method.method.wire_bits(4000, 1, topology) == 0

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL
+from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.buckets import concatenate, describe_leaves, group_leaves, split
+from dynamiq_jax.tree.leaves import concatenate, describe_leaves, group_leaves, split
 
 TREE = {
     "big": jax.ShapeDtypeStruct((2000, 300), jnp.float32),
@@ -38,14 +38,14 @@ def test_every_leaf_has_a_route_and_a_reason():
 def test_smallest_bucket_grows_with_workers_unless_given():
     # 16 tiles of 2048 coordinates for each worker, and never less than 65536.
     def smallest(method, n):
-        limits = method.limits(n, fast_links=False)
+        limits = limits_of(method, n, fast_links=False)
         assert limits.min_bucket_bytes == 0
         return limits.min_bucket_size
 
     found = [smallest(dq.DynamiQ(), n) for n in (1, 2, 8, 64)]
     assert found == [65536, 65536, 2**18, 2**21]
     assert smallest(dq.DynamiQ(super_group_size=1024), 8) == 2**20
-    given = dq.DynamiQ(min_bucket_size=70_000)
+    given = dq.Compression(dq.DynamiQ(), min_bucket_size=70_000)
     assert smallest(given, 64) == 70_000
     rows = dq.explain(TREE, 64, method=given, verbose=False).rows
     assert [row.route == "compressed" for row in rows] == [False, True, False, True, False, False]
@@ -53,12 +53,18 @@ def test_smallest_bucket_grows_with_workers_unless_given():
 
 def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
     """Where native psum is faster, small gradients are left to it; buckets are made larger."""
-    fast = dq.DynamiQ().limits(8, fast_links=True)
-    assert fast.min_bucket_bytes > dq.DynamiQ().limits(8, fast_links=False).min_bucket_bytes == 0
+    fast, slow = (limits_of(dq.DynamiQ(), 8, fast_links=fast) for fast in (True, False))
+    assert fast.min_bucket_bytes > slow.min_bucket_bytes == 0
     assert fast.bucket_bytes > fast.min_bucket_bytes
-    assert dq.DynamiQ(min_bucket_size=0).limits(8, fast_links=True).min_bucket_bytes == 0
-    given = dq.DynamiQ(min_bucket_bytes=300_000, bucket_bytes=400_000, min_bucket_size=0)
-    limits = given.limits(8, fast_links=True)
+    any_size = dq.Compression(min_bucket_size=0)
+    assert limits_of(any_size, 8, fast_links=True).min_bucket_bytes == 0
+    given = dq.Compression(
+        dq.DynamiQ(),
+        min_bucket_bytes=300_000,
+        bucket_bytes=400_000,
+        min_bucket_size=0,
+    )
+    limits = limits_of(given, 8, fast_links=True)
     assert (limits.min_bucket_bytes, limits.bucket_bytes) == (300_000, 400_000)
     found = routes(dq.explain(TREE, 8, method=given, verbose=False))
     assert found["['big']"] == found["['half'][0]"] == "compressed"
@@ -74,7 +80,7 @@ def test_totals_add_up():
     assert explanation.wire_bytes == pytest.approx(compressed + share * exact)
     assert explanation.wire_bytes == pytest.approx(sum(r.wire_bytes for r in explanation.rows))
     assert explanation.outer_wire_bytes == pytest.approx(explanation.wire_bytes)
-    assert dq.wire_bits(TREE, n, topology=ring) == round(8 * explanation.wire_bytes)
+    assert wire_bits(None, ring)(TREE, n) == round(8 * explanation.wire_bytes)
     size = 600_000 + 280_000 + 5000 + 300 + 1 + 12
     assert explanation.bits_per_coord == pytest.approx(8 * explanation.wire_bytes / share / size)
     by_name = {row.name: row for row in explanation.rows}
@@ -95,13 +101,15 @@ def test_bf16_reference_counts_floating_point_leaves():
 def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     leaves = [jax.ShapeDtypeStruct((d,), jnp.float32) for d in (300, 300, 900, 2000, 100)]
     leaves.append(jax.ShapeDtypeStruct((300,), jnp.bfloat16))
-    method = dq.DynamiQ(bucket_bytes=4000, **SMALL)
+    method = dq.Compression(dq.DynamiQ(), bucket_bytes=4000, **SMALL)
     rows = dq.explain(leaves, 2, method=method, verbose=False).rows
     buckets = [row.bucket for row in rows]
     assert buckets[0] == buckets[1]  # 600 coordinates of 1000
     assert buckets[2] == buckets[4] != buckets[0]  # 900 more would not fit, but 900 and 100 do
     assert len({buckets[0], buckets[2], buckets[3], buckets[5]}) == 4  # large alone, bf16 apart
-    separate = dq.explain(leaves, 2, method=dq.DynamiQ(bucket_bytes=0, **SMALL), verbose=False)
+    separate = dq.explain(
+        leaves, 2, method=dq.Compression(dq.DynamiQ(), bucket_bytes=0, **SMALL), verbose=False
+    )
     assert len({row.bucket for row in separate.rows}) == 6
 
 
@@ -145,7 +153,7 @@ def test_one_worker_sends_nothing():
     explanation = dq.explain(TREE, 1, verbose=False)
     assert explanation.wire_bytes == 0
     assert explanation.bits_per_coord == 0
-    assert dq.wire_bits(TREE, 1) == 0
+    assert wire_bits(None)(TREE, 1) == 0
 
 
 def test_a_hierarchy_keeps_most_bytes_within_its_inner_axis():
@@ -212,7 +220,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
 )
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
     """Its workers are more than the devices here, which could be any: fast ones, with engines."""
-    monkeypatch.setattr("dynamiq_jax.arguments.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith(topology)
@@ -224,7 +232,7 @@ def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, to
     assert found.reason.startswith(said)
     more = f"; assumed, as {n} workers are more than the devices here (8): {hosts}, {links}"
     assert found.reason.endswith(more)
-    assert dq.wire_bits(LARGE, sizes) == round(8 * found.wire_bytes)
+    assert wire_bits(None)(LARGE, sizes) == round(8 * found.wire_bytes)
     passed = dq.explain(LARGE, sizes, topology=dq.Direct(), verbose=False)
     assert passed.reason == "as passed" + more
 
@@ -238,7 +246,7 @@ def test_workers_that_the_devices_here_may_be_are_explained_by_them(sizes):
 
 def test_what_crosses_the_outer_axes_is_printed_below_the_total():
     """By hand: 4 nodes of 8 workers; in units in which all of a bf16 all-reduce takes 16 bits."""
-    method = dq.DynamiQ(min_bucket_size=0)
+    method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
     found = dq.explain(LARGE, (4, 8), method=method, verbose=False)
     *_, total, outer, _, caption = str(found).splitlines()[:-1]
     assert total.split() == ["total", f"{found.wire_bytes:,.0f}", f"{found.bits_per_coord:.3f}"]

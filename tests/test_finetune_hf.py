@@ -527,7 +527,8 @@ def test_the_example_learns_as_fast_compressed(tiny, tmp_path):
 
 def test_method_and_topology_may_come_from_a_file(tiny, tmp_path):
     file, shared = tmp_path / "choice.json", ("--steps", 1, "--out")
-    dq.save_config(file, dq.MXFP8(min_leaf_size=0, min_bucket_size=0), dq.Direct())
+    method = dq.comparators.MXFP8()
+    dq.Compression(method, topology=dq.Direct(), min_leaf_size=0, min_bucket_size=0).save(file)
     data = tiny / "train.jsonl"
     done = run("train", tiny, data, "--config", file, *shared, tmp_path / "out")
     assert done.exit_code == 0, done.output

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import SMALL, auto_mesh
+from cases import auto_mesh, small
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -149,12 +149,12 @@ def test_paths_of_nnx_states_exclude_norms():
 
     def by_path(path, leaf):
         asked.append(path)
-        return None if path.startswith("norm/") else dq.MXFP8(**SMALL)
+        return None if path.startswith("norm/") else dq.comparators.MXFP8()
 
-    found = dq.explain(grads, 8, method=by_path, topology=dq.Direct(), verbose=False)
+    found = dq.explain(grads, 8, method=small(by_path), topology=dq.Direct(), verbose=False)
     assert "hidden/kernel/value" in asked
     routes = {row.name: row.route for row in found.rows}
-    assert {route for name, route in routes.items() if "norm" in name} == {"exact: by path"}
+    assert {route for name, route in routes.items() if "norm" in name} == {"exact: excluded"}
     assert {route for name, route in routes.items() if "norm" not in name} == {"compressed"}
 
 

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOOP, SMALL, assert_same_bits, auto_mesh, compilations, gradient
+from cases import LOOP, assert_same_bits, auto_mesh, compilations, gradient, small
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
-METHOD = dq.DynamiQ(bits=32, widths=(8,), **SMALL)
+METHOD = small(dq.DynamiQ(bits=32, widths=(8,)))
 REDUCTIONS = {
     "psum": (functools.partial(dq.psum, method=METHOD, topology=LOOP), lax.psum),
     "pmean": (functools.partial(dq.pmean, method=METHOD, topology=LOOP), lax.pmean),
@@ -119,7 +120,9 @@ def trained(request):
     """One step in jit on 8 devices: (loss, gradients, updated parameters), and key by key."""
     mesh = mesh_of(request.param)
     params, batch = placed(mesh, *problem())
-    compressed = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=METHOD, topology=LOOP)
+    compressed = dq.value_and_grad(
+        model, mesh=mesh, axis_name="data", method=as_compression(METHOD, LOOP)
+    )
 
     @jax.jit
     def step(params, batch, key):
@@ -159,7 +162,11 @@ def test_parameters_stay_equal_on_all_devices(trained):
 def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
     mesh = mesh_of("auto")
     f = dq.value_and_grad(
-        model_with_aux, mesh=mesh, axis_name="data", method=METHOD, topology=LOOP, has_aux=True
+        model_with_aux,
+        mesh=mesh,
+        axis_name="data",
+        method=as_compression(METHOD, LOOP),
+        has_aux=True,
     )
     params, batch = placed(mesh, *problem())
     with compilations() as compiled:
@@ -243,7 +250,7 @@ def test_batches_may_be_trees_and_gradients_of_low_precision():
     def loss(params, batch):
         return model(jax.tree.map(lambda p: p.astype(jnp.float32), params), *batch["pair"])
 
-    f = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=METHOD, topology=LOOP)
+    f = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=as_compression(METHOD, LOOP))
     value, grads = jax.jit(f)(params, {"pair": (x, y)})
     expected_value, expected = jax.value_and_grad(loss)(params, {"pair": (x, y)})
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}

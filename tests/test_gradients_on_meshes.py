@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL
+from cases import small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.base import Outcome
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.methods.base import Outcome, ShardedMethod
 
-F32 = dq.F32(**SMALL)
+F32 = small(dq.F32())
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
 
 
@@ -144,7 +145,11 @@ def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, 
 def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     """Whatever the types of axes; plain JAX 0.10 moves more over Explicit ones."""
     layout = LAYOUTS["tensor parallel"]
-    options = {"axis_name": "data", "specs": layout.specs, "method": F32, "topology": dq.Direct()}
+    options = {
+        "axis_name": "data",
+        "specs": layout.specs,
+        "method": as_compression(F32, dq.Direct()),
+    }
     ours = dq.value_and_grad(model, mesh=layout.make(kind), **options)
 
     def plain(params, *batch):
@@ -166,7 +171,7 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
 
 
-COMPRESSED = dq.DynamiQ(bits=8, **SMALL)
+COMPRESSED = small(dq.DynamiQ(bits=8))
 ROUTES = {
     "scattered compressed": dq.Direct(),
     "scattered natively": dq.Hierarchical(outer=dq.Direct()),
@@ -179,7 +184,9 @@ def test_gradients_of_shards_are_compressed(route):
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = jax.jit(dq.value_and_grad(model, method=COMPRESSED, topology=ROUTES[route], **options))
+    f = jax.jit(
+        dq.value_and_grad(model, method=as_compression(COMPRESSED, ROUTES[route]), **options)
+    )
     compiled = f.lower(params, *batch, key=jax.random.key(0)).compile()
     hlo = compiled.as_text()
     assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
@@ -218,7 +225,7 @@ def test_methods_that_do_not_scatter_are_refused():
     layout = LAYOUTS["fsdp"]
     mesh = layout.make()
     params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.THC())
+    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.comparators.THC())
     with pytest.raises(NotImplementedError, match="THC.*psum_scatter"):
         f(params, *batch)
 
@@ -229,10 +236,11 @@ def test_a_state_of_model_shards(kind):
     layout = LAYOUTS["tensor parallel"]
     mesh = layout.make(kind)
     params, batch = placed(layout, mesh)
-    method = dq.OmniReduce(density=0.5, error_feedback=True, block_size=8, **SMALL)
+    method = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8)))
     options = {"method": method, "mesh": mesh, "specs": layout.specs}
     f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
-    state = dq.init_state(params, 4, stacked=True, **options)
+    placing = {"mesh": mesh, "specs": layout.specs}
+    state = method.init_state(params, 4, stacked=True, **placing)
     total, plain = None, expected()[1]
     for step in range(1, 9):
         _, found = f(params, *batch, state=state)
@@ -261,16 +269,22 @@ def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
 
 
 @dataclasses.dataclass(frozen=True)
-class Seeds(dq.F32):
+class Seeds(dq.F32, ShardedMethod):
     """Scatters the seeds it is told, and "sums" to their spread over the groups that scattered."""
 
     native_by_default = False
 
-    def reduce_scatter(self, x, axis_name, *, seed, **_):
-        return jnp.full(x.shape[1], seed[0] % 1000, x.dtype) + 0 * x[0]
+    def all_gather(self, x, call, *, invarying=False):
+        raise NotImplementedError
 
-    def all_reduce(self, x, axis_name, **_):
-        return Outcome(lax.pmax(x, axis_name) - lax.pmin(x, axis_name), ())
+    def sharded_wire_bits(self, size, n_workers, topology):
+        raise NotImplementedError
+
+    def reduce_scatter(self, x, call):
+        return jnp.full(x.shape[1], call.seed[0] % 1000, x.dtype) + 0 * x[0]
+
+    def all_reduce(self, x, call):
+        return Outcome(lax.pmax(x, call.axis.name) - lax.pmin(x, call.axis.name), ())
 
 
 def test_groups_that_scatter_apart_do_so_with_different_noise():
@@ -278,6 +292,6 @@ def test_groups_that_scatter_apart_do_so_with_different_noise():
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = dq.value_and_grad(model, method=Seeds(**SMALL), topology=dq.Direct(), **options)
+    f = dq.value_and_grad(model, method=small(Seeds(), topology=dq.Direct()), **options)
     grads = f(params, *batch, key=jax.random.key(1))[1]
     assert np.all(np.asarray(grads["in"]) != 0)

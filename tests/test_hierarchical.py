@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import METHODS, SMALL, assert_replicas_equal, assert_same_bits, gradient
+from cases import METHODS, assert_replicas_equal, assert_same_bits, gradient, small
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,9 +14,10 @@ from test_exact_sums import anchored
 from test_ring import relative_error
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 DEFAULT = METHODS["default"]
-EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", **SMALL)
+EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"))
 NAMES = ("pod", "node", "gpu")
 SIZE = 4 * 8 * 8 * 256 - 100  # a few tiles for each chunk of each slice, and a rest
 
@@ -154,7 +155,9 @@ def test_levels_of_one_worker():
 def test_mean_tree_and_leaves_that_stay_exact():
     """Each leaf goes its way and comes back in its dtype; pmean is psum over n."""
     rng, sizes = np.random.default_rng(0), (2, 2)
-    method = dq.DynamiQ(bits=32, widths=(8,), min_leaf_size=1000, min_bucket_size=1000)
+    method = dq.Compression(
+        dq.DynamiQ(bits=32, widths=(8,)), min_leaf_size=1000, min_bucket_size=1000
+    )
     tree = {
         "w": jnp.asarray(rng.standard_normal((*sizes, 70, 50)), jnp.float32),
         "low": jnp.asarray(rng.standard_normal((*sizes, 3000)), jnp.bfloat16),
@@ -212,8 +215,7 @@ def test_value_and_grad_over_two_axes():
         loss,
         mesh=mesh,
         axis_name=("node", "gpu"),
-        method=dq.DynamiQ(bits=32, widths=(8,), **SMALL),
-        topology=dq.Hierarchical(),
+        method=as_compression(small(dq.DynamiQ(bits=32, widths=(8,))), dq.Hierarchical()),
     )
     value, grads = jax.jit(f)(params, x)
     expected_value, expected = jax.value_and_grad(loss)(params, x)

@@ -23,8 +23,8 @@ def python(code, *arguments):
 
 
 def test_importing_the_library_loads_no_command_line():
-    heavy = ("rich", "typer", "matplotlib", "optax", "tensorboardX", "dynamiq_jax.bench")
-    heavy += ("dynamiq_jax.simulate", "dynamiq_jax.cli", "dynamiq_jax.__main__")
+    heavy = ("rich", "typer", "matplotlib", "optax", "tensorboardX", "dynamiq_jax.commands.bench")
+    heavy += ("dynamiq_jax.commands.simulate", "dynamiq_jax.commands.cli", "dynamiq_jax.__main__")
     code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
     result = python(code)
     assert result.stdout.strip() == "[]", result.stderr
@@ -103,7 +103,7 @@ def test_the_version_has_one_source():
 
 
 def test_completion_shows_the_public_names_alone():
-    import dynamiq_jax.bench.contenders  # noqa: F401  # a submodule that becomes an attribute
+    import dynamiq_jax.commands.bench.contenders  # noqa: F401  # a submodule that becomes an attribute
 
     shown = [name for name in dir(dq) if not name.startswith("__")]
     assert shown == sorted(dq.__all__)

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_same_bits, auto_mesh, local, mapped
+from cases import CHEAP, assert_same_bits, auto_mesh, local, mapped, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, DIM, LAYERS = 4, 128, 3
 METHOD = CHEAP
-EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
 
 
@@ -91,7 +92,9 @@ def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
 
 def test_layers_are_compressed_with_noise_of_their_own():
     layers, x = inputs()
-    method = dq.DynamiQ(min_leaf_size=4096, min_bucket_size=1)  # the bias travels exactly
+    method = dq.Compression(
+        dq.DynamiQ(), min_leaf_size=4096, min_bucket_size=1
+    )  # the bias travels exactly
     each = partial(dq.reduce_in_backward, axis_name="data", method=method)
     found = mapped(jax.grad(partial(model, each=each)), True)(layers, x)["kernel"][0]
     own = [own_gradient(layers, x[i])["kernel"] for i in range(N)]
@@ -118,7 +121,9 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
                 outside += found
         return within, outside
 
-    each = partial(dq.reduce_in_backward, axis_name="data", method=METHOD, topology=dq.Direct())
+    each = partial(
+        dq.reduce_in_backward, axis_name="data", method=as_compression(METHOD, dq.Direct())
+    )
     within, outside = counts(jax.grad(partial(model, each=each)))
     assert within >= 2 and outside == 0
 
@@ -191,8 +196,8 @@ def test_sharded_over_another_axis_it_reduces_parts():
     [
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "has memory, and a backward pass"),
-        ({"method": lambda path, leaf: dq.THC(error_feedback=True)}, "has memory"),
+        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
+        ({"method": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}, "has memory"),
     ],
 )
 def test_what_cannot_be_is_refused(options, complaint):

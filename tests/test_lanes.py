@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynamiq_jax.codecs import lanes
+from dynamiq_jax.comparators import lanes
 
 pack_lanes = jax.jit(lanes.pack_lanes, static_argnames=("lane_bits", "max_sum"))
 unpack_lanes = jax.jit(lanes.unpack_lanes, static_argnames=("size", "lane_bits"))

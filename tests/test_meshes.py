@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, auto_mesh, gradient
+from cases import assert_same_bits, auto_mesh, gradient, small, wire_bits
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, PARTS, MODEL = 4, 2, 1
 SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}
@@ -23,8 +24,8 @@ MODELS = {
     "data explicit": (AxisType.Explicit, AxisType.Auto),
     "model explicit": (AxisType.Auto, AxisType.Explicit),
 }
-F32 = dq.F32(**SMALL)
-DYNAMIQ = dq.DynamiQ(bits=8, **SMALL)
+F32 = small(dq.F32())
+DYNAMIQ = small(dq.DynamiQ(bits=8))
 
 
 def mesh_of(kind="automatic", sizes=(N, PARTS), names=("data", "model")):
@@ -105,10 +106,10 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
 
 def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
     mesh, tree = mesh_of(), placed(mesh_of())
-    methods = {"columns": DYNAMIQ, "rows": DYNAMIQ, "norm": F32}
+    methods = {"columns": DYNAMIQ.method, "rows": DYNAMIQ.method, "norm": F32.method}
 
     def one(tree):
-        options = {"method": lambda path, leaf: methods.get(path), "topology": dq.Direct()}
+        options = {"method": small(lambda path, leaf: methods.get(path)), "topology": dq.Direct()}
         options |= {"specs": SPECS | {"ones": P("model")}, "axis_index_groups": [[0, 2], [3, 1]]}
         found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
         return jax.tree.map(lambda x: x[None], found)
@@ -121,7 +122,7 @@ def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
         exact = (x + np.roll(x, 2, axis=0)).astype(np.float64)
         assert_same_bits(found[name][:2], found[name][2:])
         error = np.sum((found[name] - exact) ** 2) / np.sum(exact**2)
-        assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ else error < 1e-12
+        assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ.method else error < 1e-12
 
 
 def reduced_apart(method, *, number, names, key=None):
@@ -220,7 +221,7 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
-MEMORY = dq.OmniReduce(density=0.5, error_feedback=True, **SMALL)
+MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
 
 
 def test_buckets_of_different_axes_are_told_apart():
@@ -229,7 +230,7 @@ def test_buckets_of_different_axes_are_told_apart():
     assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
-    assert dq.wire_bits(tree, N, method=F32, mesh=mesh_of(), specs=SPECS) == 48 * coords
+    assert wire_bits(F32)(tree, N, mesh=mesh_of(), specs=SPECS) == 48 * coords
 
 
 def abstract(shapes):
@@ -247,7 +248,7 @@ def two_steps(tree, state, specs):
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 def test_states_are_those_of_every_part(kind):
     mesh = mesh_of(kind)
-    init = functools.partial(dq.init_state, n_workers=N, method=MEMORY, stacked=True)
+    init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)
     out_specs = P(), P("data")
 
     def alone(number, names):
@@ -276,7 +277,7 @@ def test_states_are_those_of_every_part(kind):
 
 
 def test_a_state_of_whole_leaves_is_refused():
-    mesh, state = mesh_of(), dq.init_state(abstract(SHAPES), N, method=MEMORY, stacked=True)
+    mesh, state = mesh_of(), as_compression(MEMORY).init_state(abstract(SHAPES), N, stacked=True)
     steps = functools.partial(two_steps, specs=SPECS)
     mapped = jax.shard_map(
         steps, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), axis_names={"data"}
@@ -293,9 +294,7 @@ def test_metrics_are_those_of_all_parts():
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    bits = dq.wire_bits(
-        abstract(SHAPES), N, method=F32, topology=dq.Direct(), mesh=mesh, specs=SPECS
-    )
+    bits = wire_bits(F32, dq.Direct())(abstract(SHAPES), N, mesh=mesh, specs=SPECS)
     assert metrics.wire_bytes == bits / 8
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 
 def test_vnmse_is_error_over_norm():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N = 4
 LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)
@@ -75,7 +76,7 @@ class TestLargeLeavesThatTravelNatively:
 
     def test_within_error_feedback_too(self):
         method = dq.ErrorFeedback(dq.DynamiQ())
-        state = jax.eval_shape(lambda: dq.init_state({"w": LARGE}, N, method=method))
+        state = jax.eval_shape(lambda: as_compression(method).init_state({"w": LARGE}, N))
 
         def run(x, state):
             return dq.reduce(as_varying(x), "data", method=method, state=state).tree
@@ -85,7 +86,7 @@ class TestLargeLeavesThatTravelNatively:
 
     @pytest.mark.parametrize("limit", [{"min_bucket_size": 10**6}, {"min_bucket_bytes": 10**7}])
     def test_a_limit_that_somebody_set_does_not(self, limit):
-        assert "min_bucket" in self.run(dq.DynamiQ(**limit))
+        assert "min_bucket" in self.run(dq.Compression(**limit))
 
     def test_a_tenth_of_the_tree_does_not(self):
         tree = {"w": jax.ShapeDtypeStruct((1500, 1500), jnp.float32)}
@@ -93,7 +94,7 @@ class TestLargeLeavesThatTravelNatively:
         traced(lambda x: dq.pmean(as_varying(x), "data"), tree)
 
     def test_zero_bytes_compress_however_small(self):
-        assert self.run(dq.DynamiQ(min_bucket_bytes=0)) == "compressed"
+        assert self.run(dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)) == "compressed"
 
 
 class TestKeysThatDiffer:

@@ -11,7 +11,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from cases import (
-    SMALL,
     assert_same_bits,
     auto_mesh,
     compilations,
@@ -19,18 +18,21 @@ from cases import (
     loss_fn,
     problem,
     promoting,
+    small,
+    wire_bits,
 )
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.compression import as_compression
 
 N = 8
 EXACT = dq.F32()
-SCALED = dq.MXFP8(sum="shared-scale", **SMALL)  # a memory, and cheap to compile
-MEMORY = dq.OmniReduce(block_size=64, error_feedback=True, **SMALL)
-POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
+SCALED = small(dq.comparators.MXFP8(sum="shared-scale"))  # a memory, and cheap to compile
+MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
+POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
 
 
@@ -109,10 +111,10 @@ def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
     assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
 
 
-@pytest.mark.parametrize("method", [MEMORY, dq.MXFP8(rounding="stochastic", **SMALL)])
+@pytest.mark.parametrize("method", [MEMORY, small(dq.comparators.MXFP8(rounding="stochastic"))])
 def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
+    method = as_compression(method, None if method == MEMORY else dq.Direct())
     options = {"op": "sum", "metrics": True, "method": method}
-    options |= {"topology": None if method == MEMORY else dq.Direct()}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
     grads = {"w": gradient(0, N, 5000)}
     own = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32)}
@@ -125,7 +127,7 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
     ours = jax.jit(mapped(lambda grads, state: optimizer.update(grads, state)))
     expected = jax.jit(mapped(by_reduce, in_axes=(0, 0, None)))
     opt_state = mapped(lambda g: optimizer.init(jax.tree.map(jnp.zeros_like, g)))(grads)
-    state = dq.init_state(own, N, method=method, stacked=True)
+    state = as_compression(method).init_state(own, N, stacked=True)
     for i in range(3):
         total, opt_state = ours(grads, opt_state)
         found = expected(grads, state, i)
@@ -158,8 +160,8 @@ def moved(optimizer, check_vma=True, **extra):
 
 
 def test_a_memory_waits_while_a_method_counts_for_itself():
-    """`CLTK` without error feedback has a count alone, which is not what the memory is of."""
-    rank = dq.PowerSGD(min_leaf_size=0)
+    """`CLTK` without error feedback counts steps, and the memory belongs to another type."""
+    rank = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD()), min_leaf_size=0)
     ours = dq.optax.all_reduce("data", method=rank)
     mesh, gradients = auto_mesh(N), jax.random.normal(jax.random.key(0), (N, 32, 64))
     params = jnp.ones((32, 64))
@@ -175,14 +177,14 @@ def test_a_memory_waits_while_a_method_counts_for_itself():
         return jax.shard_map(one, mesh=mesh, **maps)(state, grads)
 
     _, kept = stepped(first, gradients, rank)
-    _, after = stepped(kept, gradients, dq.CLTK(error_feedback=False, **SMALL))
+    _, after = stepped(kept, gradients, small(dq.comparators.CLTK()))
     before = jax.tree.leaves(kept.memory)
     for own, other in zip(jax.tree.leaves(after.memory), before, strict=True):
         np.testing.assert_array_equal(own, other)
     assert any(np.any(np.asarray(x) != 0) for x in before)
 
 
-MX = dq.optax.all_reduce("data", method=dq.MXFP8(**SMALL), topology=dq.Direct())
+MX = dq.optax.all_reduce("data", method=as_compression(small(dq.comparators.MXFP8()), dq.Direct()))
 
 
 def last_of(every):
@@ -191,7 +193,7 @@ def last_of(every):
 
 def test_a_window_of_multi_steps_sends_once():
     params, _ = problem(1)
-    once = N * dq.wire_bits(params, N, method=dq.MXFP8(**SMALL), topology=dq.Direct())
+    once = N * wire_bits(small(dq.comparators.MXFP8()), dq.Direct())(params, N)
     entry, branches = moved(optax.chain(MX, ADAM))
     assert (entry, branches) == (once, [])
     entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))
@@ -269,7 +271,7 @@ def saved_and_restored(folder, tree):
 
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
-    reduced = dq.optax.all_reduce("data", method=method, topology=topology, metrics=True)
+    reduced = dq.optax.all_reduce("data", method=as_compression(method, topology), metrics=True)
     return dq.optax.multi_steps(optax.chain(reduced, careful(ADAM)), 2, "data")
 
 

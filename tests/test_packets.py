@@ -10,7 +10,7 @@ import pytest
 from cases import assert_same_bits, auto_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.simulate import PacketLoss
+from dynamiq_jax.commands.simulate import PacketLoss
 
 KEY = jax.random.key(0)
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.phases import Progress, trace
+from dynamiq_jax.training.phases import Progress, trace
 
 N = 4
 TABLE = np.arange(5, dtype=np.float32)
@@ -153,3 +153,17 @@ def test_two_calls_of_one_function_have_values_of_their_own():
 
     found = jax.vmap(run, axis_name="data")(jnp.arange(N, dtype=jnp.float32))
     np.testing.assert_array_equal(found, np.full(N, (6 + 1) * (18 + 1.0)))
+
+
+def test_a_primitive_that_is_not_known_is_one_round_and_said_so():
+    def function(x, y):
+        def total(_, x):
+            return lax.psum(lax.psum(x, "data"), "data")
+
+        return jax.custom_derivatives.linear_call(total, lambda _, t: t, (), x) + y
+
+    counts = []
+    one = lambda x: counts.append(rounds(function, x, x)[1])  # noqa: E731
+    with pytest.warns(UserWarning, match="primitive 'linear_call' has collectives.* one round"):
+        jax.make_jaxpr(one, axis_env=[("data", N)])(jnp.ones(3))
+    assert counts == [1]

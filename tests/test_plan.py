@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax.lax.seeds import statistics_seed
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,
@@ -18,7 +19,6 @@ from dynamiq_jax.methods.dynamiq.plan import (
     plan_widths,
     steps_below,
 )
-from dynamiq_jax.seeds import statistics_seed
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 
 NO_KEY = np.uint32(0)

@@ -18,7 +18,7 @@ import dynamiq_jax as dq
 COMPRESSED = ("float32", "bfloat16", "float16")
 EXACT = ("int32", "bool", "complex64", "uint8")
 ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-WIDE = dq.DynamiQ(widths=(8,), bits=32, min_leaf_size=32, min_bucket_size=64)
+WIDE = dq.Compression(dq.DynamiQ(widths=(8,), bits=32), min_leaf_size=32, min_bucket_size=64)
 """Width 8 for everything that is not tiny: errors have a bound that any coordinate must keep."""
 
 
@@ -152,7 +152,7 @@ def test_any_tree_is_summed(spec, dtype, seed):
 @pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["statistics", "key"])
 def test_the_result_does_not_depend_on_other_buckets(key):
     rng, n = np.random.default_rng(1), 2
-    method = dq.DynamiQ(bucket_bytes=0, **SMALL)
+    method = dq.Compression(dq.DynamiQ(), bucket_bytes=0, **SMALL)
     x = array(rng, n, (500,), "float32")
     both = vmapped(method)({"a": x, "b": x}, key)
     alone = vmapped(method)({"b": x}, key)

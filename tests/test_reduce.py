@@ -9,18 +9,19 @@ import pytest
 from cases import (
     CHEAP,
     EVERY_METHOD,
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
     gradient,
     relative_error,
+    small,
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, SIZE = 4, 128 * 256 - 30
 KEY = jax.random.key(0)
@@ -44,7 +45,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize("route", ROUTES)
     def test_delivered_and_remembered_make_up_the_inputs(self, route):
-        method, topology = dq.DynamiQ(error_feedback=True, **SMALL), ROUTES[route]
+        method, topology = small(dq.ErrorFeedback(dq.DynamiQ())), ROUTES[route]
         x, steps = gradient(1, N, SIZE), 8
         state, run = first_state(method, x, N, topology), reducer(method, topology, op="sum")
         exact, delivered = np.sum(np.asarray(x, np.float64), axis=0), 0.0
@@ -62,7 +63,7 @@ class TestErrorFeedback:
         assert run._cache_size() == 1
 
     def test_bad_super_groups_leave_the_memory_as_it_was(self):
-        method, topology = dq.DynamiQ(error_feedback=True, **SMALL), ROUTES["direct"]
+        method, topology = small(dq.ErrorFeedback(dq.DynamiQ())), ROUTES["direct"]
         x = gradient(2, N, SIZE)
         run = reducer(method, topology, op="sum")
         _, state, _ = run(x, KEY, first_state(method, x, N, topology))
@@ -76,13 +77,13 @@ class TestErrorFeedback:
         assert np.mean((after != before)[:, ~sick]) > 0.9
 
     def test_without_memory_it_is_refused(self):
-        method = dq.DynamiQ(error_feedback=True, **SMALL)
+        method = small(dq.ErrorFeedback(dq.DynamiQ()))
         x = jnp.ones((2, 8192))
         for reduce in (dq.psum, dq.reduce):
-            with pytest.raises(ValueError, match=r"state=dq\.init_state"):
+            with pytest.raises(ValueError, match=r"needs a state.*init_state"):
                 jax.vmap(lambda x, r=reduce: r(x, "data", method=method), axis_name="data")(x)
         for half in (dq.psum_scatter, dq.all_gather):
-            with pytest.raises(NotImplementedError, match="without error feedback"):
+            with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
                 one = functools.partial(half, axis_name="data", tiled=True, method=method)
                 jax.vmap(one, axis_name="data")(x)
 
@@ -91,9 +92,9 @@ class TestMetrics:
     @pytest.mark.parametrize(
         ("topology", "method"),
         [
-            (dq.Ring(unroll_up_to=1), dq.DynamiQ(**SMALL)),
-            (dq.Butterfly(), dq.DynamiQ(floor=None, levels="piecewise", **SMALL)),
-            (dq.Direct(), dq.DynamiQ(bits=4, **SMALL)),
+            (dq.Ring(unroll_up_to=1), small(dq.DynamiQ())),
+            (dq.Butterfly(), small(dq.DynamiQ(floor=None, levels="piecewise"))),
+            (dq.Direct(), small(dq.DynamiQ(bits=4))),
         ],
         ids=["ring", "butterfly", "direct"],
     )
@@ -115,7 +116,7 @@ class TestMetrics:
         )
         assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
         assert metrics.bits_per_coord == pytest.approx(promised.bits_per_coord)
-        layout = method.layout(size, N, topology)
+        layout = method.method.layout(size, N, topology)
         assert np.sum(metrics.widths) == pytest.approx(1)
         sent = {w for w in range(17) if metrics.widths[w] > 0}
         assert sent <= set(layout.fmt.widths)
@@ -142,7 +143,7 @@ class TestMetrics:
 
     def test_means_that_travel_apart_do_not_count_as_error(self):
         x = jax.random.normal(KEY, (N, 96 * 2048)) + 10
-        method = dq.DynamiQ(subtract_mean=True, **SMALL)
+        method = small(dq.DynamiQ(subtract_mean=True))
         found = reducer(method, ROUTES["direct"], op="mean", metrics=True)(x, KEY, None)
         lost = relative_error(found.tree[0], np.mean(np.asarray(x, np.float64), axis=0))
         assert 0.5 < found.metrics.vnmse[0] / lost < 2
@@ -150,7 +151,7 @@ class TestMetrics:
     @pytest.mark.parametrize("scale", [1e17, 1e-21, np.nan, 0])
     def test_what_f32_cannot_square_is_no_perfect_result(self, scale):
         x = scale * jax.random.normal(KEY, (N, SIZE))
-        run = reducer(dq.DynamiQ(**SMALL), ROUTES["direct"], op="mean", metrics=True)
+        run = reducer(small(dq.DynamiQ()), ROUTES["direct"], op="mean", metrics=True)
         metrics = run(x, KEY, None).metrics
         assert metrics.vnmse[0] == 0 if scale == 0 else np.isnan(metrics.vnmse[0])
         assert metrics.nonfinite[0] == (SIZE if np.isnan(scale) else 0)
@@ -162,7 +163,7 @@ class TestMetrics:
 
     def test_methods_that_cannot_say_say_nan(self):
         x = gradient(3, N, SIZE).at[0, 0].set(jnp.nan)
-        method = dq.MXFP8(sum="shared-scale", **SMALL)
+        method = small(dq.comparators.MXFP8(sum="shared-scale"))
         state = first_state(method, x, N, ROUTES["direct"])
         state = jax.tree.map(lambda mu: 100 * mu, state)
         found = reducer(method, ROUTES["direct"], op="sum", metrics=True)(x, KEY, state)
@@ -178,7 +179,7 @@ class TestMetrics:
         auto = (AxisType.Auto,) * 2
         mesh = jax.make_mesh((2, 2), ("node", "gpu"), devices=jax.devices()[:4], axis_types=auto)
         x, topology = gradient(4, 4, 96 * 1024), dq.Hierarchical(outer=dq.Direct())
-        method = dq.DynamiQ(**SMALL)
+        method = small(dq.DynamiQ())
 
         def one(x):
             options = {"op": "sum", "method": method, "topology": topology, "metrics": True}
@@ -207,11 +208,11 @@ def test_unknown_operations_are_refused():
 
 def test_a_stacked_state_is_every_workers():
     x = jax.ShapeDtypeStruct((200_000,), jnp.float32)
-    method = dq.DynamiQ(error_feedback=True)
-    ((own,),), ((all_of,),) = (dq.init_state(x, 3, method=method, stacked=s) for s in (False, True))
-    assert (own.shape, all_of.shape) == ((200_000,), (3, 200_000))
+    method = dq.ErrorFeedback(dq.DynamiQ())
+    (own,), (all_of,) = (as_compression(method).init_state(x, 3, stacked=s) for s in (False, True))
+    assert (own.residual.shape, all_of.residual.shape) == ((200_000,), (3, 200_000))
     mesh = auto_mesh(2)
-    assert dq.init_state(x, mesh.size, method=dq.DynamiQ()) == ((),)
+    assert as_compression(dq.DynamiQ()).init_state(x, mesh.size) == ((),)
 
 
 STATEFUL = [
@@ -230,27 +231,27 @@ def test_value_and_grad_takes_the_state_of_every_method(name):
     step = dq.value_and_grad(
         lambda w, x: jnp.sum(w[None] * x), mesh=mesh, axis_name="data", method=method
     )
-    state = dq.init_state(w, 2, method=method, stacked=True)
+    state = as_compression(method).init_state(w, 2, stacked=True)
     for _ in range(2):
         _, (mean, state, _) = step(w, x, state=state, key=KEY)
     assert relative_error(mean, np.mean(np.asarray(x, np.float64), axis=0)) < 1
     with pytest.raises(NotImplementedError, match="pass inner=None"):
         topology = dq.Hierarchical(inner=dq.Direct())
-        dq.init_state(w, (2, 2), method=dq.DynamiQ(error_feedback=True), topology=topology)
+        as_compression(dq.ErrorFeedback(dq.DynamiQ()), topology).init_state(w, (2, 2))
 
 
 def test_value_and_grad_takes_and_returns_state_and_metrics():
     """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
-    mesh, method = auto_mesh(N), dq.DynamiQ(error_feedback=True, **SMALL)
+    mesh, method = auto_mesh(N), small(dq.ErrorFeedback(dq.DynamiQ()))
     topology, x = ROUTES["ring"], gradient(5, N, SIZE)
     w = jnp.zeros(SIZE)
 
     def loss(w, x):
         return jnp.sum(w * x[0])  # its gradient is the worker's row
 
-    options = {"mesh": mesh, "axis_name": "data", "topology": topology}
-    step = dq.value_and_grad(loss, method=method, metrics=True, **options)
-    state = dq.init_state(w, N, method=method, topology=topology, stacked=True)
+    options = {"mesh": mesh, "axis_name": "data", "method": as_compression(method, topology)}
+    step = dq.value_and_grad(loss, metrics=True, **options)
+    state = as_compression(method, topology).init_state(w, N, stacked=True)
     expected = first_state(method, x, N, topology)
     run = reducer(method, topology, op="mean", metrics=True)
     for key in jax.random.split(KEY, 2):
@@ -263,7 +264,7 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
         assert found.metrics.vnmse == pytest.approx(float(own.metrics.vnmse[0]), rel=1e-3)
     with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 4 workers.*stacked=True"):
         step(w, x, state=(jnp.zeros((3, SIZE)),))
-    plain = dq.value_and_grad(loss, method=dq.F32(), metrics=True, **options)
+    plain = dq.value_and_grad(loss, metrics=True, **options | {"method": dq.F32()})
     value, found = plain(w, x)
     assert found.state is None
     np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)
@@ -272,14 +273,16 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
 @pytest.mark.parametrize(
     "state",
     [
-        lambda x, method: dq.init_state(x[:-300], 2, method=method),
-        lambda x, method: dq.init_state(x, 2, method=method, stacked=True),
-        lambda x, method: dq.init_state(x, 2, method=dq.THC(error_feedback=True, **SMALL)),
+        lambda x, method: as_compression(method).init_state(x[:-300], 2),
+        lambda x, method: as_compression(method).init_state(x, 2, stacked=True),
+        lambda x, method: as_compression(small(dq.ErrorFeedback(dq.comparators.THC()))).init_state(
+            x, 2
+        ),
     ],
     ids=["another size", "stacked", "another method"],
 )
 def test_states_that_do_not_fit_are_refused_with_both_shapes(state):
-    method, x = dq.DynamiQ(error_feedback=True, **SMALL), jnp.ones((2, 8192))
+    method, x = small(dq.ErrorFeedback(dq.DynamiQ())), jnp.ones((2, 8192))
     wrong = state(x[0], method)
     with pytest.raises(ValueError, match=r"state has leaves of shapes .* keeps \[\(8192,\)\]"):
         jax.vmap(lambda x: dq.reduce(x, "data", method=method, state=wrong), axis_name="data")(x)

@@ -122,7 +122,7 @@ def test_streams(n):
 
 @pytest.mark.parametrize("size", daily([1, 7, 255, 257, 4099], [7, 257]))
 def test_small_and_odd_sizes(size):
-    method = dq.DynamiQ(bits=32, widths=(8,), min_leaf_size=1, min_bucket_size=1)
+    method = dq.Compression(dq.DynamiQ(bits=32, widths=(8,)), min_leaf_size=1, min_bucket_size=1)
     x = gradient(5, 3, size)
     result = np.asarray(vmapped(method)(x, jax.random.key(0)))
     assert result.shape == (3, size)

@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_same_bits, local, mapped
+from cases import CHEAP, assert_same_bits, local, mapped, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import pipeline
-from dynamiq_jax.phases import trace
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.training import pipeline
+from dynamiq_jax.training.phases import trace
 
 N, DIM = 4, 128
 METHOD = CHEAP
-EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
 
 
@@ -67,10 +68,10 @@ def grad(functions, params, x, **options):
     ("method", "lag", "check_vma"),
     [
         (METHOD, 1, True),
-        (dq.MinMax(**SMALL), 2, False),
-        (dq.MinMax(**SMALL), 0, False),
-        (dq.MinMax(**SMALL), 9, True),
-        (dq.PermK(**SMALL), 1, True),
+        (small(dq.comparators.MinMax()), 2, False),
+        (small(dq.comparators.MinMax()), 0, False),
+        (small(dq.comparators.MinMax()), 9, True),
+        (small(dq.comparators.PermK()), 1, True),
     ],
     ids=["dynamiq", "minmax, more time", "minmax, at once", "minmax, at the end", "perm-k"],
 )
@@ -102,7 +103,7 @@ def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
 def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_vma, remat):
     """With a key, so that the noise is the same: only the order of additions may differ."""
     functions, params, tokens = model(n_layers)
-    method = METHOD if n_layers == 6 else dq.MinMax(**SMALL)
+    method = METHOD if n_layers == 6 else small(dq.comparators.MinMax())
 
     def mean(g, number):
         key = jax.random.fold_in(jax.random.wrap_key_data(jax.random.key_data(KEY)), number)
@@ -177,7 +178,7 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
         params = [layers(n_layers, 3), *ends[last][1]]
 
         def both(x, tokens, functions=functions, params=params):
-            options = {"lag": lag, "topology": topology, "method": EXACT}
+            options = {"lag": lag, "method": as_compression(EXACT, topology)}
             run = lambda p: dq.sequential(functions, p, (x, tokens), "data", **options)  # noqa: E731
 
             def loss(params):
@@ -272,7 +273,9 @@ def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
 def test_in_a_loop_all_rounds_are_under_way_at_a_time():
     """The body of the backward loop has the rounds of a reduction, each of another layer."""
     _, params, tokens = model(5)
-    looped = partial(grad, [embed, dq.Scanned(block), head], method=METHOD, topology=dq.Direct())
+    looped = partial(
+        grad, [embed, dq.Scanned(block), head], method=as_compression(METHOD, dq.Direct())
+    )
     traced = jax.make_jaxpr(looped, axis_env=[("data", N)])(stacked(params), tokens[0])
     scans = [e.params["jaxpr"].jaxpr for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
     (body,) = (own for own in scans if any(e.primitive.name == "psum" for e in own.eqns))
@@ -400,7 +403,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         ({"lag": True}, "lag=True must be"),
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": dq.DynamiQ(error_feedback=True, **SMALL)}, "has memory, and a backward pass"),
+        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
     ],
 )
 def test_what_cannot_be_is_refused(change, complaint):

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, TypeCheckError, jaxtyped
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.codecs import hadamard, mx
+from dynamiq_jax.comparators import hadamard, mx_codec
 
 checked = jaxtyped(typechecker=shapes.checked)
 
@@ -39,7 +39,7 @@ def test_wrong_results_fail():
 
 def test_other_annotations_are_left_to_pyright():
     with pytest.raises(ValueError, match="sum='psum'; expected one of"):
-        dq.MXFP6(sum="psum")  # type: ignore
+        dq.comparators.MXFP6(sum="psum")  # type: ignore
 
 
 def test_both_packages_are_checked():
@@ -48,4 +48,4 @@ def test_both_packages_are_checked():
     with pytest.raises(TypeCheckError, match="'x'"):
         hadamard.cut(jnp.zeros((2, 256)))
     with pytest.raises(TypeCheckError, match="'codes'"):
-        mx.pack_codes(jnp.zeros(32), mx.ELEMENTS["e4m3"])
+        mx_codec.pack_codes(jnp.zeros(32), mx_codec.ELEMENTS["e4m3"])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from cases import (
     METHODS,
-    SMALL,
     TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     bias,
     gradient,
+    small,
 )
 from jax import lax
 from jax.sharding import AxisType
@@ -26,7 +26,7 @@ from test_ring import plan_is_exact, relative_error
 import dynamiq_jax as dq
 
 DEFAULT, INDEPENDENT = METHODS["default"], METHODS["independent"]
-EIGHT_BITS = dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", **SMALL)
+EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"))
 ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -85,7 +85,11 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
     n, method = (
         4,
-        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=200, min_bucket_size=200),
+        dq.Compression(
+            dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"),
+            min_leaf_size=200,
+            min_bucket_size=200,
+        ),
     )
     length, other = (12, 7) if tiled else (4, 9)
 
@@ -118,7 +122,11 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
     n, method = (
         3,
-        dq.DynamiQ(widths=(8,), bits=9, levels="piecewise", min_leaf_size=600, min_bucket_size=600),
+        dq.Compression(
+            dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"),
+            min_leaf_size=600,
+            min_bucket_size=600,
+        ),
     )
     tree = {
         "w": normal(n, 5, 61),

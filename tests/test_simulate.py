@@ -10,20 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_same_bits, daily
+from cases import assert_same_bits, daily
 from jax import lax
 from test_schedules import TwoArms
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.bench import tables
+from dynamiq_jax.commands import cli
+from dynamiq_jax.commands.bench import tables
+from dynamiq_jax.commands.simulate import PUBLISHED, Case, simulate
+from dynamiq_jax.commands.simulate.gradients import (
+    Source,
+    contribution,
+    mixture_source,
+    worker_gradient,
+)
+from dynamiq_jax.commands.simulate.survey import Given, add_exactly, shared_by_all, survey
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.executors import sequential
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
-from dynamiq_jax.simulate import PUBLISHED, Case, simulate
-from dynamiq_jax.simulate.gradients import Source, contribution, mixture_source, worker_gradient
-from dynamiq_jax.simulate.survey import Given, add_exactly, shared_by_all, survey
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import Call
 
 METHOD = dq.DynamiQ(bits=5.5, widths=(4, 8))
 SUPER_GROUPS = 64
@@ -85,8 +92,8 @@ def library(method, topology, n):
     bound = method.bind(n * SUPER_GROUPS * 256, n, topology)
 
     def one(x, seed):
-        shared = method.agreed(x, "w", seed, bound)
-        return method.all_reduce(x, "w", n_workers=n, topology=topology, seed=seed).value, shared
+        call = Call(Axis(("w",)), topology, seed)
+        return method.all_reduce(x, call).value, method.agreed(x, call, bound)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="w"))
 
@@ -99,10 +106,10 @@ def repeated_source(n, seed):
 
 
 PLAIN = {
-    "f32": (dq.F32(**SMALL), dq.Ring(unroll_up_to=1), 5),
-    "bf16": (dq.BF16(**SMALL), dq.Butterfly(), 4),
-    "mxfp4": (dq.MXFP4(rounding="stochastic", **SMALL), dq.Direct(), 3),
-    "mxfp8, shared": (dq.MXFP8(sum="shared-scale", **SMALL), dq.Ring(), 4),
+    "f32": (dq.F32(), dq.Ring(unroll_up_to=1), 5),
+    "bf16": (dq.BF16(), dq.Butterfly(), 4),
+    "mxfp4": (dq.comparators.MXFP4(rounding="stochastic"), dq.Direct(), 3),
+    "mxfp8, shared": (dq.comparators.MXFP8(sum="shared-scale"), dq.Ring(), 4),
 }
 CASES = {f"dynamiq, {n}": (METHOD, topology, n) for n, topology in TOPOLOGIES.items()} | PLAIN
 
@@ -175,7 +182,7 @@ def test_sums_keep_what_f32_rounds_off():
 @pytest.mark.parametrize("total", ["shared-scale", "recompress"])
 def test_error_of_one_round_of_mxfp8(total):
     """Relative rounding errors of E4M3 are 8.6e-4 of Gaussians, less where nothing saturates."""
-    method = dq.MXFP8(sum=total)
+    method = dq.comparators.MXFP8(sum=total)
     case = Case(n_workers=2, super_groups=64, method=method, topology=dq.Direct())
     # One of two gradients is encoded and then the sum: 1.5 encodings of its energy.
     assert simulate(case, jax.random.key(0)) == pytest.approx(1.5 * 8.6e-4, rel=0.25)
@@ -183,7 +190,9 @@ def test_error_of_one_round_of_mxfp8(total):
 
 def most_alive(monkeypatch, topology, n):
     """The most bytes of arrays that are alive when a worker has encoded, beyond those before."""
-    case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=dq.MXFP8(), topology=topology)
+    case = Case(
+        n_workers=n, super_groups=SUPER_GROUPS, method=dq.comparators.MXFP8(), topology=topology
+    )
     workers, source = case.workers(), mixture_source(jax.random.key(0), SUPER_GROUPS)
     given = Given(source, shared_by_all(workers, worker_gradient(source, 0), None, SEED))
     monkeypatch.setattr(sequential, "SYNC_EVERY", 1)
@@ -232,7 +241,7 @@ def test_a_topology_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"method": dq.DynamiQ(error_feedback=True)}, "pass error_feedback=False"),
+        ({"method": dq.ErrorFeedback(dq.DynamiQ())}, "pass a method without a state"),
         ({"n_workers": 12, "topology": dq.Butterfly()}, "needs a power of two of workers"),
         ({"n_workers": 1}, "1 workers are not two or more sets of 1"),
         ({"topology": dq.Hierarchical(), "n_inner": 3}, "8 workers are not two or more sets of 3"),

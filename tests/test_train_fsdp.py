@@ -31,10 +31,10 @@ CONFIG = replace(
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
-GATHERED = dq.DynamiQ(bits=8, **LARGE)
+GATHERED = dq.Compression(dq.DynamiQ(bits=8), **LARGE)
 METHODS = {
-    "exact": dq.DynamiQ(min_leaf_size=2**40),
-    "compressed": dq.DynamiQ(bits=5, **LARGE),
+    "exact": dq.Compression(exclude=""),
+    "compressed": dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE),
 }
 GATHERS = {
     "exact": partial(train_fsdp.lax_gather, dtype=jnp.float32),
@@ -43,7 +43,7 @@ GATHERS = {
 
 
 def sharded(name):
-    scatter = partial(train_fsdp.dynamiq_scatter, method=METHODS[name], topology=dq.Direct())
+    scatter = partial(train_fsdp.dynamiq_scatter, method=METHODS[name])
     wire = train_fsdp.Wire(name, GATHERS[name], scatter)
     return train_fsdp.make_sharded(CONFIG, RECIPE, auto_mesh(N), wire)
 

@@ -30,7 +30,7 @@ CONFIG = replace(
     vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
 )  # fmt: skip
 LOSS = llm_model.make_loss(CONFIG)
-BITS = dq.DynamiQ(bits=4, min_leaf_size=1, min_bucket_size=4096)
+BITS = dq.Compression(dq.DynamiQ(bits=4), min_leaf_size=1, min_bucket_size=4096)
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "method": dq.F32()}
 """Outer steps to the mean of the workers' parameters."""
 
@@ -143,7 +143,7 @@ def test_plain_sgd_with_a_meeting_in_every_step_is_synchronous_sgd(synchronous_r
 
 @pytest.mark.release
 def test_local_steps_send_nothing():
-    outer = Outer(every=EVERY, method=BITS, topology=dq.Direct())
+    outer = Outer(every=EVERY, method=replace(BITS, topology=dq.Direct()))
     programs = train_local_steps.make_programs(LOSS, optax.adamw(5e-3), outer, auto_mesh(N))
     params = first_params()
     state = programs.init(params)

@@ -27,7 +27,7 @@ CONFIG = replace(
 )  # fmt: skip
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 MESHES = ("data=4,model=2", "replica=2,fsdp=4", "fsdp=2,model=4", "replica=2,fsdp=2,model=2")
-BITS = dq.DynamiQ(bits=8, min_leaf_size=1, min_bucket_size=4096)
+BITS = dq.Compression(dq.DynamiQ(bits=8), min_leaf_size=1, min_bucket_size=4096)
 
 
 def make_run(mesh):
@@ -63,7 +63,7 @@ def assert_placed(run, trees):
 def test_losses_are_those_of_plain_jit(text):
     run = make_run(train_llm.make_mesh(text))
     params = jax.eval_shape(run.init)
-    ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "f32", BITS, None)
+    ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "f32", BITS)
     found, trees = losses(run, ours.value_and_grad)
     plain, _ = losses(run, jax.value_and_grad(run.loss_fn))
     assert_placed(run, trees)
@@ -76,7 +76,7 @@ def test_losses_are_those_of_plain_jit(text):
 def test_compressed_losses_are_close_and_not_equal():
     run = make_run(train_llm.make_mesh("replica=2,fsdp=4"))
     params = jax.eval_shape(run.init)
-    ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "dynamiq", BITS, None)
+    ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "dynamiq", BITS)
     found, trees = losses(run, ours.value_and_grad)
     plain, _ = losses(run, jax.value_and_grad(run.loss_fn))
     assert_placed(run, trees)

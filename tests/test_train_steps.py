@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N = 8
 SHAPE = (48, 50)
@@ -41,8 +42,8 @@ def loss_of(w, x, y):
 
 LIMITS = {"min_leaf_size": 100, "min_bucket_size": 100}
 SKIPPING = {
-    "dynamiq": dq.DynamiQ(widths=(4,), **LIMITS),
-    "thc, memory": dq.THC(error_feedback=True, piece_size=1024, **LIMITS),
+    "dynamiq": dq.Compression(dq.DynamiQ(widths=(4,)), **LIMITS),
+    "thc, memory": dq.Compression(dq.ErrorFeedback(dq.comparators.THC(piece_size=1024)), **LIMITS),
 }
 
 
@@ -91,7 +92,7 @@ def test_apply_if_finite_skips_a_step_that_is_bad_on_one_worker(name):
         return (optax.apply_updates(w, updates), opt_state, memory), (loss, grads)
 
     w = jnp.zeros(SHAPE)
-    memory = dq.init_state(w, N, method=SKIPPING[name])
+    memory = as_compression(SKIPPING[name]).init_state(w, N)
     step, own = on_devices(one), copies((w, optimizer.init(w), memory))
     losses, skipped = [], 0
     for number in range(24):
@@ -135,7 +136,7 @@ def test_dynamic_loss_scaling_finds_its_scale_on_all_workers_alike(name):
 
     step = on_devices(one)
     w = jnp.zeros(SHAPE)
-    memory = dq.init_state(w, N, method=method)
+    memory = as_compression(method).init_state(w, N)
     own = copies((w, memory, jnp.float32(2.0**22), jnp.int32(0)))
     losses, scales, alone = [], [], 0
     for number in range(40):
@@ -203,8 +204,8 @@ def test_a_train_step_compiles_once_whatever_the_data_keys_and_norms(name):
         assert_replicas_equal((own[0], loss))
         assert np.all(np.isfinite(own[0]))
         # A running estimate that f32 holds at the size of 1 may lose gradients of 1e-20.
-        if scales[i] != 1e-20 or getattr(method, "kind", "ef14") == "ef14":
+        if scales[i] != 1e-20 or getattr(method.method, "kind", "ef14") == "ef14":
             assert (hash_of(own[0]) == hash_of(before[0])) == np.isnan(scales[i])
     assert step._cache_size() == 1
-    if not method.needs_state:  # whose memory of the step of 1e20 is delivered later
+    if not method.method.needs_state:  # whose memory of the step of 1e20 is delivered later
         assert losses[-1] < losses[0]

@@ -52,8 +52,11 @@ def scatter_together(grads):
 EXACT = train_fsdp.Wire("exact", gather_together, scatter_together)
 COMPRESSED = train_fsdp.Wire(
     "compressed",
-    partial(train_fsdp.dynamiq_gather, method=dq.DynamiQ(bits=8, **LARGE)),
-    partial(train_fsdp.dynamiq_scatter, method=dq.DynamiQ(bits=5, **LARGE), topology=dq.Direct()),
+    partial(train_fsdp.dynamiq_gather, method=dq.Compression(dq.DynamiQ(bits=8), **LARGE)),
+    partial(
+        train_fsdp.dynamiq_scatter,
+        method=dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE),
+    ),
 )
 COMPLETE = train_zero.make_complete(CONFIG)
 

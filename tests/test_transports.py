@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, gradient
+from cases import CHEAP, gradient, small
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax._compat import to_varying
+from dynamiq_jax.compression import as_compression
+from dynamiq_jax.lax import xla
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
 
@@ -60,7 +61,7 @@ def test_permutes_bring_exact_sums_to_all(topology, n):
     route = topology(transport="permutes", **STREAMS)
 
     def reduce(x):
-        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route)
+        return dq.psum(x, "data", method=small(dq.F32()), topology=route)
 
     np.testing.assert_array_equal(program(reduce, n, P())(x), x.sum(axis=0))
 
@@ -70,7 +71,7 @@ def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
     x = jax.random.randint(jax.random.key(0), (n, 3, SIZE), -99, 99).astype(jnp.float32)
 
     def reduce(x, groups=None):
-        return dq.psum(x, "data", method=dq.F32(**SMALL), topology=route, axis_index_groups=groups)
+        return dq.psum(x, "data", method=small(dq.F32()), topology=route, axis_index_groups=groups)
 
     summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
     np.testing.assert_array_equal(summed, x.sum(axis=0))
@@ -97,21 +98,22 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
 
 @pytest.mark.parametrize(
     "method",
-    [dq.DynamiQ(error_feedback=True, **SMALL), dq.MXFP4(sum="shared-scale", **SMALL)],
+    [small(dq.ErrorFeedback(dq.DynamiQ())), small(dq.comparators.MXFP4(sum="shared-scale"))],
     ids=["own to each worker", "the same on all"],
 )
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), {}
     for transport in ("collectives", "permutes"):
         options = {"method": method, "topology": dq.Direct(transport=transport, **STREAMS)}
-        state = dq.init_state(jnp.zeros(SIZE), n, stacked=True, **options)
+        state = as_compression(**options).init_state(jnp.zeros(SIZE), n, stacked=True)
 
         def one(x, state, options=options):
             state = jax.tree.map(lambda s: s[0], state)
             done = dq.reduce(
                 x[0], "data", state=state, metrics=True, key=jax.random.key(1), **options
             )
-            own = jax.tree.map(lambda s: to_varying(s, "data")[None], (done.tree, done.state))
+            kept = done.tree, done.state
+            own = jax.tree.map(lambda s: Axis(("data",)).to_varying(s)[None], kept)
             return own, done.metrics
 
         specs = {"in_specs": P("data"), "out_specs": (P("data"), P())}
@@ -123,7 +125,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_payloads_travel_by_permutes_alone(topology):
     n = 4
-    method, route = dq.F32(**SMALL), topology(transport="permutes", **STREAMS)
+    method, route = small(dq.F32()), topology(transport="permutes", **STREAMS)
     streams = route.chunks_per_worker(SIZE)
     lowered = program(lambda x: dq.psum(x, "data", method=method, topology=route), n, P()).lower(
         jnp.zeros((n, SIZE))
@@ -137,7 +139,7 @@ def test_payloads_travel_by_permutes_alone(topology):
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
     n, x = 4, jax.random.randint(jax.random.key(0), (4, 4 * SIZE), -99, 99).astype(jnp.float32)
     route = dq.Direct(transport="permutes")
-    method = dq.DynamiQ(widths=(16,), bits=18, **SMALL)
+    method = small(dq.DynamiQ(widths=(16,), bits=18))
 
     def scatter(x):
         return dq.psum_scatter(x, "data", tiled=True, method=method, topology=route)
@@ -166,7 +168,6 @@ def peers(monkeypatch):
     """As on a machine with several GPUs, whose XLA knows the options."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
-    monkeypatch.setattr(xla, "_asked_for", False)
     for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -176,13 +177,13 @@ def test_options_are_empty_where_they_do_not_apply(peers):
     assert xla.copy_engines() is None
     with peers.context() as other:
         other.setattr(jax, "default_backend", lambda: "cpu")
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     with peers.context() as other:
         other.setattr(jax, "device_count", lambda: 1)
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     with peers.context() as other:
         other.setattr(xla, "_is_known", lambda name, value: False)
-        assert xla.xla_options() == {}
+        assert xla.compiler_options() == {}
     apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
     early = apart | {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -190,20 +191,25 @@ def test_options_are_empty_where_they_do_not_apply(peers):
     }
     with peers.context() as other:
         other.setenv("NCCL_P2P_DISABLE", "1")
-        assert xla.xla_options() == early
+        assert xla.compiler_options() == early
     with peers.context() as other:
         other.setattr(jax, "process_count", lambda: 2)
-        assert xla.xla_options() == apart
+        assert xla.compiler_options() == apart
     with peers.context() as other:
         other.setattr(xla, "_is_known", lambda name, value: "permute_mode" not in name)
-        assert xla.xla_options() == early
+        assert xla.compiler_options() == early
     assert xla.copy_engines() is None
 
 
-def test_asking_for_the_options_says_that_copy_engines_serve(peers):
-    assert xla.xla_options()["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
-    assert xla.copy_engines() == "dq.xla_options() was called"
-    with peers.context() as other:
+def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
+    options = xla.compiler_options()
+    assert options["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
+    assert xla.copy_engines() is None
+    with xla.compiled_by(options):
+        assert xla.copy_engines() == "dq.jit compiles the program"
+        with xla.compiled_by({}):
+            assert xla.copy_engines() is None
+    with xla.compiled_by(options), peers.context() as other:
         other.setattr(jax, "process_count", lambda: 2)
         assert xla.copy_engines() is None
 
@@ -222,3 +228,17 @@ def test_unknown_transports_are_refused():
     for topology in TOPOLOGIES:
         with pytest.raises(ValueError, match="transport='nccl'; expected one of 'collec"):
             topology(transport="nccl")
+
+
+def test_what_jit_traces_knows_of_its_options(peers):
+    peers.setattr(xla, "compiler_options", lambda: {xla._FLAG: "COLLECTIVES_PEER_MEMORY"})
+    found = []
+
+    def step(x, *, number):
+        found.append((number, xla.copy_engines()))
+        return x
+
+    own = xla.jit(step, static_argnames="number")
+    own.trace(1.0, number=1)
+    jax.jit(step, static_argnames="number").trace(1.0, number=2)
+    assert found == [(1, "dq.jit compiles the program"), (2, None)]

@@ -6,23 +6,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     gradient,
+    small,
     vmapped,
+    wire_bits,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders
-from dynamiq_jax.codecs.plain import PlainCodec, chunk_codec, chunk_layout
+from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.executors import reduce_scatter
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout
 
-BF16, F32 = dq.BF16(**SMALL), dq.F32(**SMALL)
+BF16, F32 = small(dq.BF16()), small(dq.F32())
 SIZE = 1000 - 3
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (4, 5, 8) if n in served]
 
@@ -105,7 +107,7 @@ def test_leaves_keep_shape_and_dtype_and_small_ones_are_exact():
         "small": leaf((7,), jnp.float32) + 2.0**-20,
         "int": leaf((700,), jnp.int32),
     }
-    method = dq.BF16(min_leaf_size=100, min_bucket_size=100)
+    method = dq.Compression(dq.BF16(), min_leaf_size=100, min_bucket_size=100)
     rows = dq.explain(jax.tree.map(lambda x: x[0], tree), n, method=method, verbose=False).rows
     assert [row.route for row in rows if row.bucket is None] == [
         "exact: dtype int32",
@@ -128,7 +130,7 @@ def test_leaves_keep_shape_and_dtype_and_small_ones_are_exact():
 def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
     n, size = 3, 12_345
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = dq.wire_bits(leaf, n, method=method, topology=topology)
+    promised = wire_bits(method, topology)(leaf, n)
     padding = 0 if topology is None else n * 2 * 16
     assert size <= promised / bits * n / (2 * (n - 1)) <= size + padding
 
@@ -146,7 +148,7 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
 
     def one(v):
         bound = chunk_codec(v, codec, layout, dtype=v.dtype, divisor=2)
-        return reduce_scatter(topology, bound, "data", n, streams)[0].reshape(-1)
+        return reduce_scatter(topology, bound, Axis(("data",)), streams)[0].reshape(-1)
 
     found = np.asarray(jax.vmap(one, axis_name="data")(x))
     cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)
@@ -189,7 +191,7 @@ def test_hierarchies_of_f32_round_once_to_the_leafs_dtype(dtype):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="min_leaf_size=-1 must not be negative"):
-        dq.BF16(min_leaf_size=-1)
+        dq.Compression(dq.BF16(), min_leaf_size=-1)
     scatter = jax.vmap(lambda v: dq.psum_scatter(v, "data", method=F32), axis_name="data")
     with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
         scatter(jnp.ones((2, 2)))

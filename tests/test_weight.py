@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_same_bits, auto_mesh, gradient
+from cases import CHEAP, assert_same_bits, auto_mesh, gradient, small
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 N, SIZE = 4, 3000
-EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(1)
 WEIGHTS = np.array([1.0, 0.5, 0.0, 6.0], np.float32)
 
@@ -44,7 +45,7 @@ def expected(x, weights=WEIGHTS):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("method", [EXACT, dq.DynamiQ(bits=8, **SMALL)], ids=["f32", "dynamiq"])
+@pytest.mark.parametrize("method", [EXACT, small(dq.DynamiQ(bits=8))], ids=["f32", "dynamiq"])
 def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
     found = mapped(check_vma, method=method)(tree(), jnp.asarray(WEIGHTS))
     for name, x in tree().items():
@@ -58,7 +59,7 @@ def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, m
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)
-    run = mapped(method=dq.DynamiQ(**SMALL))
+    run = mapped(method=small(dq.DynamiQ()))
     clean, found = (jax.tree.leaves(run(given, jnp.asarray(WEIGHTS))) for given in (x, bad))
     for own, other in zip(clean, found, strict=True):
         assert_same_bits(own, other)
@@ -114,9 +115,9 @@ def test_leaves_that_all_hold_alike_are_their_own_mean():
 
 def test_memory_keeps_what_was_not_sent():
     """Of a worker that weighs nothing: its memory is sent later, not lost."""
-    method = dq.OmniReduce(density=0.5, block_size=64, error_feedback=True, **SMALL)
+    method = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=64)))
     x = gradient(3, N, 1024)
-    state = dq.init_state(x[0], N, method=method, stacked=True)
+    state = as_compression(method).init_state(x[0], N, stacked=True)
 
     def step(x, state, weight):
         found = dq.reduce(x, "data", method=method, state=state, weight=weight)

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import SMALL, daily
+from cases import daily, low, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -95,58 +95,58 @@ LOW_LIMITS = {"min_leaf_size": 1000, "min_bucket_size": 1000}
 ONE = [jax.ShapeDtypeStruct((12_345,), jnp.float32)]
 HALVES = {"collective-permute", "all-gather"}
 CASES = {
-    "tree": (TREE, (4,), dq.DynamiQ(**LOW_LIMITS), dq.Ring(balance=0), HALVES),
+    "tree": (TREE, (4,), low(dq.DynamiQ()), dq.Ring(balance=0), HALVES),
     "tree_exactly": (TREE, (4,), dq.DynamiQ(), None, set()),
-    "eight_workers": (ONE, (8,), dq.DynamiQ(**SMALL), dq.Ring(), HALVES),
+    "eight_workers": (ONE, (8,), small(dq.DynamiQ()), dq.Ring(), HALVES),
     "six_workers": (
         [jax.ShapeDtypeStruct((50_000,), jnp.float16)],
         (6,),
-        dq.DynamiQ(bits=3.5, floor=None, group_scale="bf16", group_size=32, **SMALL),
+        small(dq.DynamiQ(bits=3.5, floor=None, group_scale="bf16", group_size=32)),
         dq.Ring(),
         HALVES,
     ),
     "streams": (
         [jax.ShapeDtypeStruct((70_000,), jnp.float32)],
         (3,),
-        dq.DynamiQ(bits=6, **SMALL),
+        small(dq.DynamiQ(bits=6)),
         dq.Ring(streams=2, stream_size=0),
         HALVES,
     ),
-    "butterfly": (ONE, (8,), dq.DynamiQ(**SMALL), dq.Butterfly(balance=0.5), HALVES),
+    "butterfly": (ONE, (8,), small(dq.DynamiQ()), dq.Butterfly(balance=0.5), HALVES),
     "butterfly, streams": (
         ONE,
         (4,),
-        dq.DynamiQ(**SMALL),
+        small(dq.DynamiQ()),
         dq.Butterfly(streams=2, stream_size=0),
         HALVES,
     ),
-    "direct": (TREE, (4,), dq.DynamiQ(**LOW_LIMITS), None, {"all-to-all", "all-gather"}),
+    "direct": (TREE, (4,), low(dq.DynamiQ()), None, {"all-to-all", "all-gather"}),
     "direct, streams": (
         ONE,
         (3,),
-        dq.DynamiQ(**SMALL),
+        small(dq.DynamiQ()),
         dq.Direct(streams=2, stream_size=0, balance=0.5),
         {"all-to-all", "all-gather"},
     ),
-    "flat": (ONE, (2, 4), dq.DynamiQ(**SMALL), dq.Butterfly(), HALVES),
+    "flat": (ONE, (2, 4), small(dq.DynamiQ()), dq.Butterfly(), HALVES),
     "hierarchy": (
         TREE,
         (2, 4),
-        dq.DynamiQ(**LOW_LIMITS),
+        low(dq.DynamiQ()),
         dq.Hierarchical(),
         {"reduce-scatter", *HALVES},
     ),
     "hierarchy, f32": (
         TREE,
         (2, 4),
-        dq.F32(**LOW_LIMITS),
+        low(dq.F32()),
         dq.Hierarchical(),
         {"reduce-scatter", *HALVES},
     ),
     "hierarchy, compressed inside": (
         ONE,
         (2, 4),
-        dq.DynamiQ(**SMALL),
+        small(dq.DynamiQ()),
         dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring()),
         {"all-to-all", *HALVES},
     ),
@@ -162,7 +162,7 @@ def test_wire_bits_are_what_the_program_moves(name):
     crossing = moved.pop("crossing", 0)
     assert set(moved) == expected | {"all-reduce"}
     options = {"method": method, "topology": topology}
-    promised = dq.wire_bits(tree, sizes, **options)
+    promised = wire_bits(method, topology)(tree, sizes)
     # Integers but for 2 (n-1)/n, which is rounded once for each bucket and once for all.
     explanation = dq.explain(tree, sizes, **options, verbose=False)
     buckets = len({row.bucket for row in explanation.rows})
@@ -187,30 +187,30 @@ SHARDED = {
 @pytest.mark.parametrize("name", daily(SHARDED, ["direct"]))
 def test_a_reduce_scatter_moves_what_the_method_says(name):
     n, topology, expected = SHARDED[name]
-    size, method = 256 * 20 + 40, dq.DynamiQ(**SMALL)
+    size, method = 256 * 20 + 40, small(dq.DynamiQ())
     tree = jax.ShapeDtypeStruct((n * size,), jnp.float32)
     moved = moved_bits(
         *lower(partial(dq.psum_scatter, tiled=True), tree, (n,), method, topology), n
     )
     assert set(moved) == expected | {"all-reduce"}  # of statistics
-    assert abs(method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
+    assert abs(method.method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
     padded = (1 + MOST_FOR_PADDING) * 5.4  # bits per coordinate: the slice has few tiles
     assert sum(moved.values()) / n < padded * (n - 1) * size
 
 
 def test_an_all_gather_moves_what_the_method_says():
-    n, size, method = 4, 256 * 20 + 40, dq.DynamiQ(**SMALL)
+    n, size, method = 4, 256 * 20 + 40, small(dq.DynamiQ())
     tree = jax.ShapeDtypeStruct((size,), jnp.float32)
     moved = moved_bits(*lower(partial(dq.all_gather, tiled=True), tree, (n,), method), n)
     assert set(moved) == {"all-gather"}
-    assert abs(method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
+    assert abs(method.method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
     assert sum(moved.values()) / n < 5.4 * (n - 1) * size
 
 
 def test_nothing_moves_for_one_worker():
-    hlo, asked = lower(dq.psum, TREE, (1,), dq.DynamiQ(**LOW_LIMITS))
+    hlo, asked = lower(dq.psum, TREE, (1,), low(dq.DynamiQ()))
     assert sum(moved_bits(hlo, asked, 1).values()) == 0
-    assert dq.wire_bits(TREE, 1, method=dq.DynamiQ(**LOW_LIMITS)) == 0
+    assert wire_bits(low(dq.DynamiQ()))(TREE, 1) == 0
 
 
 def test_parser_reads_groups_by_axes():

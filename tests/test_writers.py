@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, gradient
+from cases import gradient, small
 from tensorboardX.proto.event_pb2 import Event
 from test_cli import keep_xla_flags, plain  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli, curves
+from dynamiq_jax.commands import cli, curves
+from dynamiq_jax.commands.writers import CSVWriter, TensorBoardWriter
+from dynamiq_jax.methods.metrics import Metrics
 
 PNG = b"\x89PNG"
-METRICS = dq.Metrics(
+METRICS = Metrics(
     vnmse=jnp.float32(0.25),
     norm=jnp.float32(9),
     nonfinite=jnp.float32(3),
@@ -48,7 +50,7 @@ def events(folder):
 
 def test_csv_has_a_row_for_every_step_at_once(tmp_path):
     path = tmp_path / "new" / "metrics.csv"
-    with dq.CSVWriter(path) as log:
+    with CSVWriter(path) as log:
         log.write(0, METRICS, loss=jnp.float32(2.5))
         assert len(read(path)) == 1  # a run that is killed has its rows
         log.write(10, METRICS._replace(vnmse=jnp.float32(np.nan)), loss=1)
@@ -76,18 +78,18 @@ def test_csv_has_a_row_for_every_step_at_once(tmp_path):
 def test_csv_goes_on_after_a_restart_or_starts_anew(tmp_path):
     path = tmp_path / "metrics.csv"
     for step, append in ((0, True), (1, True), (2, True)):
-        with dq.CSVWriter(path, append=append) as log:
+        with CSVWriter(path, append=append) as log:
             log.write(step, **({"a": 1, "b": 2} if step % 2 else {"b": 2, "a": 1}))
     assert [[float(x) for x in row.values()] for row in read(path)] == [
         [step, 2, 1] for step in range(3)
     ]
-    with dq.CSVWriter(path) as log:
+    with CSVWriter(path) as log:
         log.write(7, c=1)
     assert read(path) == [{"step": "7", "c": "1.0"}]
 
 
 def test_csv_refuses_other_columns(tmp_path):
-    with dq.CSVWriter(tmp_path / "metrics.csv") as log:
+    with CSVWriter(tmp_path / "metrics.csv") as log:
         log.write(7, c=1)
         with pytest.raises(ValueError, match=r"\['step', 'c'\], and step 8 .* \['step', 'd'\]"):
             log.write(8, d=1)
@@ -95,7 +97,7 @@ def test_csv_refuses_other_columns(tmp_path):
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):
-    with dq.TensorBoardWriter(tmp_path) as log:
+    with TensorBoardWriter(tmp_path) as log:
         log.write(0, METRICS, loss=2.5)
         log.write(5, loss=1.5)
     found = events(tmp_path)
@@ -109,10 +111,10 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
 def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"pip install 'dynamiq_jax\[tensorboard\]'"):
-        dq.TensorBoardWriter(tmp_path)
+        TensorBoardWriter(tmp_path)
 
 
-@pytest.mark.parametrize("writer", [dq.CSVWriter, dq.TensorBoardWriter])
+@pytest.mark.parametrize("writer", [CSVWriter, TensorBoardWriter])
 def test_only_process_0_writes(tmp_path, monkeypatch, writer):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with writer(tmp_path / "log") as log:
@@ -124,14 +126,16 @@ def test_metrics_of_a_reduction_can_be_written(tmp_path):
     x = gradient(0, 4, 5000)
 
     def one(x):
-        method = dq.MXFP8(**SMALL)
+        method = small(dq.comparators.MXFP8())
         return dq.reduce(x, "data", method=method, topology=dq.Direct(), metrics=True).metrics
 
     metrics = jax.tree.map(lambda m: m[0], jax.jit(jax.vmap(one, axis_name="data"))(x))
-    with dq.CSVWriter(tmp_path / "metrics.csv") as log:
+    with CSVWriter(tmp_path / "metrics.csv") as log:
         log.write(0, metrics)
     (row,) = read(tmp_path / "metrics.csv")
-    sent = dq.explain(x[0], 4, method=dq.MXFP8(**SMALL), topology=dq.Direct(), verbose=False)
+    sent = dq.explain(
+        x[0], 4, method=small(dq.comparators.MXFP8()), topology=dq.Direct(), verbose=False
+    )
     assert float(row["wire_bytes"]) == pytest.approx(sent.wire_bytes)
 
 
@@ -147,8 +151,8 @@ def runs(tmp_path):
     """Two runs: one of compressed gradients, one with a loss alone."""
     folder = tmp_path / "runs"
     with (
-        dq.CSVWriter(folder / "first" / "metrics.csv") as first,
-        dq.CSVWriter(folder / "second.csv") as second,
+        CSVWriter(folder / "first" / "metrics.csv") as first,
+        CSVWriter(folder / "second.csv") as second,
     ):
         for step in range(4):
             error = METRICS._replace(vnmse=jnp.float32(0.125 if step % 2 else np.nan))

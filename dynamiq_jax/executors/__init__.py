@@ -1,4 +1,4 @@
-"""Executors run schedules (`dynamiq_jax.topologies`) with codecs (`dynamiq_jax.codecs`)."""
+"""Executors run schedules (`dynamiq_jax.topologies`) with codecs (`ChunkCodec`)."""
 
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import all_reduce, reduce_scatter

@@ -1,4 +1,4 @@
-"""What an executor and a codec know of each other: opaque payloads, numbered chunks and slots.
+"""The interface between executors and codecs: opaque payloads, numbered chunks and slots.
 
 A worker's chunks are numbered ``owner * streams + stream``.
 """
@@ -12,7 +12,7 @@ Payload = Any
 """A pytree of arrays with static shapes; leading axes as said where it is used."""
 
 Carry = Any
-"""What encodings and decodings know besides their results, a pytree of arrays: the error left
+"""A pytree of arrays that encodings and decodings return besides their results: the error left
 behind, counts. It starts as `ChunkCodec.carry` and passes through all of them, one after the
 other."""
 
@@ -24,7 +24,7 @@ class Encoder(NamedTuple):
     slot: Array | int
     """int32 scalar; of several encoders int32[k]."""
     worker: Array | int
-    """Likewise."""
+    """int32 scalar; of several encoders int32[k]."""
 
 
 class Arrived(NamedTuple):
@@ -33,13 +33,13 @@ class Arrived(NamedTuple):
     payloads: Payload
     """Leading axes [k, c]: k to be added up for each of c chunks."""
     encoder: Encoder
-    """Of the k."""
+    """The encoders of the k payloads."""
     skip: Array | None = None
     """One of the k to leave out, if any: int32 scalar."""
 
 
 class ChunkCodec(NamedTuple):
-    """What a codec can do with one worker's gradient. ``chunks`` are int32[c]."""
+    """The operations of a codec on one worker's gradient. ``chunks`` are int32[c]."""
 
     encode: Callable[..., tuple[Payload, Carry]]
     """(arrived, chunks, encoder, carry, total=None, skip=None) -> payloads with a leading axis [c]

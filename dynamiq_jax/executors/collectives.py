@@ -13,22 +13,14 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from dynamiq_jax._compat import (
-    AxisNames,
-    all_gather_invarying,
-    all_to_all,
-    assume_invarying,
-    axis_index,
-    ppermute,
-    varies_over,
-)
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
 
 
 class _Held(NamedTuple):
-    """What reached a worker of one stream."""
+    """Payloads of one stream that reached a worker."""
 
     owners: Int[np.ndarray, "n c"]
     """For every worker, whose chunks it was sent in one step."""
@@ -36,17 +28,17 @@ class _Held(NamedTuple):
 
 
 def all_reduce(
-    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+    topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
 ) -> tuple[Array, Carry]:
     """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes.
 
     Returns:
       What `ChunkCodec.decode` makes of all chunks, and the last carry.
     """
-    stages = topology.stages(n_workers)
-    last, me = len(stages) - 1, axis_index(axis_name)
+    stages = topology.stages(axis.size)
+    last, me = len(stages) - 1, axis.index
     own = Encoder(last, sink_slot(stages, me), me)
-    inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
+    inputs, carry = _reduce(topology, codec, axis, streams)
     permutes = topology.transport == "permutes"
     gather = _permuted_sinks if permutes else _gathered_sinks
     result = None
@@ -54,50 +46,50 @@ def all_reduce(
         chunk = (me * streams + i)[None]
         payloads, carry = codec.encode(arrived, chunk, own, carry)
         before = carry
-        for sinks, owners in gather(payloads, axis_name, n_workers):
+        for sinks, owners in gather(payloads, axis):
             slots = jnp.broadcast_to(sink_slot(stages, owners), owners.shape)
             encoders = Encoder(last, slots, owners)
             result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
         if permutes:  # All workers decode the same: what was replicated before it is so after it.
             carry = jax.tree.map(
-                lambda x, was: x if varies_over(was, axis_name) else assume_invarying(x, axis_name),
+                lambda x, was: x if axis.varies(was) else axis.assume_invarying(x),
                 carry,
                 before,
             )
     assert result is not None
-    return assume_invarying(result, axis_name) if permutes else result, carry
+    return axis.assume_invarying(result) if permutes else result, carry
 
 
 Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
 """Payloads [c] of finished sums as they arrive, and whose they are."""
 
 
-def _gathered_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> Sinks:
+def _gathered_sinks(payloads: Payload, axis: Axis) -> Sinks:
     own = jax.tree.map(lambda x: x[0], payloads)
-    gathered = jax.tree.map(lambda x: all_gather_invarying(x, axis_name), own)
-    yield gathered, jnp.arange(n_workers, dtype=jnp.int32)
+    gathered = jax.tree.map(lambda x: axis.all_gather(x, to="invarying"), own)
+    yield gathered, jnp.arange(axis.size, dtype=jnp.int32)
 
 
-def _permuted_sinks(payloads: Payload, axis_name: AxisNames, n_workers: int) -> Sinks:
+def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
     """The worker's own first, while the others are under way."""
-    me = axis_index(axis_name)
+    me, n_workers = axis.index, axis.size
     yield payloads, me[None]
     for by in range(1, n_workers):
         pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
-        moved = jax.tree.map(lambda x, pairs=pairs: ppermute(x, axis_name, pairs), payloads)
+        moved = jax.tree.map(lambda x, pairs=pairs: axis.ppermute(x, pairs), payloads)
         yield moved, ((me - by) % n_workers)[None]
 
 
 def reduce_scatter(
-    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+    topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
 ) -> tuple[Array, Carry]:
     """Reduces every chunk; each owner decodes its sums.
 
     Returns:
       What `ChunkCodec.finish` makes of this worker's chunks, and the last carry.
     """
-    mine = axis_index(axis_name) * streams
-    inputs, carry = _reduce(topology, codec, axis_name, n_workers, streams)
+    mine = axis.index * streams
+    inputs, carry = _reduce(topology, codec, axis, streams)
     result = None
     for i, arrived in enumerate(inputs):
         result, carry = codec.finish(arrived, (mine + i)[None], result, carry)
@@ -106,11 +98,12 @@ def reduce_scatter(
 
 
 def _reduce(
-    topology: Topology, codec: ChunkCodec, axis_name: AxisNames, n_workers: int, streams: int
+    topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
 ) -> tuple[list[tuple[Arrived, ...]], Carry]:
     """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
+    n_workers = axis.size
     check_schedule(topology, n_workers)
-    run = _Run(codec, axis_name, n_workers, streams)
+    run = _Run(codec, axis, n_workers, streams)
     held: list[list[_Held]] = [[] for _ in range(streams)]
     carry = codec.carry
     schedule = topology.schedule(n_workers)
@@ -130,14 +123,14 @@ class _Run(NamedTuple):
     """Static facts of one run, and its steps."""
 
     codec: ChunkCodec
-    axis_name: AxisNames
+    axis: Axis
     n_workers: int
     streams: int
 
     @property
     def me(self) -> Array:
         """This worker's number."""
-        return axis_index(self.axis_name)
+        return self.axis.index
 
     def step(
         self, step: Step, held: list[list[_Held]], carry: Carry
@@ -182,7 +175,7 @@ class _Run(NamedTuple):
         return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], carry
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
-        """Of all that arrived, what belongs to the chunks of the owners ``wanted[me]``."""
+        """The arrived payloads of the chunks of the owners ``wanted[me]``."""
         found = []
         for owners, arrived in held:
             at = _positions(owners, wanted)
@@ -202,15 +195,15 @@ class _Run(NamedTuple):
         return self.codec.encode(arrived, chunks, encoder, carry, skip=skip)
 
     def _send(self, step: Step, payloads: Payload) -> Payload:
-        """What this worker gets, with leading axes [k, c] as in `Arrived`."""
+        """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""
         if step.to is None:
-            return jax.tree.map(lambda x: all_to_all(x, self.axis_name)[:, None], payloads)
+            return jax.tree.map(lambda x: self.axis.all_to_all(x)[:, None], payloads)
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
-        return jax.tree.map(lambda x: ppermute(x, self.axis_name, pairs)[None], payloads)
+        return jax.tree.map(lambda x: self.axis.ppermute(x, pairs)[None], payloads)
 
     def _held(self, step: Step, moved: Payload) -> _Held:
-        """What `_send` has brought, with what is known of it."""
+        """The payloads from `_send`, with their encoders."""
         if step.to is not None:
             return _Held(self._owners(step), Arrived(moved, self._sender(step)))
         everyone = jnp.arange(self.n_workers, dtype=jnp.int32)

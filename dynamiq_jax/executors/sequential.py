@@ -74,11 +74,11 @@ class _Node(NamedTuple):
 
     worker: int
     left: list[int]
-    """Those who have not sent to it yet, the next one last."""
+    """Workers that have not sent to it yet, the next one last."""
     total: Array | None = None
     """Its share and what it has added so far, if anything."""
     last: tuple[Payload, Encoder] | None = None
-    """What arrived last and is not added yet."""
+    """The payload that arrived last and is not added yet."""
 
 
 def reduce_chunk(
@@ -125,7 +125,7 @@ def reduce_chunk(
 
 
 def _split(node: _Node) -> tuple[int | None, Any]:
-    """What arrived last: the static stage of its encoder, and arrays."""
+    """The payload that arrived last: the static stage of its encoder, and arrays."""
     if node.last is None:
         return None, None
     payload, encoder = node.last
@@ -156,7 +156,7 @@ def _add(codec_of: CodecOf, arrays, worker, total, last_stage, last) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def decode_chunk(codec_of: CodecOf, topology: Topology, n_workers: int, arrays, payload) -> Array:
-    """What every worker makes of `reduce_chunk`'s payload, flat."""
+    """Decodes `reduce_chunk`'s payload as every worker does, flat."""
     stages = topology.stages(n_workers)
     codec, owner = codec_of(arrays, jnp.int32(0)), jnp.zeros(1, jnp.int32)
     encoder = Encoder(len(stages) - 1, sink_slot(stages, owner), owner)

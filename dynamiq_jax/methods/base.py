@@ -1,24 +1,27 @@
-"""What a method is: how one flat array is reduced over one axis.
+"""Methods: how one flat array is reduced over one axis.
 
 A method is a frozen dataclass of static options with the members of `Method`. Adding one takes a
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, psum
-from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.seeds import Seed
+from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
-"""What a method carries from step to step for one bucket, a pytree of arrays of one worker; ``()``
+"""The state of a method for one bucket from step to step, a pytree of arrays of one worker; ``()``
 if nothing."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -32,8 +35,30 @@ ROUNDING = 1e-9
 """By which a part of a whole number may miss another one, as 0.07 of 100 does."""
 
 
+class Call(NamedTuple):
+    """One collective of one flat array: all that a method is told besides the array."""
+
+    axis: Axis
+    """The workers."""
+    topology: Topology | None
+    """How payloads travel; `None`: by XLA's own collectives."""
+    seed: Seed
+    """The seed of the rounding, the same on all workers."""
+    divisor: int = 1
+    """The sum is divided by this: the number of workers for a mean."""
+    state: State = ()
+    """The method's state of this bucket; ``()`` where the caller keeps none."""
+    metrics: bool = False
+    """Whether the outcome has all facts that the method knows."""
+
+    @property
+    def n_workers(self) -> int:
+        """Workers that reduce together."""
+        return self.axis.size
+
+
 class Outcome(NamedTuple):
-    """What an all-reduce of one flat array returns."""
+    """The result of an all-reduce of one flat array."""
 
     value: Float[Array, " d"]
     """The sum, or the sum over the divisor; the same bits on all workers."""
@@ -44,19 +69,21 @@ class Outcome(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Which leaves are worth compressing, and how they are put together; see `buckets`."""
+    """Which leaves are worth compressing, and how they become buckets; see `tree.leaves`."""
 
     min_leaf_size: int
     """Leaves of fewer coordinates are summed exactly."""
     min_bucket_size: int
-    """So are buckets of fewer coordinates"""
+    """Buckets of fewer coordinates are summed exactly"""
     min_bucket_bytes: int
-    """or bytes."""
+    """and so are buckets of fewer bytes."""
     bucket_bytes: int
     """Leaves up to this size are concatenated to buckets of about this size."""
-    min_side: int | None = None
-    """Of a method that takes matrices, see `MatrixMethod`: those with fewer rows or columns are
-    summed exactly. `None`: leaves are flat."""
+
+
+MIN_LEAF_SIZE = 4096
+MIN_BUCKET_SIZE = 65536
+BUCKET_BYTES = 32 * 2**20
 
 
 def check_choice(name: str, value: object, allowed: tuple) -> None:
@@ -83,119 +110,134 @@ def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Array, " d"]:
-    """What error feedback has to send, f32: finite wherever the gradient ``x`` is."""
+    """The gradient and the memory of error feedback, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
 
 def native_sum(
-    x: Float[Array, "*shape"], wire: Wire, axis_name: AxisNames
+    x: Float[Array, "*shape"], wire: Wire, axis: Axis
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """What this worker sends of f32 ``x``, and what all have sent, both f32."""
+    """The rounded ``x`` of this worker, and the sum over all workers, both f32."""
     if wire == "f32":
-        return x, psum(x, axis_name)
+        return x, axis.psum(x)
     # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
     sent = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return sent, psum(sent.astype(jnp.bfloat16), axis_name).astype(jnp.float32)
+    return sent, axis.psum(sent.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-class Method(Protocol):
-    """The seam between pytrees and methods."""
+class Method(ABC):
+    """How one flat array is reduced over one axis; the seam between pytrees and methods.
+
+    There are two kinds. A hop method (`methods.hops.HopMethod`) is a codec that runs over
+    topologies. A native method calls XLA's collectives by itself. Subclasses are frozen
+    dataclasses of static options.
+    """
+
+    __slots__ = ()
 
     @property
     def native_by_default(self) -> bool:
         """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
-        ...
+        return False
 
     @property
     def needs_state(self) -> bool:
-        """Whether it would be wrong to run without state."""
-        ...
+        """Whether the method would be wrong without a state."""
+        return False
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """What to compress among so many workers; on links as of NVLink less pays."""
-        ...
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the state remembers gradients, so that `ErrorFeedback` would do so twice."""
+        return False
 
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Raises ValueError or NotImplementedError where it cannot serve."""
-        ...
+    @property
+    def scale_axis(self) -> ScaleAxis:
+        """The axis of leaves along which coordinates follow each other; `None`: the last one."""
+        return None
+
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
+        """The method's default limits, with those that were given in their places.
+
+        On links as fast as NVLink compression pays less.
+        """
+        size = 0 if given.get("min_bucket_bytes") == 0 else MIN_BUCKET_SIZE
+        return Limits(MIN_LEAF_SIZE, size, 0, BUCKET_BYTES)._replace(**given)
+
+    def declines(self, leaf: Leaf) -> str | None:
+        """Why a leaf of this shape is summed exactly; `None`: it is not."""
+        return None
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:  # noqa: B027
+        """Raises ValueError or NotImplementedError where the method cannot serve."""
 
     def native_dtype(self, dtype) -> jnp.dtype:
-        """What travels of gradients of ``dtype`` on links that are too fast to compress for."""
-        ...
+        """The wire dtype for gradients of ``dtype`` on links so fast that compression costs."""
+        return half_precision(dtype)
+
+    def of_bucket(self, bucket: Bucket) -> Self:
+        """The method for one bucket; a method of matrices learns the shape of its leaf."""
+        return self
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step's state of a bucket of ``size`` coordinates."""
-        ...
-
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
-        """The sum over the axis, over ``divisor``, in x's dtype, and the next step's state.
-
-        The same bits on all workers. ``seed`` is the same on all workers, `None` if the caller
-        gave no key. A stateful method gets ``()`` where the caller keeps no state. With ``metrics``
-        the outcome has all facts that the method knows.
-        """
-        ...
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        ...
-
-
-class MethodDefaults:
-    """Members of a method that keeps no state and serves any number of workers."""
-
-    __slots__ = ()
-
-    @property
-    def needs_state(self) -> bool:
-        """Nothing is carried from step to step that it could not do without."""
-        return False
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Serves any number of workers on any topology."""
-
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """16 bits."""
-        return half_precision(dtype)
-
-    def init(self, size: int, n_workers: int) -> State:
-        """No state."""
         return ()
 
+    @abstractmethod
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """The sum over the axis, over the divisor, in x's dtype, and the next step's state.
 
-class BucketedMethod(MethodDefaults):
-    """What methods with these three fields share."""
+        All workers get the same bits.
+        """
+
+    @abstractmethod
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+
+    def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """The part of `wire_bits` that crosses outer axes: all of it without a hierarchy."""
+        return self.wire_bits(size, n_workers, topology)
+
+    def relative_error(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> float | None:
+        """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
+        return None
+
+    def advice(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> str | None:
+        """A remedy where the relative error is too large; `None` where it is not."""
+        return None
+
+
+class TellsLosses(Method):
+    """A method that tells what its encodings lose; `ErrorFeedback` takes these methods."""
 
     __slots__ = ()
 
-    min_leaf_size: int
-    min_bucket_size: int
-    bucket_bytes: int
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `Method`."""
+        return self.all_reduce_and_lost(x, call, keep_error=False)[0]
 
-    def check_limits(self) -> None:
-        """Raises ValueError for a negative one of the three."""
-        names = ("min_leaf_size", "min_bucket_size", "bucket_bytes")
-        check_not_negative(**{name: getattr(self, name) for name in names})
+    @abstractmethod
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """`all_reduce`, and the part of this worker's ``x`` that the sum lacks, f32.
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """The fields."""
-        return Limits(self.min_leaf_size, self.min_bucket_size, 0, self.bucket_bytes)
+        The losses of all workers add up to what the sum lacks, where the sum is finite.
+
+        Args:
+          x: the gradient.
+          call: the collective.
+          keep_error: whether a memory takes the losses. Then workers also clip their numbers, so
+            that sums of finite ones are finite; without it the losses may be `None`.
+        """
 
 
-class NativeSumMethod(MethodDefaults):
-    """What methods share that sum by `lax.psum` alone."""
+class NativeSumMethod(Method):
+    """The base of methods that sum by `lax.psum` alone."""
 
     __slots__ = ()
 
@@ -214,10 +256,10 @@ class NativeSumMethod(MethodDefaults):
 
 
 class MatrixMethod(NativeSumMethod):
-    """What methods share that take leaves as matrices, each alone, by native collectives.
+    """The base of methods that take leaves as matrices, each alone, by native collectives.
 
     A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
-    the part that one device holds. Vectors, and what is too small by `Limits`, are summed exactly.
+    the part that one device holds. Vectors and small matrices are summed exactly.
     The members of `Method` see the matrix as a flat array, row after row, and know its shape from
     the field ``matrix``, which `of_matrix` fills in for every bucket. Where it is `None` an array
     is a single row.
@@ -227,20 +269,29 @@ class MatrixMethod(NativeSumMethod):
 
     matrix: tuple[int, int] | None
     """Rows and columns."""
-    min_leaf_size: int
 
     @property
     def min_side(self) -> int:
         """Matrices with fewer rows or columns are summed exactly."""
         raise NotImplementedError
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """Every leaf by itself."""
-        return Limits(self.min_leaf_size, 0, 0, 0, self.min_side)
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
+        """The least size of a leaf; every leaf is a bucket by itself."""
+        return Limits(given.get("min_leaf_size", MIN_LEAF_SIZE), 0, 0, 0)
 
-    def of_matrix(self, rows: int, columns: int) -> Self:
-        """The method for one leaf."""
-        return replace(self, matrix=(rows, columns))  # type: ignore[type-var]
+    def declines(self, leaf: Leaf) -> str | None:
+        """Vectors and matrices that are too small."""
+        if len(leaf.shape) < 2:
+            return "no matrix"
+        rows, columns = leaf.matrix
+        if min(rows, columns) < self.min_side:
+            return f"matrix of {rows} x {columns} < min_side {self.min_side}"
+        return None
+
+    def of_bucket(self, bucket: Bucket) -> Self:
+        """The method for one leaf, whose rows and columns it knows."""
+        (leaf,) = bucket.leaves
+        return replace(self, matrix=leaf.matrix)  # type: ignore[type-var]
 
     def shape_of(self, size: int) -> tuple[int, int]:
         """Rows and columns of a flat array of ``size`` coordinates."""
@@ -256,39 +307,27 @@ class MatrixMethod(NativeSumMethod):
         return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))
 
 
-class ShardedMethod(Method, Protocol):
+class ShardedMethod(Method):
     """A method that can also do the halves of an all-reduce."""
 
-    def reduce_scatter(
-        self,
-        x: Float[Array, "n s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology,
-        seed: Seed,
-    ) -> Float[Array, " s"]:
-        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
-        ...
+    __slots__ = ()
 
+    @abstractmethod
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """Row ``index`` of the sum of ``x`` over the axis, on every worker its own."""
+
+    @abstractmethod
     def all_gather(
-        self,
-        x: Float[Array, " s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        seed: Seed,
-        invarying: bool = False,
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """All workers' ``x``; the same bits on all workers.
 
         With ``invarying`` JAX counts the result as replicated.
         """
-        ...
 
+    @abstractmethod
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to reduce-scatter n slices of ``size`` coordinates.
 
         Without a topology: to all-gather them.
         """
-        ...

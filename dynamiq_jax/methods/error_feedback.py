@@ -4,7 +4,8 @@ Worker i compresses y_i in the place of its gradient g_i. With C(y) what is deli
 all, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
 
 * ``ef14`` (Seide et al., Interspeech 2014; EF-SGD, Karimireddy et al., ICML 2019): y = g + e, the
-  result is C(y), and e becomes y - c, what was not delivered.
+  result is C(y), and e becomes y - c, what was not delivered. With eta, e becomes
+  (1 - eta) e + eta (y - c): the low-pass filter of ScaleCom (Chen et al., NeurIPS 2020).
 * ``ef21`` (Richtárik et al., NeurIPS 2021): y = g - h, h becomes h + c, and the result is the sum
   of all h. What travels gets small as gradients stop to change, and so do errors.
 * ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` of v in the place of g, where
@@ -20,38 +21,37 @@ further hops would be in nobody's memory, and the sum of the h_i, which every wo
 itself, would drift away from the h_i for ever.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from dynamiq_jax._compat import AxisNames, assume_invarying
-from dynamiq_jax.buckets import ScaleAxis
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
+    Call,
+    Collective,
     Limits,
-    MatrixMethod,
     Method,
     Outcome,
     State,
+    TellsLosses,
     clipped,
     with_memory,
 )
-from dynamiq_jax.seeds import Seed
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
 
 DEFAULT_ETA = 0.1
-PROBE = 4099
-"""Coordinates of a bucket whose state is looked at for memories of gradients."""
 
 
 class ErrorFeedbackState(NamedTuple):
-    """What is carried from step to step, f32; what a kind does not need is `None`."""
+    """The state from step to step, f32; a part that a kind does not need is `None`."""
 
     residual: Float[Array, " d"] | None
     """e, on every worker its own: with "ef14" and "econtrol"."""
@@ -64,17 +64,17 @@ class ErrorFeedbackState(NamedTuple):
     started: Bool[Array, ""] | None
     """Whether v has begun, the same on all workers: with "ef21m"."""
     inner: State
-    """The method's own, but for its memory."""
+    """The method's own state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorFeedback:
-    """Any method with a memory of what its compression lost.
+class ErrorFeedback(Method):
+    """A method with a memory of what its compression lost.
 
     ::
 
-        method = dq.ErrorFeedback(dq.MXFP4(), kind="ef21")
-        state = dq.init_state(params, n_workers, method=method)
+        method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
+        state = dq.Compression(method).init_state(params, n_workers)
         grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
 
     With "ef14" each result has the noise of two steps, its own and what makes up for the one
@@ -82,7 +82,8 @@ class ErrorFeedback:
     their average that gets exact. With the other kinds results are running estimates, whose error
     shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
 
-    * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
+    * "ef14" (without eta) and "econtrol": all results of the past and the residuals add up to all
+      gradients.
     * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
       ever. It holds from step to step: f32 rounding adds up over steps.
 
@@ -97,78 +98,64 @@ class ErrorFeedback:
     needed than over `Direct`.
 
     Coordinates whose result is not finite leave all memories as they were, so that these are always
-    finite, and one bad step is forgotten. They have the gradients' unit: where a loss scale
-    changes, reduce gradients that are divided by it. On every worker a coordinate takes 4 bytes
-    with "ef14", 8 with "ef21", 12 with the others. On the wire nothing is added.
-
-    ``ErrorFeedback(DynamiQ(...), kind="ef14")`` is ``DynamiQ(error_feedback=True, ...)``.
+    finite, and one bad step is forgotten. A bucket in which a finite sum overflows f16 leaves all
+    of its memory as it was. Memories have the gradients' unit: where a loss scale changes, reduce
+    gradients that are divided by it. On every worker a coordinate takes 4 bytes with "ef14", 8 with
+    "ef21", 12 with the others. On the wire nothing is added.
 
     Attributes:
       method: what compresses, without memory of its own.
       kind: "ef14", "ef21", "ef21m" or "econtrol", see the module.
-      eta: the weight of the newest gradient in momentum ("ef21m"), or of the residual in what is
-        sent ("econtrol"), above 0 up to 1; default 0.1. The papers begin with exact gradients and
-        send them; here momentum begins with the first gradient that is finite on all workers,
-        compressed as all others are.
+      eta: a weight above 0 up to 1: of the newest loss in the residual ("ef14"; default 1), of the
+        newest gradient in momentum ("ef21m"; default 0.1), or of the residual in what is sent
+        ("econtrol"; default 0.1). With "ef14" a weight below 1 is for large learning rates: memory
+        forgets some of what is left, and remembers some of what was sent. The papers of the others
+        begin with exact gradients and send them; here momentum begins with the first gradient that
+        is finite on all workers, compressed as all others are.
     """
 
-    method: Method = field(kw_only=False)
+    method: TellsLosses = field(kw_only=False)
     kind: Kind = "ef14"
     eta: float | None = None
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
         check_fields(self)
-        if self.eta is not None and self.kind not in ("ef21m", "econtrol"):
+        if self.eta is not None and self.kind == "ef21":
             raise ValueError(
-                f"eta={self.eta} is of kind='ef21m' and kind='econtrol', and kind={self.kind!r} "
-                "has no such weight; pass eta=None or one of these kinds"
+                f"eta={self.eta} has no place in kind='ef21'; pass eta=None, or 'ef14', 'ef21m' or "
+                "'econtrol' as kind"
             )
         if self.eta is not None and not 0 < self.eta <= 1:
             raise ValueError(f"eta={self.eta} must be above 0 and at most 1, such as 0.1")
         self._check_method(self.method)
 
     def _check_method(self, method: Any) -> None:
-        if isinstance(method, type) or not hasattr(method, "wire_bits"):
+        if not isinstance(method, Method):
             raise ValueError(
                 f"method={method!r} is not a method; pass for example "
                 "dq.ErrorFeedback(dq.DynamiQ(bits=4)), and to choose by path a function that "
                 "returns such"
             )
-        if isinstance(method, ErrorFeedback):
-            raise ValueError(
-                f"method={method!r} is error feedback already, and errors would be fed back twice; "
-                f"pass its method, dq.ErrorFeedback({method.method!r}, kind=...)"
-            )
-        if getattr(method, "error_feedback", False):
-            raise ValueError(
-                f"method={method!r} has error_feedback=True, and errors would be fed back twice; "
-                "pass error_feedback=False to it"
-            )
-        if isinstance(method, MatrixMethod):
-            raise ValueError(
-                f"method={method!r} sums matrices, whose shape is not known here; pass it to "
-                "dq.reduce as it is, with error_feedback=True of its own"
-            )
-        if getattr(method, "memory_rate", 1) != 1:
-            raise ValueError(
-                f"method={method!r} has memory_rate={method.memory_rate}, and would tell that much "
-                "of what it lost; pass memory_rate=1 to it"
-            )
-        if _remembers(method):
+        if method.keeps_gradients:
             raise ValueError(
                 f"method={method!r} keeps a memory of gradients itself, and errors would be fed "
                 "back twice; pass it to dq.reduce as it is, or another method here"
             )
-        if not any(hasattr(method, name) for name in ("all_reduce_and_lost", "error_feedback")):
+        if not isinstance(method, TellsLosses):
             raise ValueError(
-                f"method={method!r} does not tell what its encodings lose; give it a field "
-                "error_feedback, or all_reduce_and_lost as methods.hops.HopMethod has it"
+                f"method={method!r} does not tell what its encodings lose; derive its class from "
+                "methods.base.TellsLosses, or pass for example dq.DynamiQ()"
             )
 
     @property
     def needs_state(self) -> bool:
         """It is nothing without its memory."""
+        return True
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """The memory is of gradients."""
         return True
 
     @property
@@ -179,26 +166,35 @@ class ErrorFeedback:
     @property
     def scale_axis(self) -> ScaleAxis:
         """As the method has it."""
-        return getattr(self.method, "scale_axis", None)
+        return self.method.scale_axis
+
+    def relative_error(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> float | None:
+        """As the method has it."""
+        return self.method.relative_error(n_workers, topology, collective)
+
+    def advice(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> str | None:
+        """As the method has it."""
+        return self.method.advice(n_workers, topology, collective)
 
     @property
     def _eta(self) -> float:
         return DEFAULT_ETA if self.eta is None else self.eta
 
-    @property
-    def _tells(self) -> bool:
-        """Whether the method tells what was lost, or else its own memory does."""
-        return hasattr(self.method, "all_reduce_and_lost")
+    def of_bucket(self, bucket: Bucket) -> Self:
+        """Error feedback around the method for this bucket."""
+        return replace(self, method=self.method.of_bucket(bucket))
 
-    @property
-    def _inner(self) -> Any:
-        """The method that runs, where it does not tell with its own memory."""
-        method: Any = self.method
-        return method if self._tells else replace(method, error_feedback=True)
+    def declines(self, leaf: Leaf) -> str | None:
+        """The reason of the method."""
+        return self.method.declines(leaf)
 
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """As the method has them."""
-        return self.method.limits(n_workers, fast_links=fast_links)
+        return self.method.limits(given, n_workers, fast_links=fast_links)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """As the method checks."""
@@ -210,7 +206,7 @@ class ErrorFeedback:
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates: those of the method."""
-        return self._inner.wire_bits(size, n_workers, topology)
+        return self.method.wire_bits(size, n_workers, topology)
 
     def init(self, size: int, n_workers: int) -> ErrorFeedbackState:
         """Nothing lost, nothing sent."""
@@ -218,52 +214,46 @@ class ErrorFeedback:
         def zeros(*kinds: Kind) -> Array | None:
             return jnp.zeros(size, jnp.float32) if self.kind in kinds else None
 
-        inner = self._inner.init(size, n_workers)
         return ErrorFeedbackState(
             residual=zeros("ef14", "econtrol"),
             sent=zeros("ef21", "ef21m", "econtrol"),
             total=zeros("ef21", "ef21m", "econtrol"),
             momentum=zeros("ef21m"),
             started=jnp.zeros((), bool) if self.kind == "ef21m" else None,
-            inner=inner if self._tells else inner._replace(residual=None),
+            inner=self.method.init(size, n_workers),
         )
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
-        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
+        state, divisor = call.state, call.divisor
         with jax.named_scope("error_feedback"):
             own, momentum = x, state.momentum
             if momentum is not None:
                 eta = jnp.where(state.started, jnp.float32(self._eta), 1.0)
                 own = with_memory(x * eta, (1 - eta) * momentum)
             y = self._to_send(own, state)
-            delivered, lost, inner = self._reduce(y, axis_name, state.inner, **options)
+            inner = call._replace(state=state.inner, divisor=1)
+            delivered, lost = self.method.all_reduce_and_lost(y, inner)
+            assert lost is not None
             value = delivered.value
             good = jnp.isfinite(value)
             if state.total is not None:  # the same on all workers, as what was added to it
-                total = assume_invarying(state.total, axis_name)
+                total = call.axis.assume_invarying(state.total)
                 value = jnp.where(good, clipped(total + value), value)
             result = (value / divisor if divisor != 1 else value).astype(x.dtype)
-            good &= jnp.isfinite(result)  # f16 ends early
+            fits = jnp.isfinite(result)
+            good &= jnp.all(fits == good) if x.dtype == jnp.float16 else fits  # f16 ends early
 
             def kept(new: Array, old: Any) -> Array:
                 new = clipped(new)
                 return jnp.where(good & ~jnp.isnan(new), new, old)
 
-            after = state._replace(inner=inner)
+            after = state._replace(inner=delivered.state)
             if state.sent is None:
-                after = after._replace(residual=kept(lost, state.residual))
+                left = lost
+                if self.eta is not None:
+                    left = state.residual + self.eta * (lost - state.residual)
+                after = after._replace(residual=kept(left, state.residual))
             else:
                 sent = kept(state.sent + (y - lost), state.sent)
                 after = after._replace(sent=sent, total=kept(value, state.total))
@@ -285,22 +275,3 @@ class ErrorFeedback:
         if self.kind == "econtrol":
             return with_memory(x, self._eta * state.residual - state.sent)
         return with_memory(x, -state.sent)
-
-    def _reduce(
-        self, y: Float[Array, " d"], axis_name: AxisNames, inner: State, **options: Any
-    ) -> tuple[Outcome, Float[Array, " d"], State]:
-        """The sum of ``y``, what this worker's encodings lost, and the method's next state."""
-        method = self._inner
-        if self._tells:
-            outcome, lost = method.all_reduce_and_lost(y, axis_name, state=inner, **options)
-            return outcome, lost, outcome.state
-        # Of a memory that was empty, what is in it afterwards.
-        empty = inner._replace(residual=jnp.zeros(y.shape, jnp.float32))
-        outcome = method.all_reduce(y, axis_name, state=empty, **options)
-        return outcome, outcome.state.residual, outcome.state._replace(residual=None)
-
-
-def _remembers(method: Any) -> bool:
-    """Whether its state has as many numbers as a gradient."""
-    state = jax.eval_shape(lambda: method.init(PROBE, 2))
-    return any(PROBE in leaf.shape for leaf in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""What methods that run over topologies share: agree on what all must know, then encode hop by hop.
+"""Methods that run over topologies: agree on what all must know, then encode hop by hop.
 
 Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
 it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives: the
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, pmax, psum
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
-from dynamiq_jax.fingerprint import assert_same_on_workers
-from dynamiq_jax.methods.base import MethodDefaults, Outcome, State
-from dynamiq_jax.metrics import PayloadFacts
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.lax.fingerprint import assert_same_on_workers
+from dynamiq_jax.lax.seeds import Seed
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses
+from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
@@ -41,7 +40,7 @@ class Bound(NamedTuple):
         return n_slots(self.topology.stages(self.n_workers))
 
 
-class HopMethod(MethodDefaults):
+class HopMethod(TellsLosses):
     """Members of methods that run over topologies."""
 
     __slots__ = ()
@@ -64,16 +63,12 @@ class HopMethod(MethodDefaults):
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         raise NotImplementedError
 
-    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """What this worker has to send: ``x``, and what error feedback adds."""
-        return x
-
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
         """One worker's message; `None` if nothing has to be agreed on."""
         return None
 
     def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
-        """What follows from the message of all; ``seed`` is `None` if the caller gave no key."""
+        """The shared facts that follow from the message of all, and from the seed."""
         raise NotImplementedError
 
     def codec(
@@ -93,7 +88,7 @@ class HopMethod(MethodDefaults):
         raise NotImplementedError
 
     def kept(self, carry: Carry) -> tuple[Carry, Array]:
-        """Of a carry with ``keep_error`` what it is without, and what was lost, in x's order."""
+        """Splits a ``keep_error`` carry into the plain carry and the lost values, in x's order."""
         return carry.carry, carry.lost
 
     def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
@@ -103,90 +98,45 @@ class HopMethod(MethodDefaults):
     def facts(
         self, shared: Shared, carry: Carry, result: Array, bound: Bound, divisor: int
     ) -> PayloadFacts:
-        """What is known of the payloads, for `Metrics`."""
+        """The facts of the payloads, for `Metrics`."""
         return PayloadFacts()
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-    ) -> Outcome:
-        """See `methods.base.Method`."""
-        options = {"n_workers": n_workers, "topology": topology, "seed": seed, "metrics": metrics}
-        options |= {"divisor": divisor, "state": state}
-        return self._all_reduce(x, axis_name, **options)[0]
-
     def all_reduce_and_lost(
-        self, x: Float[Array, " d"], axis_name: AxisNames, **options: Any
-    ) -> tuple[Outcome, Float[Array, " d"]]:
-        """The same, and what this worker's encodings lost, f32[d]: for `ErrorFeedback`.
-
-        Added up over workers, all that is lost is what the sum lacks.
-        """
-        outcome, lost = self._all_reduce(x, axis_name, keep_error=True, **options)
-        assert lost is not None
-        return outcome, lost
-
-    def _all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        seed: Seed,
-        divisor: int = 1,
-        state: State = (),
-        metrics: bool = False,
-        keep_error: bool = False,
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
     ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        assert topology is not None
-        bound = self.bind(x.shape[0], n_workers, topology)
+        """See `TellsLosses`. Without ``keep_error`` the codec spares itself the losses."""
+        assert call.topology is not None
+        bound = self.bind(x.shape[0], call.n_workers, call.topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
-            y = self.source(x, state)
-            shared = self.agreed(y, axis_name, seed, bound, state)
-            keeping = {"keep_error": True} if keep_error else {}
-            codec = self.codec(y, shared, bound, dtype=x.dtype, divisor=divisor, **keeping)
+            shared = self.agreed(x, call, bound)
+            options = {"divisor": call.divisor, "keep_error": keep_error}
+            codec = self.codec(x, shared, bound, dtype=x.dtype, **options)
             streams = bound.layout.chunks_per_worker
-            result, carry = all_reduce(topology, codec, axis_name, n_workers, streams)
+            result, carry = all_reduce(call.topology, codec, call.axis, streams)
             lost = None
             if keep_error:
                 carry, lost = self.kept(carry)
                 lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
-                assert_same_on_workers(result, axis_name, "the result")
+                assert_same_on_workers(result, call.axis, "the result")
             value = result.reshape(-1)[: x.shape[0]]
-            outcome = Outcome(value, self.after(shared, carry, bound, state))
-            if metrics:
-                facts = self.facts(shared, carry, value, bound, divisor)
+            outcome = Outcome(value, self.after(shared, carry, bound, call.state))
+            if call.metrics:
+                facts = self.facts(shared, carry, value, bound, call.divisor)
                 outcome = outcome._replace(facts=facts)
             return outcome, lost
 
-    def agreed(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        seed: Seed,
-        bound: Bound,
-        state: State = (),
-    ) -> Shared:
-        """What all workers know once they have talked."""
-        message = self.measure(x, bound, state)
+    def agreed(self, x: Float[Array, " d"], call: Call, bound: Bound) -> Shared:
+        """The shared facts, after the small all-reduce of the messages."""
+        message = self.measure(x, bound, call.state)
         if message is not None:
-            message = (psum if self.agreement == "sum" else pmax)(message, axis_name)
-        shared = self.share(message, seed, bound)
+            message = getattr(call.axis, f"p{self.agreement}")(message)
+        shared = self.share(message, call.seed, bound)
         if self.debug_checks:
-            assert_same_on_workers(shared, axis_name, "the plan")
+            assert_same_on_workers(shared, call.axis, "the plan")
         return shared
 
     def merge(self, a: Message, b: Message) -> Message:
-        """What `agreed` does with two messages or sums of them, in f32: for simulations."""
+        """Combines two messages, or sums of them, as `agreed` does, in f32: for simulations."""
         combine = jnp.add if self.agreement == "sum" else jnp.maximum
         return jax.tree.map(combine, a, b)

@@ -5,19 +5,18 @@ the same way as theirs, so that what compression itself costs and gains shows.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, psum
-from dynamiq_jax.codecs.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import BucketedMethod, Outcome, State
+from dynamiq_jax.lax.seeds import Seed
+from dynamiq_jax.methods.base import Call, Outcome
 from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.topologies import Topology
 
 UNIT = 16
@@ -25,17 +24,12 @@ UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Uncompressed(BucketedMethod, HopMethod):
-    min_leaf_size: int = 4096
-    min_bucket_size: int = 65536
-    bucket_bytes: int = 32 * 2**20
-
+class _Uncompressed(HopMethod):
     wire_dtype: ClassVar = jnp.float32
 
     def __post_init__(self):
         """Checks the fields."""
         check_fields(self)
-        self.check_limits()
 
     @property
     def native_by_default(self) -> bool:
@@ -46,37 +40,22 @@ class _Uncompressed(BucketedMethod, HopMethod):
         """The method's own, whatever the gradient's."""
         return jnp.dtype(self.wire_dtype)
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        divisor: int = 1,
-        state: State = (),
-        **options: Any,
-    ) -> Outcome:
-        """See `methods.base.Method`."""
-        if topology is not None:
-            options |= {"topology": topology, "divisor": divisor, "state": state}
-            return HopMethod.all_reduce(self, x, axis_name, n_workers=n_workers, **options)
-        total = psum(x.astype(self.wire_dtype), axis_name)
-        if divisor != 1:
-            total = total.astype(jnp.float32) / divisor
-        return Outcome(total.astype(x.dtype), state)
-
     def all_reduce_and_lost(
-        self, x: Float[Array, " d"], axis_name: AxisNames, *, topology: Topology | None, **rest: Any
-    ) -> tuple[Outcome, Float[Array, " d"]]:
-        """See `HopMethod`. Nobody knows what the additions of a native sum lose."""
-        if topology is not None:
-            return HopMethod.all_reduce_and_lost(self, x, axis_name, topology=topology, **rest)
-        outcome = self.all_reduce(x, axis_name, topology=None, **rest)
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """See `TellsLosses`. Nobody knows what the additions of a native sum lose."""
+        if call.topology is not None:
+            return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
+        total = call.axis.psum(x.astype(self.wire_dtype))
+        if call.divisor != 1:
+            total = total.astype(jnp.float32) / call.divisor
+        outcome = Outcome(total.astype(x.dtype), call.state)
+        if not keep_error:
+            return outcome, None
         kind = jnp.finfo(self.wire_dtype)
         # No cast and back, which XLA may drop.
-        sent = lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
-        return outcome, x - sent
+        own = x.astype(jnp.float32)
+        return outcome, own - lax.reduce_precision(own, kind.nexp, kind.nmant)
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """See `HopMethod`."""
@@ -133,11 +112,6 @@ class BF16(_Uncompressed):
 
     ``topology=None`` is `lax.psum` of bf16, which adds as XLA's collectives do. With a topology
     every hop adds in f32 and rounds partial sums to the nearest bf16: beyond 3.39e38, to infinity.
-
-    Attributes:
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` in their own dtype.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """
 
     wire_dtype: ClassVar = jnp.bfloat16
@@ -149,9 +123,4 @@ class F32(_Uncompressed):
 
     ``topology=None`` is `lax.psum` of f32. Sums over topologies differ by the order of additions
     alone.
-
-    Attributes:
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` in their own dtype.
-      min_bucket_size: so do buckets of fewer coordinates.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size.
     """

@@ -1,4 +1,4 @@
-"""What a topology is: a schedule of who encodes which chunk when, for whom. It moves nothing.
+"""Topologies: schedules of who encodes which chunk when, for whom. It moves nothing.
 
 A *chunk* is reduced along an in-tree of workers that ends at its *owner*. Every worker encodes
 every chunk once: its own share, plus all that has arrived for the chunk in earlier steps. Encodings
@@ -26,9 +26,9 @@ Worker = Any
 
 
 Transport = Literal["collectives", "permutes"]
-"""What moves payloads. "collectives": all-to-all and all-gather where all workers send to all.
+"""The mover of payloads. "collectives": all-to-all and all-gather where all workers send to all.
 "permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.xla`)."""
+ppermutes use best (`dynamiq_jax.lax.xla`)."""
 
 
 class Stage(NamedTuple):
@@ -64,7 +64,7 @@ class Rounds(NamedTuple):
     length: int
     """How many."""
     step: Callable[[Any], Step]
-    """Of the round's number: an int, in a loop an int32 scalar."""
+    """The step of a round, by its number: an int, in a loop an int32 scalar."""
     looped: bool = False
     """Whether they run as a loop, so that program size does not grow with their number. Then all
     that a worker receives in a round, and nothing else, goes into what it encodes in the next;
@@ -154,7 +154,7 @@ class Topology(Protocol):
 
     @property
     def transport(self) -> Transport | None:
-        """What moves payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
+        """The mover of payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
         ...
 
     @property

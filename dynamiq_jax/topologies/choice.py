@@ -10,7 +10,7 @@
 rules 2 and 3 serve, and `assumed` says so.
 
 What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
-(`dynamiq_jax.xla`), else "collectives".
+(`dynamiq_jax.lax.xla`), else "collectives".
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dynamiq_jax.lax.xla import copy_engines
 from dynamiq_jax.topologies.base import Topology, Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import Hierarchical
 from dynamiq_jax.topologies.ring import Ring
-from dynamiq_jax.xla import copy_engines
 
 
 class Choice(NamedTuple):
@@ -51,7 +51,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """What `explain` takes for granted of a cluster that is not this one.
+    """The assumptions of `explain` about a cluster that is not this one.
 
     Returns:
       Words for a reason; `None` for workers that JAX's devices could be.
@@ -85,14 +85,15 @@ def across_hosts(n_workers: int) -> Topology:
 
 
 def with_transport(
-    topology: Topology | Hierarchical, *, here: bool = True
+    topology: Topology | Hierarchical, transport: Transport | None = None, *, here: bool = True
 ) -> tuple[Topology | Hierarchical, str | None]:
     """The topology, of both levels, with its transport filled in, and why copy engines serve.
 
-    They serve in one process alone: never, unless the workers are JAX's devices (``here``).
+    Without a ``transport``, they serve where they can: never, unless the workers are JAX's devices
+    (``here``).
     """
-    reason = copy_engines() if here else None
-    chosen: Transport = "collectives" if reason is None else "permutes"
+    reason = copy_engines() if here and transport is None else None
+    chosen = transport or ("collectives" if reason is None else "permutes")
     if isinstance(topology, Hierarchical):
         levels = {"inner": topology.inner, "outer": topology.outer}
         filled = {name: level and _filled(level, chosen) for name, level in levels.items()}

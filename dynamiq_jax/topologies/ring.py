@@ -31,10 +31,6 @@ class Ring:
         loop over their hops, so that program size and compile time do not grow with n.
       balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
         shares them out.
-      stage_per_hop: whether every hop of an unrolled ring has bits and widths of its own: later
-        ones, whose sums are larger, get more. A loop shares one assignment. It takes a few percent
-        off the squared error of independent rounding; the default one errs more with it, since
-        pairs of hops of other widths cancel less (BUILD.md).
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
         `dynamiq_jax.topologies.choice`.
     """
@@ -43,7 +39,6 @@ class Ring:
     stream_size: int = 2**24
     unroll_up_to: int = 16
     balance: float | None = None
-    stage_per_hop: bool = False
     transport: Transport | None = None
 
     def __post_init__(self):
@@ -55,10 +50,8 @@ class Ring:
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The hops, whose partial sums hold 1, ..., n-1 gradients, and the all-gather."""
-        n, sink = n_workers, Stage(n_workers - 1, range(n_workers - 1, n_workers), 1.0)
-        if self._stage_per_hop(n):
-            return *(Stage(1, range(t, t + 1), (t + 1) / (2 * n)) for t in range(n - 1)), sink
-        return Stage(n - 1, range(n - 1), (n - 1) / 4), sink
+        n = n_workers
+        return Stage(n - 1, range(n - 1), (n - 1) / 4), Stage(n - 1, range(n - 1, n), 1.0)
 
     def chunks_per_worker(self, size: int) -> int:
         """One for every ``stream_size`` coordinates, at most ``streams``."""
@@ -67,13 +60,9 @@ class Ring:
     def schedule(self, n_workers: int) -> Schedule:
         """n-1 hops."""
         n, one = n_workers, np.zeros(1, np.int32)
-        own = self._stage_per_hop(n)
 
         def hop(t):
             chunks, right = lambda w: (w - 1 - t) % n + one, lambda w: (w + 1) % n
-            return Step(t if own else 0, chunks, slot=lambda w: t, to=right)
+            return Step(0, chunks, slot=lambda w: t, to=right)
 
         return (Rounds(n - 1, hop, looped=n > self.unroll_up_to),)
-
-    def _stage_per_hop(self, n_workers: int) -> bool:
-        return self.stage_per_hop and 2 < n_workers <= self.unroll_up_to

@@ -1,7 +1,5 @@
 """`psum`, `psum_scatter` and `all_gather` on all GPUs of this machine."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
-METHOD = dq.DynamiQ(min_bucket_size=1)
+METHOD = dq.Compression(dq.DynamiQ(), min_bucket_size=1)
 TOPOLOGIES = {
     "ring": dq.Ring(),
     "ring, two streams": dq.Ring(streams=2, stream_size=1),
@@ -56,15 +53,13 @@ def _assert_equal_replicas(out, n):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_replicas_are_equal_and_accurate(topology, dtype, monkeypatch):
+def test_replicas_are_equal_and_accurate(topology, dtype):
     mesh = _mesh()
-    monkeypatch.setattr(xla, "_asked_for", False)  # and so it is again after this test
-    options = dq.xla_options() if topology.transport == "permutes" else None
     if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
         pytest.skip(f"{mesh.size} GPUs are no power of two")
     x = _gradients(mesh, dtype)
 
-    @functools.partial(jax.jit, compiler_options=options)
+    @(dq.jit if topology.transport == "permutes" else jax.jit)
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def reduce(x):
         return dq.psum(x[0], "data", method=METHOD, topology=topology)

@@ -13,7 +13,7 @@ import dynamiq_jax as dq
 
 PARTS = 2
 ROWS, COLUMNS = 512, 2048
-METHOD = dq.DynamiQ(min_leaf_size=0, min_bucket_size=0)
+METHOD = dq.Compression(dq.DynamiQ(), min_leaf_size=0, min_bucket_size=0)
 SPECS = {"matrix": P(None, "model"), "norm": P()}
 
 
@@ -62,7 +62,9 @@ def _held(leaf, device):
     return np.asarray(shard.data)
 
 
-@pytest.mark.parametrize("method", [dq.F32(min_leaf_size=0, min_bucket_size=0), METHOD])
+@pytest.mark.parametrize(
+    "method", [dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0), METHOD]
+)
 def test_hsdp_gradients_are_those_of_the_whole_batch(method):
     mesh = mesh_of("replica", "fsdp")
     keys = jax.random.split(jax.random.key(2), 3)

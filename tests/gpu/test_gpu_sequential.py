@@ -1,7 +1,5 @@
 """`dq.sequential` on GPUs: gradients reduced beside the backward pass, one by one and in a loop."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +10,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import xla
-from dynamiq_jax._compat import to_varying
+from dynamiq_jax.lax.axis import Axis
 
 LAYERS, DIM = 6, 512
-METHOD = dq.DynamiQ(min_leaf_size=0, min_bucket_size=0)
+METHOD = dq.Compression(dq.DynamiQ(), topology=dq.Direct(), min_leaf_size=0, min_bucket_size=0)
 
 
 def block(w, x):
@@ -29,11 +26,10 @@ def head(w, x):
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["one by one", "in a loop"])
 @pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("early", [False, True], ids=["plainly", "with xla_options"])
-def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, lag, early, monkeypatch):
+@pytest.mark.parametrize("early", [False, True], ids=["jax.jit", "dq.jit"])
+def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, lag, early):
     if jax.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    monkeypatch.setattr(xla, "_asked_for", False)  # and so it is again after this test
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
@@ -42,30 +38,29 @@ def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, lag, ear
     }
     x = jax.random.normal(keys[2], (mesh.size, 64, DIM))
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
-    options = dq.xla_options() if early else None
 
     def compressed(params, x):
         functions, parts = [dq.Scanned(block), head], [params["blocks"], params["head"]]
         if not scanned:
             functions, parts = [*[block] * LAYERS, head], [*params["blocks"], params["head"]]
-        options = {"lag": lag, "method": METHOD, "topology": dq.Direct()}
+        options = {"lag": lag, "method": METHOD}
         return dq.sequential(functions, parts, x, "data", **options)
 
     def plain(params, x):
         x, _ = lax.scan(lambda x, w: (block(w, x), None), x, params["blocks"])
         return head(params["head"], x)
 
-    @functools.partial(jax.jit, compiler_options=options)
+    @(dq.jit if early else jax.jit)
     @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
     def both(params, x):
         found = jax.grad(compressed)(params, x[0])
         own = jax.grad(plain)(lax.pcast(params, "data", to="varying"), x[0])
         pair = found, lax.pmean(own, "data")
-        return jax.tree.map(lambda g: to_varying(g[None], "data"), pair)
+        return jax.tree.map(lambda g: Axis(("data",)).to_varying(g[None]), pair)
 
     with jax.default_matmul_precision("highest"):
         found, exact = both(params, x)
-    bound = 1.5 * METHOD.relative_error(mesh.size, dq.Direct())
+    bound = 1.5 * METHOD.method.relative_error(mesh.size, dq.Direct())
     for name, gradient in found.items():
         assert_same_bits(gradient, np.broadcast_to(gradient[:1], gradient.shape))
         layers = zip(gradient[0], exact[name][0], strict=True) if name == "blocks" else None

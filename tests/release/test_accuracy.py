@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import LOOP, SMALL, vmapped
+from cases import LOOP, limits_of, small, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 SEEDS = range(3)
 PAPERS_MIXTURE = {3: 0.30, 4: 0.018, 5: 0.0024, 6: 0.0005}
@@ -16,7 +16,7 @@ PAPERS_MIXTURE = {3: 0.30, 4: 0.018, 5: 0.0024, 6: 0.0005}
 PINNED = {3: 0.0561, 4: 0.00353, 5: 0.000370, 6: 0.0000564}
 """What we measure by squared error alone; one seed (data and rounding) spreads by 4%, so that the
 mean of 3 is good to 2.5%. The paper's scheme has 0.30, 0.021, 0.0028 and 0.00053 here."""
-SQUARED_ERROR = {"floor": None, "levels": "piecewise", **SMALL}
+SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
 """The least squared error."""
 PINNED_DEFAULT = {4: 0.00717, 5: 0.00185, 6: 0.000387}
 """What the default leaves, for which small super-groups and small coordinates count, too."""
@@ -34,7 +34,7 @@ def errors(method, super_groups=4096):
     found = []
     for seed in SEEDS:
         x, exact = mixture(seed, super_groups)
-        estimate = np.asarray(vmapped(method)(x, jax.random.key(seed))[0], np.float64)
+        estimate = np.asarray(vmapped(small(method))(x, jax.random.key(seed))[0], np.float64)
         found.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2))
     return np.array(found)
 
@@ -45,7 +45,7 @@ def test_error_at_every_budget(bits):
     assert found <= PAPERS_MIXTURE[bits]
     assert found == pytest.approx(PINNED[bits], rel=0.1)
     if bits in PINNED_DEFAULT:
-        found = errors(dq.DynamiQ(bits=bits, **SMALL)).mean()
+        found = errors(dq.DynamiQ(bits=bits)).mean()
         assert found <= PAPERS_MIXTURE[bits]
         assert found == pytest.approx(PINNED_DEFAULT[bits], rel=0.1)
 
@@ -78,7 +78,7 @@ def test_parts_gain_in_the_papers_order():
 
 def test_antithetic_beats_correlated_beats_independent_rounding():
     found = [
-        errors(dq.DynamiQ(rounding=rounding, **SMALL))
+        errors(dq.DynamiQ(rounding=rounding))
         for rounding in ("antithetic", "correlated", "independent")
     ]
     # 9% and 40% less, on the same data.
@@ -91,11 +91,11 @@ def test_error_grows_no_faster_than_the_ring_is_long():
 
     So the error, over the squared norm of the sum of n independent gradients, grows like n.
     """
-    method, relative = dq.DynamiQ(bits=6, **SMALL), []
+    method, relative = dq.DynamiQ(bits=6), []
     for n in (2, 5, 12):
         x = jax.random.normal(jax.random.key(7), (n, 64 * n * 256))
         exact = np.sum(np.asarray(x, np.float64), axis=0)
-        estimate = np.asarray(vmapped(method)(x, jax.random.key(n))[0], np.float64)
+        estimate = np.asarray(vmapped(small(method))(x, jax.random.key(n))[0], np.float64)
         relative.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2) / n)
     # Measured: 2.0e-3, 1.7e-3, 1.4e-3; pairs of hops share noise.
     assert max(relative) < 1.6 * min(relative)
@@ -109,7 +109,7 @@ def test_what_is_compressed_by_default_is_worth_sending(n, topology):
     Five bits for each coordinate are enough for width 4, with an error of 0.0045 n on Gaussians.
     """
     method = dq.DynamiQ()
-    size = method.limits(n, fast_links=False).min_bucket_size + 1
+    size = limits_of(method, n, fast_links=False).min_bucket_size + 1
     x = jax.random.normal(jax.random.key(0), (n, size))
     (row,) = dq.explain(x[0], n, method=method, topology=topology, verbose=False).rows
     assert row.route == "compressed"

@@ -1,7 +1,5 @@
 """ARC-Top-K end to end: which rows travel, what they sum up to, what memory remembers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +10,26 @@ from cases import (
     auto_mesh,
     first_state,
     relative_error,
+    small,
     stepper,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
-ARCTopK = functools.partial(dq.ARCTopK, min_leaf_size=1)
-PLAIN = functools.partial(ARCTopK, error_feedback=False)
+
+
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.ARCTopK(**options))
+
+
+def ARCTopK(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.ARCTopK(**options)))
 
 
 def draw(seed, n, shape=(150, 40), spread=1.0):
@@ -157,7 +165,7 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
     for number in range(count):
         result, state = run(x, KEY, state)
         assert_replicas_equal(result)
-        assert np.all(state[0].step == number + 1)
+        assert np.all(state[0].inner.step == number + 1)
         once.append(factor * np.asarray(result[0], np.float64))
     gap = sum(once) + total_of(state[0].residual).reshape(150, 40) - count * total_of(x)
     largest = np.max(np.abs(np.asarray(x))) * n * count
@@ -222,7 +230,7 @@ def test_devices_send_the_rows_that_vmap_sends():
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "sum", "method": method, "key": KEY}
@@ -250,12 +258,12 @@ def test_wire_bits_and_memory():
     leaf, n = jax.ShapeDtypeStruct((1024, 512), jnp.float32), 8
 
     def bits(**options):
-        method = dq.ARCTopK(**options)
+        method = dq.comparators.ARCTopK(**options)
         return dq.explain(leaf, n, method=method, verbose=False).bits_per_coord
 
     assert bits(density=0.25) == 16 * (0.25 + 4 / 512)
     assert bits(density=0.5, rank=8, wire="f32") == 32 * 0.5 + 16 * 8 / 512
-    state = jax.eval_shape(lambda: dq.init_state(leaf, n, method=dq.ARCTopK()))
+    state = jax.eval_shape(lambda: as_compression(ARCTopK()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 512 + 4
 
 
@@ -266,9 +274,8 @@ def test_wire_bits_and_memory():
         ({"density": 1.5}, "density=1.5 must be above 0 and at most 1"),
         ({"rank": 0}, "rank=0 must be a positive integer"),
         ({"wire": "fp8"}, "wire='fp8'; expected one of"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.ARCTopK(**fields)
+        dq.comparators.ARCTopK(**fields)

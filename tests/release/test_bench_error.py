@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, vmapped
+from cases import small, vmapped, wire_bits
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.bench import contenders, error, tables
-from dynamiq_jax.cli import app
+from dynamiq_jax.commands.bench import contenders, error, tables
+from dynamiq_jax.commands.cli import app
 
 
 def rows_of(text, topology, gradients, seeds=1):
@@ -87,9 +87,9 @@ def plain(text):
 def test_a_row_is_the_error_of_psum():
     (x,) = error.synthetic_gradients(4, 64, 1)
     (row,) = rows_of("dynamiq:5", "butterfly", [x])
-    out = vmapped(dq.DynamiQ(**SMALL), dq.Butterfly())(x, jax.random.key(0))
+    out = vmapped(small(dq.DynamiQ()), dq.Butterfly())(x, jax.random.key(0))
     assert row.vnmse == pytest.approx(float(dq.vnmse(out[0], x.sum(axis=0))), rel=1e-5)
-    wire = dq.wire_bits(x[0], 4, method=dq.DynamiQ(**SMALL), topology=dq.Butterfly())
+    wire = wire_bits(small(dq.DynamiQ()), dq.Butterfly())(x[0], 4)
     assert row.bits_per_coord == pytest.approx(wire / (1.5 * x.shape[1]), rel=1e-5)
     assert row.lowest == row.vnmse == row.highest
 
@@ -198,7 +198,7 @@ def test_worst_leaf_is_that_of_the_public_function():
     contender = contenders.parse_method("dynamiq:4", dq.Direct())
     leaves = error.Leaves(tuple("abcd"), (4096,) * 4)
     ((row, _),) = error.bench_error([(contender, "direct")], [x], 1, leaves)
-    out = vmapped(dq.DynamiQ(bits=4, **SMALL), dq.Direct())(x, jax.random.key(0))
+    out = vmapped(small(dq.DynamiQ(bits=4)), dq.Direct())(x, jax.random.key(0))
     trees = [dict(zip("abcd", v.reshape(4, 4096), strict=True)) for v in (out[0], x.sum(axis=0))]
     assert row.worst_leaf_error == pytest.approx(float(dq.worst_leaf_error(*trees)), rel=1e-5)
     assert row.worst_leaf is not None

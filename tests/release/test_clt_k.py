@@ -1,29 +1,36 @@
 """CLT-k end to end: who leads, which coordinates travel, what memory remembers and forgets."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
     sharded,
+    small,
     stepper,
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
 CHUNK = 16
-CLTK = functools.partial(dq.CLTK, chunk_size=CHUNK, **SMALL)
-PLAIN = functools.partial(CLTK, error_feedback=False)
+
+
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.CLTK(chunk_size=CHUNK, **options))
+
+
+def CLTK(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.CLTK(chunk_size=CHUNK, **options)))
 
 
 def draw(seed, n, size=333):
@@ -116,9 +123,9 @@ def test_what_is_not_delivered_is_in_memory_to_the_last_bit():
     assert np.mean(delivered != 0) > 0.3
 
 
-def test_the_memory_rate_filters_what_is_left():
+def test_eta_filters_what_is_left():
     x, before = draw(6, 3), draw(7, 3)
-    method = CLTK(density=0.25, memory_rate=0.3)
+    method = small(dq.ErrorFeedback(dq.comparators.CLTK(density=0.25, chunk_size=CHUNK), eta=0.3))
     state, run = first_state(method, x, 3), stepper(method)
     state = (state[0]._replace(residual=jnp.asarray(before)),)
     found, after = run(x, KEY, state)
@@ -150,12 +157,12 @@ def test_states_differ_between_devices_and_places_do_not():
     x, method = draw(9, 4), CLTK(density=0.25)
 
     def one(x):
-        state = dq.init_state(x[0], 4, method=method)
+        state = as_compression(method).init_state(x[0], 4)
         return jax.tree.map(lambda v: v[None], dq.reduce(x[0], "data", method=method, state=state))
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
     found = jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs))(x)
-    assert_replicas_equal((found.tree, found.state[0].step))
+    assert_replicas_equal((found.tree, found.state[0].inner.step))
     left = np.asarray(found.state[0].residual)
     assert len({part.tobytes() for part in left}) == 4
     unsent = np.asarray(found.tree[0]) == 0
@@ -166,11 +173,13 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(**options):
-        return dq.explain(leaf, 8, method=dq.CLTK(**options), verbose=False).bits_per_coord
+        return dq.explain(
+            leaf, 8, method=dq.comparators.CLTK(**options), verbose=False
+        ).bits_per_coord
 
     assert bits() == 24 / 64
     assert bits(density=0.1, chunk_size=64) == 24 * 7 / 64
-    state = jax.eval_shape(lambda: dq.init_state(leaf, 8, method=dq.CLTK()))
+    state = jax.eval_shape(lambda: as_compression(CLTK()).init_state(leaf, 8))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * (1 << 20) + 4
 
 
@@ -178,11 +187,9 @@ def test_bits_per_coordinate():
     ("fields", "message"),
     [
         ({"density": 0}, "density=0 must be above 0 and at most 1"),
-        ({"memory_rate": 1.5}, "memory_rate=1.5 must be above 0 and at most 1"),
         ({"chunk_size": 257}, "chunk_size=257 must be an integer, 1 to 256"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1"),
     ],
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.CLTK(**fields)
+        dq.comparators.CLTK(**fields)

@@ -1,4 +1,4 @@
-"""docs/comparison.md has what the files of benchmarks/results say. Nothing is trained here."""
+"""docs/comparison.md has what the files of evidence/results say. Nothing is trained here."""
 
 import re
 import sys
@@ -12,13 +12,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import comparison
 import llm_model
 
-from dynamiq_jax.bench import contenders
+from dynamiq_jax.commands.bench import contenders
 
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -41,13 +41,15 @@ def small():
     return {row["settings"]["method"]: row for row in rows}
 
 
-def test_the_page_has_the_tables_of_today(texts):
-    page = comparison.PAGE.read_text()
-    assert page == comparison.filled(page, texts), "run python benchmarks/comparison.py --write"
+def test_the_pages_have_the_tables_of_today(texts):
+    for path, own in comparison.pages(texts).items():
+        page = path.read_text()
+        assert page == comparison.filled(page, own), "run comparison.py --write"
 
 
 def test_differences_in_the_text_are_those_of_the_tables(texts):
-    page = comparison.filled(comparison.PAGE.read_text(), dict.fromkeys(texts, ""))
+    own = comparison.pages(texts)[comparison.PAGE]
+    page = comparison.filled(comparison.PAGE.read_text(), dict.fromkeys(own, ""))
     prose = " ".join(page.split())
     told = re.findall(r"[+−]\d+\.\d+ ± \d+\.\d+", prose)
     assert told
@@ -82,10 +84,11 @@ def test_a_pair_is_the_difference_of_its_rows(small, other):
 
 
 def test_a_repeated_exact_mean_differs_by_what_the_page_says():
-    """The files of 125 M have one each, and all else is alike."""
-    files = comparison.LOSSES["125m"].files
-    kept = [comparison.load(comparison.RESULTS / file) for file in files]
-    rows = [own["rows"][0] for own in kept]
+    """The commands of 125 M have one each, and all else is alike."""
+    (file,) = comparison.LOSSES["125m"].files
+    kept = comparison.load(comparison.RESULTS / file)["rows"]
+    rows = [row for row in kept if row["settings"]["method"] == "exact"]
+    assert [row["invocation"] for row in rows] == [0, 1, 2, 3]
     assert all(row["settings"] == rows[0]["settings"] for row in rows)
     assert rows[0]["settings"]["method"] == "exact"
     first, second, *beside = (np.array(row["validation_loss"]) for row in rows)
@@ -101,14 +104,14 @@ def test_liec_with_sgd_loses_what_the_page_says():
     kept = comparison.load(comparison.RESULTS / "comparison.json")["rows"]
     sgd = [row for row in kept if row["settings"]["optimiser"] == "sgd"]
     loss = {row["settings"]["method"]: comparison.loss(row) for row in sgd}
-    page = " ".join(comparison.PAGE.read_text().split())
+    page = " ".join(comparison.MORE.read_text().split())
     said = "it loses more: {liec:.1f} %, and MinMax with as many bits {minmax:.1f} %"
     assert said.format(liec=loss["liec"], minmax=loss["minmax:4"]) in page
 
 
-def test_rows_are_compared_with_the_exact_mean_of_their_own_file():
+def test_rows_are_compared_with_the_exact_mean_of_their_own_command():
     rows = {r["settings"]["method"]: r for r in comparison.loss_rows(comparison.LOSSES["125m"])}
-    assert rows["mxfp4"]["file"] != rows["dynamiq:4"]["file"]
+    assert rows["mxfp4"]["invocation"] != rows["dynamiq:4"]["invocation"]
     assert rows["mxfp4"]["exact"] != rows["dynamiq:4"]["exact"]
     for row in rows.values():
         apart = 100 * (np.array(row["validation_loss"]) / row["exact"] - 1)
@@ -233,35 +236,33 @@ def test_the_command_prints_what_it_writes(texts, tmp_path, monkeypatch):
     ran = invoke()
     assert ran.exit_code == 0, ran.output
     assert all(text in ran.stdout for text in texts.values())
-    empty = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in texts)
-    page = tmp_path / "page.md"
-    page.write_text(empty)
-    monkeypatch.setattr(comparison, "PAGE", page)
+    monkeypatch.setattr(comparison, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(comparison, "MORE", tmp_path / "more.md")
+    expected = {}
+    for path, own in comparison.pages(texts).items():
+        empty = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in own)
+        path.write_text(empty)
+        expected[path] = comparison.filled(empty, own)
     assert invoke("--write").exit_code == 0
-    assert page.read_text() == comparison.filled(empty, texts)
+    assert all(path.read_text() == text for path, text in expected.items())
 
 
 @pytest.mark.parametrize(
     ("number", "files", "lines"),
     [
         (0, ("time_to_accuracy_losses.json", "learning_rates.json"), 10),
-        (1, ("training_125m_a.json", "training_125m_b.json", "learning_rates_125m.json"), 12),
+        (1, ("training_125m.json", "learning_rates_125m.json"), 12),
     ],
 )
 def test_learning_rates_are_those_of_the_files(number, files, lines):
-    """The tables of docs/training-quality.md, each row beside its own file's exact one."""
+    """The tables of learning_rates.md, each row beside its own file's exact one."""
     rows = {}
     for name in files:
         kept = comparison.load(comparison.RESULTS / name)["rows"]
-        exact = {
-            r["settings"]["learning_rate"]: r for r in kept if r["settings"]["method"] == "exact"
-        }
         for row in kept:
-            settings = row["settings"]
-            rate = settings["learning_rate"]
-            rows.setdefault((settings["method"], rate), (row, exact[rate]))
-    page = (comparison.PAGE.parent / "training-quality.md").read_text()
-    page = page[page.index("## Learning rates") : page.index("## Error feedback")]
+            key = row["settings"]["method"], row["settings"]["learning_rate"]
+            rows.setdefault(key, (row, comparison.exact_row(row, kept)))
+    page = (comparison.RESULTS / "learning_rates.md").read_text()
     table = re.findall(r"(?:^\|.*\n)+", page, re.M)[number]
     titles = {"MXFP4": "mxfp4", "MXFP8": "mxfp8"}
     titles |= {f"DynamiQ, {bits} bits": f"dynamiq:{bits}" for bits in (3, 4, 5)}
@@ -287,7 +288,7 @@ def test_learning_rates_are_those_of_the_files(number, files, lines):
 
 
 def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
-    """The sentences under the second table of docs/training-quality.md."""
+    """The sentences under the second table of learning_rates.md."""
     kept = comparison.load(comparison.RESULTS / "learning_rates_125m.json")["rows"]
     rows = [row for row in kept if row["settings"]["learning_rate"] == 1.2e-3]
     found = {row["settings"]["method"]: row for row in rows}
@@ -295,6 +296,6 @@ def test_what_mxfp4_gains_at_the_best_rate_is_that_of_the_file():
     gains = 100 * (1 - np.divide(found["mxfp4"]["validation_loss"], exact))
     pair = ({**found[name], "exact": exact} for name in ("mxfp4", "dynamiq:5"))
     beside = comparison.signed(*comparison.pair_difference(*pair))
-    page = " ".join((comparison.PAGE.parent / "training-quality.md").read_text().split())
+    page = " ".join((comparison.RESULTS / "learning_rates.md").read_text().split())
     said = f"Every seed gains, by {gains.min():.1f} to {gains.max():.1f}%; beside DynamiQ at 5 bits"
     assert f"{said} {beside}%" in page

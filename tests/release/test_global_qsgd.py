@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOW_LIMITS, assert_replicas_equal
+from cases import assert_replicas_equal, low
 
 import dynamiq_jax as dq
 
@@ -22,7 +22,7 @@ def summed(method, x, topology, key=0):
 
 
 def method_of(levels, **options):
-    return dq.GlobalQSGD(levels=levels, **LOW_LIMITS | options)
+    return low(dq.comparators.GlobalQSGD(levels=levels, **options))
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
@@ -119,11 +119,13 @@ def test_pieces_keep_magnitudes_apart():
 def test_what_has_no_room_is_refused(n, topology, options, complaint):
     leaf = jax.ShapeDtypeStruct((2**20,), jnp.float32)
     with pytest.raises(ValueError, match=complaint):
-        method = dq.GlobalQSGD(**options)
+        method = dq.comparators.GlobalQSGD(**options)
         dq.explain(leaf, n, method=method, topology=topology, verbose=False)
 
 
 def test_bits_are_those_of_the_codes_and_scales():
     leaf = jax.ShapeDtypeStruct((2**20,), jnp.float32)
-    cost = dq.explain(leaf, 8, method=dq.GlobalQSGD(bits=6), topology=dq.Ring(), verbose=False)
+    cost = dq.explain(
+        leaf, 8, method=dq.comparators.GlobalQSGD(bits=6), topology=dq.Ring(), verbose=False
+    )
     assert cost.bits_per_coord == pytest.approx(6 + 32 / 4096)

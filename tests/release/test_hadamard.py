@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynamiq_jax.codecs import hadamard, thc
+from dynamiq_jax.comparators import hadamard
+from dynamiq_jax.comparators import thc_codec as thc
 
 SEED = np.array([3, 4], np.uint32)
 SIZE = 1 << 17

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     auto_mesh,
     first_state,
     loss_fn,
     problem,
+    small,
     stepper,
 )
 from jax.sharding import NamedSharding
@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.methods.local_error import LocalError
+from dynamiq_jax.comparators import liec
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16
-MINMAX = dq.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest", **SMALL)
+ALONE = dq.comparators.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest")
+MINMAX, LOCAL = small(ALONE), small(liec.LocalError(ALONE))
 
 
 def draw(seed, size=500):
@@ -50,7 +51,7 @@ def owners_errors(memory, size):
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_results_and_what_owners_keep_make_up_all_gradients(mean):
-    method, size = LocalError(MINMAX), 500
+    method, size = LOCAL, 500
     state, run = first_state(method, draw(0), N), stepper(method, mean=mean)
     assert state[0].shape == (N, 128)  # an n-th, in whole buckets
     given = delivered = 0.0
@@ -66,7 +67,7 @@ def test_results_and_what_owners_keep_make_up_all_gradients(mean):
 
 def test_each_worker_adds_what_its_own_encoding_lost():
     """Of its share of others' chunks: up to half a step of its buckets, on either side."""
-    x, method = draw(1), LocalError(MINMAX)
+    x, method = draw(1), LOCAL
     found, state = stepper(method, mean=True)(x, KEY, first_state(method, x, N))
     found = np.asarray(found, np.float64)
     owner = owners(x.shape[1], state[0])
@@ -85,7 +86,7 @@ def test_each_worker_adds_what_its_own_encoding_lost():
 
 
 def test_what_is_not_finite_leaves_owners_errors_alone():
-    method, bad = LocalError(MINMAX), draw(2)
+    method, bad = LOCAL, draw(2)
     _, state = stepper(method)(draw(1), KEY, first_state(method, bad, N))
     bad[2, 300] = np.nan
     found, after = stepper(method)(bad, KEY, state)
@@ -113,7 +114,7 @@ def train(optimizer, every, steps):
         own = jax.tree.map(lambda p: p[0], params)
         updates, opt_state = optimizer.update(jax.grad(loss_fn)(own, x), opt_state, own)
         own = optax.apply_updates(own, updates)
-        own = dq.optax.average_every(every, opt_state.step, own, "data")
+        own = liec.average_every(every, opt_state.step, own, "data")
         return jax.tree.map(lambda p: p[None], own), opt_state
 
     params = jax.tree.map(lambda p: jnp.stack([p] * N), params)
@@ -129,7 +130,7 @@ def train(optimizer, every, steps):
 
 def test_models_differ_until_they_are_averaged():
     """Every fourth step; on other steps all workers have models of their own."""
-    optimizer = dq.optax.liec(optax.sgd(0.3, momentum=0.5), "data", method=MINMAX)
+    optimizer = liec.liec(optax.sgd(0.3, momentum=0.5), "data", method=MINMAX)
     for number, models in enumerate(train(optimizer, 4, 9), start=1):
         for leaf in models.values():
             assert len({own.tobytes() for own in leaf}) == (1 if number % 4 == 0 else N)
@@ -143,11 +144,11 @@ def test_it_follows_plain_sgd():
         grads = jax.jit(jax.grad(loss_fn))(plain[-1], x)
         plain.append(jax.tree.map(lambda p, g: p - 0.3 * g, plain[-1], grads))
     for models, exact in zip(
-        train(dq.optax.liec(optax.sgd(0.3), "data", method=dq.F32(**SMALL)), 5, steps), plain[1:],
+        train(liec.liec(optax.sgd(0.3), "data", method=small(dq.F32())), 5, steps), plain[1:],
         strict=True,
     ):  # fmt: skip
         jax.tree.map(lambda p, q: np.testing.assert_allclose(p, [q] * N, atol=1e-6), models, exact)
-    rounded = train(dq.optax.liec(optax.sgd(0.3), "data", method=MINMAX), 5, steps)[-1]
+    rounded = train(liec.liec(optax.sgd(0.3), "data", method=MINMAX), 5, steps)[-1]
 
     def square(tree, other):
         apart = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), tree, other)
@@ -157,16 +158,20 @@ def test_it_follows_plain_sgd():
     assert 0 < apart < 0.004 * square(plain[0], plain[-1])  # 0.03 where errors are lost
 
 
-@pytest.mark.parametrize("method", [dq.DynamiQ(), dq.THC(), dq.OmniReduce(error_feedback=True)])
+@pytest.mark.parametrize(
+    "method", [dq.DynamiQ(), dq.comparators.THC(), dq.comparators.OmniReduce()]
+)
 def test_methods_without_fixed_chunks_are_refused(method):
-    with pytest.raises(ValueError, match=r"does not tell what its.*pass for example dq.MinMax"):
-        dq.optax.liec(optax.sgd(0.1), "data", method=method)
+    with pytest.raises(
+        ValueError, match=r"does not tell what its.*pass for example dq.comparators.MinMax"
+    ):
+        liec.liec(optax.sgd(0.1), "data", method=method)
 
 
 def test_topologies_and_periods_are_refused():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        LocalError(MINMAX).check(4, dq.Ring())
+        liec.LocalError(ALONE).check(4, dq.Ring())
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        dq.optax.average_every(0, jnp.int32(1), {}, "data")
+        liec.average_every(0, jnp.int32(1), {}, "data")
     with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):
-        dq.optax.liec(optax.sgd(0.1), "data", method=MINMAX).init({"w": jnp.ones(500)})
+        liec.liec(optax.sgd(0.1), "data", method=MINMAX).init({"w": jnp.ones(500)})

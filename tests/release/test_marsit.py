@@ -27,12 +27,19 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.marsit import workers_in
+from dynamiq_jax.comparators.marsit import workers_in
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(5)
 SIZE = 3011
 BLOCK = 256
-Marsit = functools.partial(dq.Marsit, block_size=BLOCK, **SMALL)
+
+
+def Marsit(**options) -> dq.Compression:
+    """The method, for leaves of any size."""
+    return dq.Compression(dq.comparators.Marsit(block_size=BLOCK, **options), **SMALL)
+
+
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (2, 5, 8) if n in served]
 
 
@@ -233,7 +240,7 @@ def steps_program(n, method, topology, steps, *, check_vma=True):
 
     def run(x):
         x = x[0]
-        state = dq.init_state(x, n, method=method, topology=topology)
+        state = as_compression(method, topology).init_state(x, n)
         state = lax.pcast(state, "data", to="varying") if check_vma else state
 
         def step(state, _):
@@ -274,7 +281,7 @@ def test_wire_bits_are_what_the_rounds_move(topology):
         total, state, _ = dq.reduce(x, "data", state=state, **options)
         return total, jax.tree.map(lambda leaf: leaf[None], state)
 
-    state = dq.init_state(own, n, method=method, topology=topology, stacked=True)
+    state = as_compression(method, topology).init_state(own, n, stacked=True)
     specs = {"in_specs": P("data"), "out_specs": (P(), P("data"))}
     step = jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
     hlo = step.lower(jnp.zeros((n, size)), state).compile().as_text()
@@ -283,11 +290,11 @@ def test_wire_bits_are_what_the_rounds_move(topology):
     names += re.findall(r"[\w.\-]+", " ".join(re.findall(r"branch_computations={(.*?)}", hlo)))
     sent = {name: sum(moved_bits(body, Counter(), n).values()) / n for name, body in bodies}
     branches = sorted(sent.pop(name) for name in set(names))
-    agreed, one_bit, full = method.round_bits(size, n, topology)
+    agreed, one_bit, full = method.method.round_bits(size, n, topology)
     assert (branches, sum(sent.values())) == ([one_bit, full], agreed)
-    assert method.wire_bits(size, n, topology) == agreed + (4 * one_bit + full) // 5
+    assert method.method.wire_bits(size, n, topology) == agreed + (4 * one_bit + full) // 5
     assert one_bit < 1.06 * 2 * (n - 1) / n * size
-    assert method.wire_bits(size, 1, topology) == 0
+    assert method.method.wire_bits(size, 1, topology) == 0
 
 
 def test_what_makes_no_sense_is_refused():
@@ -300,12 +307,11 @@ def test_what_makes_no_sense_is_refused():
         ({"scale": float("nan")}, "scale=nan must be above 0 and finite"),
         ({"block_size": 48}, "block_size=48 must be a positive multiple of 32, as 1024"),
         ({"block_size": 0}, "block_size=0 must be a positive multiple of 32"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            dq.Marsit(**fields)
+            dq.comparators.Marsit(**fields)
     with pytest.raises(ValueError, match="up to 4096 workers, and here are 5000; pass topology=dq"):
-        dq.init_state(jnp.zeros(1 << 20), 5000, method=dq.Marsit(), topology=dq.Ring())
+        as_compression(dq.comparators.Marsit(), dq.Ring()).init_state(jnp.zeros(1 << 20), 5000)
     x = jnp.ones((2, 8192))
-    with pytest.raises(ValueError, match=r"Marsit\(.* is only right with its state"):
+    with pytest.raises(ValueError, match=r"Marsit\(.* needs a state"):
         jax.vmap(lambda x: dq.psum(x, "data", method=Marsit()), axis_name="data")(x)

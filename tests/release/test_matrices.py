@@ -3,7 +3,6 @@
 The method here sums exactly and adds to every coordinate what tells its row and column.
 """
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh
+from cases import assert_same_bits, auto_mesh, small, wire_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import MatrixMethod, Outcome
 
 N = 4
@@ -28,7 +28,6 @@ N = 4
 class Numbered(MatrixMethod):
     """Adds 1000 times the row and once the column; its state is as large as its matrix."""
 
-    min_leaf_size: int = 10
     matrix: tuple[int, int] | None = None
 
     @property
@@ -42,16 +41,14 @@ class Numbered(MatrixMethod):
         rows, columns = self.shape_of(size)
         return 100 * rows + columns
 
-    def all_reduce(
-        self, x, axis_name, *, n_workers, topology, seed, divisor=1, state=(), metrics=False
-    ):
+    def all_reduce(self, x, call):
         rows, columns = self.shape_of(x.shape[0])
         numbers = 1000 * jnp.arange(rows)[:, None] + jnp.arange(columns)[None]
-        value = lax.psum(x, axis_name) / divisor + numbers.reshape(-1).astype(x.dtype)
-        return Outcome(value, jax.tree.map(lambda seen: seen + 1, state))
+        value = call.axis.psum(x) / call.divisor + numbers.reshape(-1).astype(x.dtype)
+        return Outcome(value, jax.tree.map(lambda seen: seen + 1, call.state))
 
 
-METHOD = Numbered()
+METHOD = dq.Compression(Numbered(), min_leaf_size=10)
 SHAPES = {
     "conv": (3, 2, 7),  # a matrix of 6 x 7
     "flat": (2, 40),  # too few rows
@@ -95,12 +92,12 @@ def test_matrices_are_reduced_alone_and_all_else_exactly():
         "vector": (None, "exact: no matrix"),
     }
     exact_bits = 32 * (80 + 9 + 80 + 50) * 2 * (N - 1) // N
-    assert dq.wire_bits(abstract(SHAPES), N, method=METHOD) == exact_bits + 607 + 508
+    assert wire_bits(METHOD)(abstract(SHAPES), N) == exact_bits + 607 + 508
 
 
 def test_states_have_the_shapes_of_matrices():
     x = inputs(SHAPES)
-    state = dq.init_state(abstract(SHAPES), N, method=METHOD, stacked=True)
+    state = as_compression(METHOD).init_state(abstract(SHAPES), N, stacked=True)
     assert [part["seen"].shape for part in state] == [(N, 6, 7), (N, 5, 8)]
 
     def one(tree, state):
@@ -144,10 +141,10 @@ def test_on_a_mesh_a_matrix_is_what_one_device_holds(kind):
 
 
 def test_states_on_a_mesh_are_those_of_parts():
-    options = {"method": METHOD, "mesh": jax.make_mesh((N, 2), ("data", "model")), "specs": SPECS}
-    state = dq.init_state(abstract(WHOLE), N, **options)
+    options = {"mesh": jax.make_mesh((N, 2), ("data", "model")), "specs": SPECS}
+    state = METHOD.init_state(abstract(WHOLE), N, **options)
     assert [part["seen"].shape for part in state] == [(2, 5, 4), (2, 4, 5)]
-    told = dq.explain(abstract(WHOLE), N, **options, verbose=False)
+    told = METHOD.explain(abstract(WHOLE), N, **options, verbose=False)
     assert [row.bucket for row in told.rows] == [0, 1, None]
     assert [8 * row.wire_bytes for row in told.rows[:2]] == [504, 405]
 
@@ -173,14 +170,15 @@ def test_topologies_are_refused():
 
 
 def test_arrays_of_an_unknown_matrix_are_single_rows():
-    assert METHOD.wire_bits(50, N, None) == 150
-    assert METHOD.of_matrix(5, 10).wire_bits(50, N, None) == 510
-    assert math.prod(METHOD.of_matrix(5, 10).shape_of(50)) == 50
+    known = Numbered(matrix=(5, 10))
+    assert Numbered().wire_bits(50, N, None) == 150
+    assert known.wire_bits(50, N, None) == 510
+    assert math.prod(known.shape_of(50)) == 50
 
 
 METHODS = {
-    "powersgd": dq.PowerSGD(rank=2, wire="f32", min_leaf_size=1),
-    "arc top-k": dq.ARCTopK(density=0.5, rank=2, wire="f32", min_leaf_size=1),
+    "powersgd": dq.comparators.PowerSGD(rank=2, wire="f32"),
+    "arc top-k": dq.comparators.ARCTopK(density=0.5, rank=2, wire="f32"),
 }
 
 
@@ -188,7 +186,7 @@ METHODS = {
 @pytest.mark.parametrize("kind", ["automatic", "manual", "manual, unchecked"])
 def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
     """Two steps with memory: a device's sums are those of a mesh of its own part alone."""
-    method, spec = METHODS[name], P(None, "model")
+    method, spec = small(dq.ErrorFeedback(METHODS[name])), P(None, "model")
     mesh = jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = np.random.default_rng(1).standard_normal((N, 24, 20)).astype(np.float32)
     manual = "manual" in kind
@@ -202,13 +200,13 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
         return total, jax.tree.map(lambda v: v[None], state)
 
     def alone(part):
-        state = dq.init_state(jnp.zeros(part.shape[1:]), N, method=method, stacked=True)
+        state = as_compression(method).init_state(jnp.zeros(part.shape[1:]), N, stacked=True)
         specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": (P(), P("data"))}
         return jax.jit(jax.shard_map(two_steps, **specs))(part, state)
 
     expected = [alone(part) for part in np.split(x, 2, axis=2)]
-    options = {"method": method, "mesh": mesh, "specs": spec, "stacked": True}
-    state = dq.init_state(jnp.zeros((24, 20)), N, **options)
+    options = {"mesh": mesh, "specs": spec, "stacked": True}
+    state = method.init_state(jnp.zeros((24, 20)), N, **options)
     if manual:  # parts of a state are told by the mesh alone
 
         def both(x, state):
@@ -236,7 +234,7 @@ def test_parts_on_a_mesh_are_reduced_as_if_there_were_no_others(name, kind):
 @pytest.mark.parametrize("name", METHODS)
 def test_groups_of_workers_sum_for_themselves(name):
     x = np.random.default_rng(2).standard_normal((4, 24, 20)).astype(np.float32)
-    method = dataclasses.replace(METHODS[name], error_feedback=False)
+    method = small(METHODS[name])
 
     def one(x, groups):
         total = dq.psum(x[0], "data", method=method, axis_index_groups=groups)

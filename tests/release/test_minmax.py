@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOW_LIMITS, assert_replicas_equal, auto_mesh, gradient
+from cases import assert_replicas_equal, auto_mesh, gradient, low
 from hlo import crossing_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.codecs import minmax
+from dynamiq_jax.comparators import minmax_codec as minmax
 
 KEY = jax.random.key(3)
 
@@ -110,7 +110,7 @@ def test_flash_communication_has_its_error_whatever_the_number_of_workers(bits, 
     The figures are of both roundings for everybody. An owner's own share is rounded once only.
     """
     x = jax.random.normal(jax.random.key(n), (n, 128 * 256))
-    method = dq.MinMax.flash_communication(bits, **LOW_LIMITS)
+    method = low(dq.comparators.MinMax.flash_communication(bits))
     one = partial(dq.psum, axis_name="data", method=method, topology=dq.Direct())
     found = jax.jit(jax.vmap(one, axis_name="data"))(x)
     assert_replicas_equal(found)
@@ -119,9 +119,9 @@ def test_flash_communication_has_its_error_whatever_the_number_of_workers(bits, 
 
 
 def test_presets_are_those_of_the_papers():
-    flash = dq.MinMax.flash_communication(5)
+    flash = dq.comparators.MinMax.flash_communication(5)
     assert (flash.bits, flash.bucket_size, flash.rounding) == (5, 128, "nearest")
-    gradients, weights = dq.MinMax.qsdp(), dq.MinMax.qsdp_weights(4)
+    gradients, weights = dq.comparators.MinMax.qsdp(), dq.comparators.MinMax.qsdp_weights(4)
     assert (gradients.bits, gradients.bucket_size, gradients.rounding) == (8, 1024, "stochastic")
     assert (weights.bits, weights.bucket_size, weights.rounding) == (4, 1024, "shift")
     leaf = jax.ShapeDtypeStruct((2**20,), jnp.float32)
@@ -131,9 +131,9 @@ def test_presets_are_those_of_the_papers():
 
 
 HALVES = {
-    "qsdp": dq.MinMax.qsdp(6, **LOW_LIMITS),
-    "flash": dq.MinMax.flash_communication(5, **LOW_LIMITS),
-    "weights": dq.MinMax.qsdp_weights(6, **LOW_LIMITS),
+    "qsdp": low(dq.comparators.MinMax.qsdp(6)),
+    "flash": low(dq.comparators.MinMax.flash_communication(5)),
+    "weights": low(dq.comparators.MinMax.qsdp_weights(6)),
 }
 
 
@@ -159,7 +159,7 @@ def test_halves_are_sums_of_slices_and_the_same_shards_for_all(name, topology):
 
 def test_wire_bits_of_halves_are_what_the_compiled_collectives_move():
     n, size = 4, 5000
-    method = dq.MinMax(bits=3, bucket_size=64, **LOW_LIMITS)
+    method = low(dq.comparators.MinMax(bits=3, bucket_size=64))
     maps = {"mesh": auto_mesh(n), "in_specs": P("data"), "out_specs": P("data")}
     x = jax.ShapeDtypeStruct((n, n * size), jnp.float32)
 
@@ -173,7 +173,7 @@ def test_wire_bits_of_halves_are_what_the_compiled_collectives_move():
         (lambda x: dq.psum_scatter(x[0], "data", topology=dq.Direct(), **options), dq.Direct()),
         (lambda x: dq.all_gather(x[0, :size], "data", **options), None),
     ):
-        assert method.sharded_wire_bits(size, n, topology) == 8 * (n - 1) * payload
+        assert method.method.sharded_wire_bits(size, n, topology) == 8 * (n - 1) * payload
         assert payload * n <= moved(f) <= 2.1 * payload * n  # operands, results
 
 
@@ -184,9 +184,8 @@ def test_wire_bits_of_halves_are_what_the_compiled_collectives_move():
         ({"bits": 4.5}, "bits=4.5"),
         ({"bucket_size": 30}, "bucket_size=30 must be a positive multiple of 4"),
         ({"rounding": "up"}, "rounding='up'"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],
 )
 def test_wrong_options_are_refused(options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        dq.MinMax(**options)
+        dq.comparators.MinMax(**options)

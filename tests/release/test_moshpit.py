@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, gradient, relative_error
+from cases import assert_replicas_equal, gradient, relative_error, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +18,7 @@ import dynamiq_jax as dq
 
 AXES = ("a", "b", "c")
 N = 8
-EXACT = dq.F32(min_leaf_size=0, min_bucket_size=0)
+EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 
 
 def grid(sizes):
@@ -73,7 +73,7 @@ def test_with_dead_peers_the_weights_that_go_along_make_the_mean_of_the_others()
 
 def test_compressed_rounds_end_in_equal_bits_close_to_the_mean():
     x = gradient(2, N, 5000)
-    method, direct = dq.DynamiQ(bits=8, **SMALL), dq.Direct()
+    method, direct = small(dq.DynamiQ(bits=8)), dq.Direct()
     found = rounds(grid((4, 2)), method, x, np.ones(N), carried=True, topology=direct)
     assert_replicas_equal(found[-1])
     assert 0 < relative_error(found[-1][0], np.asarray(x, np.float64).mean(0)) < 0.02

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dynamiq_jax.codecs import mx
+from dynamiq_jax.comparators import mx_codec as mx
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +11,36 @@ import numpy as np
 import pytest
 from cases import (
     LOOP,
-    SMALL,
     TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     bias,
+    small,
     vmapped,
+    wire_bits,
 )
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.codecs import mx
-from dynamiq_jax.methods.mx import ScaleState
-from dynamiq_jax.synthetic import lognormal_mixture
+from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.comparators import mx_codec as mx
+from dynamiq_jax.comparators.mx import ScaleState
+from dynamiq_jax.compression import as_compression
 
 SIZE = 8 * 256 - 77
-SHARED = {"sum": "shared-scale", **SMALL}
+SHARED: dict[str, Any] = {"sum": "shared-scale"}
 METHODS = {
-    "e4m3": dq.MXFP8(**SMALL),
-    "e5m2": dq.MXFP8(element="e5m2", **SMALL),
-    "e3m2": dq.MXFP6(**SMALL),
-    "e2m3": dq.MXFP6(element="e2m3", **SMALL),
-    "e2m1": dq.MXFP4(**SMALL),
-    "e4m3, shared": dq.MXFP8(**SHARED),
-    "e5m2, shared": dq.MXFP8(element="e5m2", **SHARED),
-    "e3m2, shared": dq.MXFP6(**SHARED),
-    "e2m3, shared": dq.MXFP6(element="e2m3", **SHARED),
-    "e2m1, shared": dq.MXFP4(**SHARED),
+    "e4m3": small(dq.comparators.MXFP8()),
+    "e5m2": small(dq.comparators.MXFP8(element="e5m2")),
+    "e3m2": small(dq.comparators.MXFP6()),
+    "e2m3": small(dq.comparators.MXFP6(element="e2m3")),
+    "e2m1": small(dq.comparators.MXFP4()),
+    "e4m3, shared": small(dq.comparators.MXFP8(**SHARED)),
+    "e5m2, shared": small(dq.comparators.MXFP8(element="e5m2", **SHARED)),
+    "e3m2, shared": small(dq.comparators.MXFP6(**SHARED)),
+    "e2m3, shared": small(dq.comparators.MXFP6(element="e2m3", **SHARED)),
+    "e2m1, shared": small(dq.comparators.MXFP4(**SHARED)),
 }
 ROUTES = [(name, n) for name, (_, served) in TOPOLOGIES.items() for n in (4, 5, 8) if n in served]
 CASES = [(list(METHODS)[3 * i % 10], *route) for i, route in enumerate(ROUTES)]
@@ -53,7 +56,7 @@ DTYPES = {
 
 def state_of(method, mu):
     """A state with the multiplier mu, for every worker the same."""
-    return (ScaleState(jnp.float32(mu)),) if method.sum == "shared-scale" else ((),)
+    return (ScaleState(jnp.float32(mu)),) if method.method.sum == "shared-scale" else ((),)
 
 
 @functools.cache
@@ -123,9 +126,9 @@ def mixture(seed):
 def test_a_ring_adds_as_the_definitions_say(name):
     """An independent ring in numpy: the same bits."""
     method, n = METHODS[name], 8
-    element = mx.ELEMENTS[method.element]
+    element = mx.ELEMENTS[method.method.element]
     x = np.asarray(mixture(2)).reshape(n, n, -1, 32)
-    if method.sum == "shared-scale":
+    if method.method.sum == "shared-scale":
         mu = 0.25
         largest = scale_exponents(x, element).max(axis=0).astype(np.float32)
         u, encode = x * np.exp2(-largest) * mu, cast
@@ -143,8 +146,8 @@ def test_a_ring_adds_as_the_definitions_say(name):
 
 
 SHARDED = {
-    "own scales": (dq.MXFP6(rounding="stochastic", **SMALL), dq.Ring()),
-    "shared scales": (dq.MXFP8(**SHARED), dq.Direct()),
+    "own scales": (small(dq.comparators.MXFP6(rounding="stochastic")), dq.Ring()),
+    "shared scales": (small(dq.comparators.MXFP8(**SHARED)), dq.Direct()),
 }
 
 
@@ -180,12 +183,14 @@ def test_means_trees_and_several_axes():
         "small": leaf((7,), jnp.float32).at[:].add(2.0**-20),
         "int": leaf((700,), jnp.int32),
     }
-    method = dq.MXFP8(sum="shared-scale", min_leaf_size=100, min_bucket_size=100)
+    method = dq.Compression(
+        dq.comparators.MXFP8(sum="shared-scale"), min_leaf_size=100, min_bucket_size=100
+    )
     grid = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), tree)
     one_worker = jax.tree.map(lambda x: x[0], tree)
 
     def reduced(op, topology, workers):
-        state = dq.init_state(one_worker, workers, method=method, topology=topology)
+        state = as_compression(method, topology).init_state(one_worker, workers)
         assert len(state) == 3
         state = tuple(ScaleState(jnp.float32(0.25)) for _ in state)
 
@@ -214,7 +219,9 @@ def room_for_leads(seed, n, size):
 
 
 def stochastic(name):
-    return dataclasses.replace(METHODS[name], rounding="stochastic")
+    request = METHODS[name]
+    method = dataclasses.replace(request.method, rounding="stochastic")
+    return dataclasses.replace(request, method=method)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e3m2", "e2m1", "e2m1, shared"])
@@ -263,11 +270,11 @@ def test_without_a_key_shared_scales_seed_the_noise():
 @pytest.mark.parametrize("name", ["e4m3, shared", "e2m1, shared"])
 def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
     method = METHODS[name]
-    element, n = mx.ELEMENTS[method.element], 4
+    element, n = mx.ELEMENTS[method.method.element], 4
     x = np.random.default_rng(11).standard_normal((n, SIZE)).astype(np.float32)
     step = stateful(method)
     safe = element.max_value / (2 ** (element.emax + 1) * n)
-    state = dq.init_state(jnp.zeros(SIZE), n, method=method, topology=LOOP)
+    state = as_compression(method, LOOP).init_state(jnp.zeros(SIZE), n)
     assert state[0].mu == np.float32(safe)
 
     def next_mu(x, mu):
@@ -277,7 +284,7 @@ def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
         return after[0]
 
     compiled_before = step._cache_size()
-    assert next_mu(x, safe) == pytest.approx(safe * method.growth, rel=1e-6)
+    assert next_mu(x, safe) == pytest.approx(safe * method.method.growth, rel=1e-6)
     assert next_mu(x, 0.8) == np.float32(0.4)
     # The threshold counts finished sums of finite blocks; NaN blocks are none.
     assert next_mu(np.where(np.arange(SIZE) == 40, np.nan, 0 * x), safe) > safe
@@ -300,7 +307,7 @@ def test_multiplier_halves_on_saturation_and_grows_otherwise(name):
 def test_without_state_shared_scales_use_the_safe_multiplier():
     method, n = METHODS["e4m3, shared"], 4
     x = np.random.default_rng(12).standard_normal((n, SIZE)).astype(np.float32)
-    (safe,) = dq.init_state(jnp.zeros(SIZE), n, method=method, topology=LOOP)
+    (safe,) = as_compression(method, LOOP).init_state(jnp.zeros(SIZE), n)
     found = vmapped(method)(x, None)
     assert_replicas_equal(found)
     # A division by a constant may become a product with its inverse.
@@ -318,10 +325,10 @@ def test_without_state_shared_scales_use_the_safe_multiplier():
 def test_wire_bits_are_those_of_elements_and_scales(method, topology, n, bits):
     size = 3000
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = dq.wire_bits(leaf, n, method=method, topology=topology)
+    promised = wire_bits(method, topology)(leaf, n)
     padded = -(-size // (128 * n)) * 128 * n
     share = 2 * (n - 1) / n
-    if method.sum == "recompress":
+    if method.method.sum == "recompress":
         assert promised == share * padded * bits
     else:
         assert promised == share * (padded * (bits - 0.25) + -(-size // 32) * 8)
@@ -350,7 +357,7 @@ def test_error_on_the_papers_mixture(name):
     method, found = METHODS[name], []
     for seed in range(4):
         x = mixture(seed)
-        estimate = summed(method, LOOP, x, mu=MULTIPLIERS[method.element])[0]
+        estimate = summed(method, LOOP, x, mu=MULTIPLIERS[method.method.element])[0]
         found.append(float(dq.vnmse(estimate, np.sum(np.asarray(x, np.float64), axis=0))))
     print(f"{name}: vNMSE {np.mean(found):.2e}, by seed {found}")
     assert np.mean(found) == pytest.approx(PINNED[name], rel=0.1)
@@ -358,14 +365,14 @@ def test_error_on_the_papers_mixture(name):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="element='e2m1'; expected one of 'e4m3', 'e5m2'"):
-        dq.MXFP8(element="e2m1")  # type: ignore
+        dq.comparators.MXFP8(element="e2m1")  # type: ignore
     with pytest.raises(ValueError, match="sum='psum'; expected one of"):
-        dq.MXFP6(sum="psum")  # type: ignore
+        dq.comparators.MXFP6(sum="psum")  # type: ignore
     with pytest.raises(ValueError, match="rounding='up'; expected one of"):
-        dq.MXFP4(rounding="up")  # type: ignore
+        dq.comparators.MXFP4(rounding="up")  # type: ignore
     with pytest.raises(ValueError, match="max_saturated=2 is no fraction"):
-        dq.MXFP4(max_saturated=2)
+        dq.comparators.MXFP4(max_saturated=2)
     with pytest.raises(ValueError, match="growth=0.5 must lie between 1 and 2"):
-        dq.MXFP4(growth=0.5)
+        dq.comparators.MXFP4(growth=0.5)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must not be negative"):
-        dq.MXFP4(bucket_bytes=-1)
+        dq.Compression(dq.comparators.MXFP4(), bucket_bytes=-1)

@@ -11,39 +11,39 @@ from cases import (
     assert_same_bits,
     auto_mesh,
     first_state,
+    low,
     relative_error,
     stepper,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_wire_bytes import LOW_LIMITS
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
-THC = functools.partial(dq.THC, piece_size=1024, **LOW_LIMITS)
-CLTK = functools.partial(dq.CLTK, chunk_size=64, **LOW_LIMITS)
-SIDCo = functools.partial(dq.SIDCo, block_size=64, **LOW_LIMITS)
-OmniReduce = functools.partial(dq.OmniReduce, block_size=64, **LOW_LIMITS)
-METHODS = {
-    "thc": THC(),
-    "thc, two-shot": THC(form="two-shot"),
-    "thc, memory": THC(bits=2, error_feedback=True),
-    "thc, two-shot, memory": THC(bits=3, form="two-shot", error_feedback=True),
-    "thc, saturating, memory": THC(
-        bits=3, sum_bits=4, form="two-shot", table=False, saturate=True, error_feedback=True
-    ),
-    "omnireduce": OmniReduce(),
-    "omnireduce, union": OmniReduce(select="union"),
-    "omnireduce, memory": OmniReduce(density=0.3, error_feedback=True),
-    "omnireduce, union, memory": OmniReduce(density=0.3, select="union", error_feedback=True),
-    "clt-k": CLTK(density=0.5, error_feedback=False),
+THC = functools.partial(dq.comparators.THC, piece_size=1024)
+CLTK = functools.partial(dq.comparators.CLTK, chunk_size=64)
+OmniReduce = functools.partial(dq.comparators.OmniReduce, block_size=64)
+MEMORIES = {
+    "thc, memory": THC(bits=2),
+    "thc, two-shot, memory": THC(bits=3, form="two-shot"),
+    "thc, saturating, memory": THC(bits=3, sum_bits=4, form="two-shot", table=False, saturate=True),
+    "omnireduce, memory": OmniReduce(density=0.3),
+    "omnireduce, union, memory": OmniReduce(density=0.3, select="union"),
     "clt-k, memory": CLTK(density=0.3),
-    "sidco, memory": SIDCo(density=0.3),
+    "sidco, memory": dq.comparators.SIDCo(block_size=64, density=0.3),
 }
+METHODS = {
+    "thc": low(THC()),
+    "thc, two-shot": low(THC(form="two-shot")),
+    "omnireduce": low(OmniReduce()),
+    "omnireduce, union": low(OmniReduce(select="union")),
+    "clt-k": low(CLTK(density=0.5)),
+} | {name: low(dq.ErrorFeedback(method)) for name, method in MEMORIES.items()}
 SOME = ["thc", "thc, two-shot, memory", "omnireduce", "omnireduce, union, memory"]
 SOME += ["clt-k", "clt-k, memory", "sidco, memory"]
-WITH_STATE = [name for name in SOME if METHODS[name].needs_state]
-MEMORY = [name for name, method in METHODS.items() if method.error_feedback]
+WITH_STATE = [name for name in SOME if METHODS[name].method.needs_state]
+MEMORY = list(MEMORIES)
 KEY = jax.random.key(1)
 
 
@@ -115,7 +115,7 @@ def test_states_travel_through_shard_map_and_scan(name):
 
     def steps(x):
         x = x[0]
-        state = lax.pcast(dq.init_state(x, n, method=method), "data", to="varying")
+        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
 
         def step(state, _):
             options = {"op": "sum", "method": method, "key": KEY}
@@ -160,8 +160,8 @@ def test_topologies_and_missing_states_are_refused(name):
 
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         run(topology=dq.Ring())
-    if method.needs_state:
-        with pytest.raises(ValueError, match="only right with its state"):
+    if method.method.needs_state:
+        with pytest.raises(ValueError, match="needs a state"):
             run()
     else:
         assert run().shape == x.shape

@@ -6,14 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, sharded, vmapped
+from cases import assert_replicas_equal, sharded, small, vmapped
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 BLOCK = 16
 N = 8
 KEY = jax.random.key(0)
-OmniReduce = functools.partial(dq.OmniReduce, block_size=BLOCK, **SMALL)
+
+
+def OmniReduce(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.OmniReduce(block_size=BLOCK, **options))
 
 
 def draw(seed, blocks, n=N):
@@ -76,8 +81,9 @@ def test_blocks_of_most_energy_are_summed_and_others_are_zero(density, size):
 
 def test_chunked_top_k_is_its_definition():
     """J chunks of the largest sum of squared norms, whole, and the rest in memory for later."""
-    x, method = draw(7, 4 * 40), dq.OmniReduce.top_k_chunked(density=0.25, **SMALL)
-    assert (method.block_size, method.error_feedback) == (4 * BLOCK, True)
+    alone = dq.comparators.OmniReduce.top_k_chunked(density=0.25)
+    x, method = draw(7, 4 * 40), small(dq.ErrorFeedback(alone))
+    assert alone.block_size == 4 * BLOCK
     chunks = x.reshape(N, 40, 64)
     order = np.argsort(-np.sum(chunks**2, axis=(0, 2), dtype=np.float64))
     found, state = stepper(method)(x, start(method, x))
@@ -86,7 +92,9 @@ def test_chunked_top_k_is_its_definition():
     left = np.asarray(state[0].residual).reshape(N, 40, 64)
     np.testing.assert_array_equal(left[:, ~sent], chunks[:, ~sent])
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    bits = dq.explain(leaf, N, method=dq.OmniReduce.top_k_chunked(1 / 16), verbose=False)
+    bits = dq.explain(
+        leaf, N, method=dq.comparators.OmniReduce.top_k_chunked(1 / 16), verbose=False
+    )
     assert bits.bits_per_coord == 16 / 16 + 16 / 64  # 16 J C / d + 16 / C
 
 
@@ -142,7 +150,7 @@ def stepper(method):
 
 def start(method, x, fraction=None):
     """Every worker's first state, perhaps with another k."""
-    state = dq.init_state(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), len(x), method=method)
+    state = as_compression(method).init_state(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), len(x))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (len(x), *s.shape)), state)
     if fraction is not None:
         state = (state[0]._replace(fraction=jnp.full(len(x), fraction, jnp.float32)),)
@@ -225,7 +233,7 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(n=8, **options):
-        method = dq.OmniReduce(**options)
+        method = dq.comparators.OmniReduce(**options)
         return dq.explain(leaf, n, method=method, verbose=False).bits_per_coord
 
     assert bits() == 16 * 0.5 + 16 / 256
@@ -241,9 +249,8 @@ def test_bits_per_coordinate():
         ({"density": 1.5}, "density=1.5 must be above 0 and at most 1"),
         ({"block_size": 0}, "block_size=0 must be a positive integer"),
         ({"select": "random"}, "select='random'; expected one of"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1"),
     ],
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.OmniReduce(**fields)
+        dq.comparators.OmniReduce(**fields)

@@ -51,7 +51,7 @@ def test_one_half_of_an_all_reduce(collective):
 STATELESS = [
     name
     for name, row in EVERY_METHOD.items()
-    if not row.method.needs_state and row.columns is None and "thc" not in name
+    if not row.method.method.needs_state and row.columns is None and "thc" not in name
 ]
 """But for "thc", whose rotation adds up what is not exact, and methods of matrices, whose products
 do."""

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, assert_same_bits, sharded, vmapped
+from cases import assert_replicas_equal, assert_same_bits, sharded, small, vmapped
 
 import dynamiq_jax as dq
 
 KEY = jax.random.key(0)
-METHOD = dq.PermK(**SMALL)
+METHOD = small(dq.comparators.PermK())
 
 
 def draw(seed, n, size=1003):
@@ -98,12 +98,12 @@ def test_devices_give_the_bits_of_vmap():
 
 def test_bits_per_coordinate_and_refusals():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    told = dq.explain(leaf, 8, method=dq.PermK(), verbose=False)
+    told = dq.explain(leaf, 8, method=dq.comparators.PermK(), verbose=False)
     assert told.bits_per_coord == pytest.approx(8, rel=1e-4)
     with pytest.raises(NotImplementedError, match=r"PermK gathers natively.*leave topology=None"):
-        dq.explain(leaf, 8, method=dq.PermK(), topology=dq.Ring())
+        dq.explain(leaf, 8, method=dq.comparators.PermK(), topology=dq.Ring())
 
 
 def test_bad_fields():
     with pytest.raises(ValueError, match="min_leaf_size=-1"):
-        dq.PermK(min_leaf_size=-1)
+        dq.Compression(dq.comparators.PermK(), min_leaf_size=-1)

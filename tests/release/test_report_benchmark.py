@@ -1,4 +1,4 @@
-"""benchmarks/report.py: its tables, the paper's figures beside ours, and figures that are kept."""
+"""evidence/report.py: its tables, the paper's figures beside ours, and figures that are kept."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 
 import accuracy
 import report
@@ -18,8 +18,8 @@ import report_measure
 import report_published
 from report_measure import Row
 
-from dynamiq_jax.bench import error
-from dynamiq_jax.simulate import PUBLISHED
+from dynamiq_jax.commands.bench import error
+from dynamiq_jax.commands.simulate import PUBLISHED
 
 OPTIONS = ["--models", "tiny", "--seeds", 2, "--super-groups", 4]
 SIZES = (4096, 5000)
@@ -51,7 +51,7 @@ def fakes(monkeypatch):
         return vnmse(method, max(seeds, len(gradients)))
 
     def fake_error_measure(reduce, gradients, seeds, sizes):
-        found = np.asarray(vnmse(reduce.keywords["method"], seeds))
+        found = np.asarray(vnmse(reduce.keywords["method"].method, seeds))
         leaves = np.stack([found * 3, found * 7], axis=1)
         return error.Errors(found, leaves, np.ones((seeds, len(sizes))))
 

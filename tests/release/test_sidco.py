@@ -1,6 +1,5 @@
 """SIDCo: the estimator on numbers of known distribution, and the blocks that the method sends."""
 
-import functools
 import math
 
 import jax
@@ -8,22 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     first_state,
+    small,
     stepper,
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import sidco
+from dynamiq_jax.comparators import sidco
+from dynamiq_jax.compression import as_compression
 
 KEY = jax.random.key(0)
 BLOCK, N = 16, 4
-SIDCo = functools.partial(dq.SIDCo, block_size=BLOCK, **SMALL)
+
+
+def PLAIN(**options):
+    """The method without memory, however small a leaf is."""
+    return small(dq.comparators.SIDCo(block_size=BLOCK, **options))
+
+
+def SIDCo(**options):
+    """Error feedback around it."""
+    return small(dq.ErrorFeedback(dq.comparators.SIDCo(block_size=BLOCK, **options)))
 
 
 def kept(numbers, density):
@@ -123,7 +132,7 @@ def check_sum(found, x, sent):
 
 def test_all_workers_sum_the_blocks_above_the_threshold():
     """And in the room that is left others in order, from the place of the state."""
-    x, method = draw(2), SIDCo(density=0.1, headroom=1.5, error_feedback=False)
+    x, method = draw(2), PLAIN(density=0.1, headroom=1.5)
     found = np.asarray(vmapped(method, None)(x, KEY))
     assert_replicas_equal(found)
     sent = np.any(blocks_of(found[0]) != 0, axis=1)
@@ -149,7 +158,7 @@ def test_who_finds_no_room_is_first_in_the_next_step():
         sent = np.any(blocks_of(found[0]) != 0, axis=1)
         if step == 0:  # later blocks that wait are larger than those that were sent
             np.testing.assert_array_equal(sent, np.arange(80) < 10)
-        assert np.all(state[0].place == 10 * (step + 1))
+        assert np.all(state[0].inner.place == 10 * (step + 1))
     assert sent.sum() == 10
     assert np.all(sent[20:30])
 
@@ -160,7 +169,7 @@ def test_who_finds_no_room_is_first_in_the_next_step():
 )
 def test_the_number_of_stages_finds_its_place(scales, density, settled):
     """Only at the end of a period, on all workers alike; then about the density is above."""
-    method = SIDCo(density=density, error_feedback=False)
+    method = PLAIN(density=density)
     state, run = first_state(method, draw(0, scales=scales), N), stepper(method)
     counts = []
     for step in range(15):
@@ -199,12 +208,12 @@ def test_devices_choose_alike_though_their_memories_differ():
     x, method = draw(5, 300), SIDCo(density=0.2, headroom=1.25)
 
     def one(x):
-        state = dq.init_state(x[0], N, method=method)
+        state = as_compression(method).init_state(x[0], N)
         return jax.tree.map(lambda v: v[None], dq.reduce(x[0], "data", method=method, state=state))
 
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
     found = jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))(x)
-    assert_replicas_equal((found.tree, found.state[0]._replace(residual=None)))
+    assert_replicas_equal((found.tree, found.state[0].inner))
     left = np.asarray(found.state[0].residual)
     assert len({part.tobytes() for part in left}) == N
     unsent = np.asarray(found.tree[0]) == 0
@@ -216,7 +225,9 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(**options):
-        return dq.explain(leaf, 8, method=dq.SIDCo(**options), verbose=False).bits_per_coord
+        return dq.explain(
+            leaf, 8, method=dq.comparators.SIDCo(**options), verbose=False
+        ).bits_per_coord
 
     assert bits() == pytest.approx(16 * 0.1 + 16 / 64, rel=1e-3)
     assert bits(density=0.5, headroom=3, block_size=256) == 16 + 16 / 256
@@ -229,9 +240,8 @@ def test_bits_per_coordinate():
         ({"headroom": 0.9}, "headroom=0.9 must be at least 1"),
         ({"headroom": math.nan}, "headroom=nan must be at least 1"),
         ({"block_size": 1.5}, "block_size=1.5; expected int"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1"),
     ],
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.SIDCo(**fields)
+        dq.comparators.SIDCo(**fields)

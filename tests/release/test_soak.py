@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import assert_replicas_equal, auto_mesh, compilations
+from cases import assert_replicas_equal, auto_mesh, compilations, small
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import as_compression
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
@@ -30,38 +31,40 @@ STEPS = int(os.environ.get("SOAK_STEPS", "24"))
 EPISODE = 12
 SMALL = {"min_leaf_size": 1, "min_bucket_size": 512}
 DYNAMIQ = [
-    dq.DynamiQ(**SMALL),
-    dq.DynamiQ(bits=4, rounding="correlated", **SMALL),
-    dq.DynamiQ(bits=6, widths=(0, 2, 4, 6, 8, 10), bucket_bytes=4096, **SMALL),
-    dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False, **SMALL),
+    small(dq.DynamiQ()),
+    small(dq.DynamiQ(bits=4, rounding="correlated")),
+    dq.Compression(dq.DynamiQ(bits=6, widths=(0, 2, 4, 6, 8, 10)), bucket_bytes=4096, **SMALL),
+    small(dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False)),
 ]
-SHARED = dq.MXFP8(sum="shared-scale", **SMALL)
-MEMORY = dq.THC(error_feedback=True, piece_size=256, **SMALL)
-POWER = dq.PowerSGD(rank=2, min_leaf_size=1)
+SHARED = small(dq.comparators.MXFP8(sum="shared-scale"))
+MEMORY = small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256)))
+POWER = small(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)))
 HOP_BY_HOP = [
     SHARED,
-    dq.MXFP8(element="e5m2", bucket_bytes=4096, **SMALL),
-    dq.MXFP6(rounding="stochastic", **SMALL),
-    dq.MXFP4(sum="shared-scale", rounding="stochastic", **SMALL),
-    dq.BF16(**SMALL),
-    dq.F32(**SMALL),
-    dq.ErrorFeedback(dq.MinMax(**SMALL), kind="ef14"),
-    dq.ErrorFeedback(dq.MXFP4(**SMALL), kind="ef21m"),
-    dq.ErrorFeedback(dq.MXFP8(sum="shared-scale", **SMALL), kind="econtrol"),
-    dq.Marsit(period=4, block_size=32, **SMALL),
+    dq.Compression(dq.comparators.MXFP8(element="e5m2"), bucket_bytes=4096, **SMALL),
+    small(dq.comparators.MXFP6(rounding="stochastic")),
+    small(dq.comparators.MXFP4(sum="shared-scale", rounding="stochastic")),
+    small(dq.BF16()),
+    small(dq.F32()),
+    small(dq.ErrorFeedback(dq.comparators.MinMax(), kind="ef14")),
+    small(dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21m")),
+    small(dq.ErrorFeedback(dq.comparators.MXFP8(sum="shared-scale"), kind="econtrol")),
+    small(dq.comparators.Marsit(period=4, block_size=32)),
 ]
 NATIVE = [
     MEMORY,
-    dq.THC(table=False, bits=6, piece_size=256, **SMALL),
-    dq.THC(form="two-shot", error_feedback=True, bucket_bytes=4096, **SMALL),
-    dq.OmniReduce(block_size=32, **SMALL),
-    dq.OmniReduce(block_size=32, error_feedback=True, **SMALL),
-    dq.OmniReduce(block_size=32, select="union", error_feedback=True, **SMALL),
-    dq.ErrorFeedback(dq.THC(piece_size=256, **SMALL), kind="ef21"),
-    dq.CLTK(density=0.2, **SMALL),
-    dq.SIDCo(density=0.2, block_size=32, **SMALL),
+    small(dq.comparators.THC(table=False, bits=6, piece_size=256)),
+    dq.Compression(
+        dq.ErrorFeedback(dq.comparators.THC(form="two-shot")), bucket_bytes=4096, **SMALL
+    ),
+    small(dq.comparators.OmniReduce(block_size=32)),
+    small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=32))),
+    small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=32, select="union"))),
+    small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256), kind="ef21")),
+    small(dq.ErrorFeedback(dq.comparators.CLTK(density=0.2))),
+    small(dq.ErrorFeedback(dq.comparators.SIDCo(density=0.2, block_size=32))),
     POWER,
-    dq.ARCTopK(density=0.5, rank=2, min_leaf_size=1),
+    small(dq.ErrorFeedback(dq.comparators.ARCTopK(density=0.5, rank=2))),
 ]
 TOPOLOGIES = [dq.Ring(), dq.Ring(unroll_up_to=1), dq.Butterfly(), dq.Direct(), None]
 
@@ -113,7 +116,7 @@ def train(sizes, method, topology, seed):
     def copies(tree):
         return jax.device_put(jax.tree.map(lambda p: jnp.stack([p] * 8), tree), everywhere)
 
-    memory = dq.init_state(params, 8, method=method, topology=topology)
+    memory = as_compression(method, topology).init_state(params, 8)
     own = copies((params, optimizer.init(params), memory))
     rng, losses = np.random.default_rng(seed), []
     target = rng.normal(size=(33, 5)).astype(np.float32)

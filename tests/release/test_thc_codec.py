@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynamiq_jax.codecs import hadamard, thc
-from dynamiq_jax.metrics import vnmse
+from dynamiq_jax.comparators import hadamard
+from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.methods.metrics import vnmse
 from pallas_kernels import slot_noise
 
 SEED = np.array([3, 4], np.uint32)

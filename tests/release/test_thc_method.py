@@ -8,20 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    SMALL,
     assert_replicas_equal,
     assert_same_bits,
     bias,
     relative_error,
     sharded,
+    small,
     vmapped,
+    wire_bits,
 )
 from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 
 import dynamiq_jax as dq
-from dynamiq_jax.codecs import hadamard, thc
+from dynamiq_jax.comparators import hadamard
+from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import Call
 
-SHORT: dict[str, Any] = {"piece_size": 1024, **SMALL}
+SHORT: dict[str, Any] = {"piece_size": 1024}
 FORMS = ("psum", "two-shot")
 METHODS: dict[str, dict[str, Any]] = {
     "table": {},
@@ -35,7 +39,7 @@ SEED = jnp.array([7, 8], jnp.uint32)
 
 
 def reduce(method, x, key=KEY):
-    return np.asarray(vmapped(method, None)(x, key))
+    return np.asarray(vmapped(small(method), None)(x, key))
 
 
 def total_of(x):
@@ -46,9 +50,9 @@ def total_of(x):
 def test_both_forms_and_both_maps_give_the_same_bits_on_all_workers(name):
     n = 8
     x = jnp.asarray(lognormal_scaled(n, 5000))
-    methods = [dq.THC(form=form, **METHODS[name], **SHORT) for form in FORMS]
+    methods = [dq.comparators.THC(form=form, **METHODS[name], **SHORT) for form in FORMS]
     runs = (vmapped, sharded) if name == "3 bits" else (vmapped,)
-    found = [np.asarray(run(m, None)(x, KEY)) for m in methods for run in runs]
+    found = [np.asarray(run(small(m), None)(x, KEY)) for m in methods for run in runs]
     assert_replicas_equal(np.concatenate(found))
     assert relative_error(found[0][0], total_of(x)) < 0.1
     # Other keys round differently.
@@ -57,11 +61,11 @@ def test_both_forms_and_both_maps_give_the_same_bits_on_all_workers(name):
 
 
 def test_one_worker_alone_is_a_round_trip_of_the_codec():
-    method, x = dq.THC(**SHORT), jnp.asarray(lognormal_scaled(1, 1024))
+    method, x = dq.comparators.THC(**SHORT), jnp.asarray(lognormal_scaled(1, 1024))
     seed = jnp.array([5, 6], jnp.uint32)
 
     def one(x):
-        return method.all_reduce(x, "data", n_workers=1, topology=None, seed=seed)[0]
+        return method.all_reduce(x, Call(Axis(("data",)), None, seed)).value
 
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))[0]
     scale = np.sqrt(np.mean(np.asarray(x[0], np.float64) ** 2))
@@ -75,7 +79,7 @@ def test_one_worker_alone_is_a_round_trip_of_the_codec():
 def test_unbiased_without_clipping():
     """p = 1e-9: nothing is clipped. Scores as in `cases.Bias`, of 8 blocks of 256 coordinates."""
     samples = 300
-    method, x = dq.THC(p=1e-9, **SHORT), jnp.asarray(lognormal_scaled(3, 2048))
+    method, x = dq.comparators.THC(p=1e-9, **SHORT), jnp.asarray(lognormal_scaled(3, 2048))
     exact = total_of(x)
     total, squared = np.zeros((2, 2048))
     for key in jax.random.split(jax.random.key(3), samples):
@@ -97,7 +101,7 @@ def options_of(code) -> dict[str, Any]:
 @pytest.mark.parametrize("code", CODES)
 def test_error_of_independent_and_of_identical_workers(code):
     """The oracles, at D = 2^17: rounding and clipping of one worker, and of a mean of eight."""
-    method = dq.THC(**options_of(code))
+    method = dq.comparators.THC(**options_of(code))
     draws = [jnp.asarray(lognormal_scaled(8, seed=seed)) for seed in range(2)]
     found = [relative_error(reduce(method, x)[0], total_of(x)) for x in draws]
     assert np.mean(found) == pytest.approx(INDEPENDENT[code], rel=0.05)
@@ -114,12 +118,12 @@ def test_error_of_independent_and_of_identical_workers(code):
 @pytest.mark.parametrize(("n", "options"), [(8, {}), (17, {"table": False})])
 def test_lanes_that_are_full_do_not_overflow(form, n, options):
     """Every coordinate of every worker clips at the top: sums of 8 x 30 and 17 x 15 = 255."""
-    method = dq.THC(form=form, p=0.5, sum_bits=8, **options, **SHORT)
+    method = dq.comparators.THC(form=form, p=0.5, sum_bits=8, **options, **SHORT)
     seed = jnp.array([7, 8], jnp.uint32)
     x = jnp.broadcast_to(hadamard.unrotate(jnp.ones(1024), seed), (n, 1024))
 
     def one(x):
-        return method.all_reduce(x, "data", n_workers=n, topology=None, seed=seed)[0]
+        return method.all_reduce(x, Call(Axis(("data",)), None, seed)).value
 
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
     expected = n * thc.clip_threshold(0.5) * np.asarray(x[0])
@@ -127,14 +131,14 @@ def test_lanes_that_are_full_do_not_overflow(form, n, options):
 
 
 def test_sums_that_would_overflow_are_refused():
-    eight_bits, x = dq.THC(sum_bits=8, **SHORT), jnp.zeros((9, 1024))
+    eight_bits, x = dq.comparators.THC(sum_bits=8, **SHORT), jnp.zeros((9, 1024))
     with pytest.raises(ValueError, match=r"9 workers.*granularity=30 reach 270.*the 255 of 8 bits"):
         reduce(eight_bits, x)
     with pytest.raises(ValueError, match="pass sum_bits=9, or a granularity of at most 28"):
-        dq.wire_bits(x[0], 9, method=eight_bits)
+        wire_bits(small(eight_bits))(x[0], 9)
     with pytest.raises(ValueError, match="exceeds the 2147483647 of 31 bits; pass a gran.* most 7"):
-        dq.THC().check(1 << 28, None)
-    assert reduce(dq.THC(sum_bits=9, **SHORT), x).shape == x.shape
+        dq.comparators.THC().check(1 << 28, None)
+    assert reduce(dq.comparators.THC(sum_bits=9, **SHORT), x).shape == x.shape
 
 
 SATURATING: dict[str, Any] = {"form": "two-shot", "table": False, "saturate": True, **SHORT}
@@ -145,7 +149,7 @@ def with_seed(method, x):
     pieces = x.shape[1] // 1024
 
     def one(own):
-        found = method.all_reduce(own, "data", n_workers=len(x), topology=None, seed=SEED)[0]
+        found = method.all_reduce(own, Call(Axis(("data",)), None, SEED)).value
         return hadamard.rotate(found.reshape(pieces, -1), SEED)
 
     return np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x), np.float64)
@@ -165,7 +169,7 @@ def ends_of(method, n):
 )
 def test_sums_saturate_as_often_as_normal_numbers_exceed_them(n, bits, sum_bits, p):
     """Workers of equal norms: their rotated coordinates are normal, and add up as sqrt(n)."""
-    method = dq.THC(bits=bits, sum_bits=sum_bits, p=p, **SATURATING)
+    method = dq.comparators.THC(bits=bits, sum_bits=sum_bits, p=p, **SATURATING)
     x = np.random.default_rng(n).standard_normal((n, 32, 1024))
     x /= np.sqrt(np.mean(x**2, axis=2, keepdims=True))
     sums = with_seed(method, jnp.asarray(x.reshape(n, -1), jnp.float32))
@@ -186,7 +190,7 @@ def test_sums_saturate_as_often_as_normal_numbers_exceed_them(n, bits, sum_bits,
 
 def test_full_sums_end_at_their_bits_and_do_not_wrap():
     """Every coordinate of every worker clips, the first half at the bottom."""
-    method = dq.THC(p=0.5, sum_bits=5, **SATURATING)
+    method = dq.comparators.THC(p=0.5, sum_bits=5, **SATURATING)
     sign = np.where(np.arange(1024) < 512, -1, 1).astype(np.float32)
     x = hadamard.unrotate(jnp.asarray(sign)[None], SEED)
     sums = with_seed(method, jnp.broadcast_to(x, (8, 1024)))
@@ -200,7 +204,7 @@ def test_sums_that_fit_do_not_saturate():
     x = lognormal_scaled(1, 5000) * (1 + jnp.arange(7.0)[:, None] / 100)
     options = {**SATURATING, "sum_bits": 7, "p": 0.5}
     first, *others = (
-        reduce(dq.THC(**{**options, **changed}), x)
+        reduce(dq.comparators.THC(**{**options, **changed}), x)
         for changed in ({}, {"saturate": False}, {"saturate": False, "form": "psum"})
     )
     for other in others:
@@ -218,18 +222,17 @@ def test_sums_that_fit_do_not_saturate():
         ({"piece_size": 100}, "piece_size is 100"),
         ({"form": "ring"}, "form='ring'; expected one of"),
         ({"sum_bits": 32}, "sum_bits=32 must be 1 to 31"),
-        ({"min_leaf_size": -1}, "min_leaf_size=-1"),
     ],
 )
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        dq.THC(**fields)
+        dq.comparators.THC(**fields)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_pieces_of_zeros(form):
     """Pieces of 1024: zeros on no worker, on all, and on all but one."""
-    method = dq.THC(form=form, **SHORT)
+    method = dq.comparators.THC(form=form, **SHORT)
     x = jnp.asarray(lognormal_scaled(3, 3 * 1024)).at[:, 1024:2048].set(0).at[:2, 2048:3072].set(0)
     found = reduce(method, x)
     assert_replicas_equal(found)
@@ -242,7 +245,7 @@ def test_pieces_of_zeros(form):
 def test_any_magnitude_will_do(magnitude):
     x = np.float32(magnitude) * np.random.default_rng(0).uniform(-1, 1, (2, 1024))
     x = x.astype(np.float32)
-    found = reduce(dq.THC(**SHORT), jnp.asarray(x))[0] / np.float64(magnitude)
+    found = reduce(dq.comparators.THC(**SHORT), jnp.asarray(x))[0] / np.float64(magnitude)
     assert relative_error(found, total_of(x / np.float64(magnitude))) < 0.1
 
 
@@ -250,7 +253,7 @@ def test_bits_per_coordinate():
     leaf = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 
     def bits(n, **options):
-        found = dq.explain(leaf, n, method=dq.THC(**options), verbose=False)
+        found = dq.explain(leaf, n, method=dq.comparators.THC(**options), verbose=False)
         return round(found.bits_per_coord, 2)
 
     assert [bits(n) for n in (2, 8, 9, 136)] == [6.4, 8, 10.67, 16]

@@ -9,15 +9,14 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 import pallas_kernels as pk
-from dynamiq_jax._compat import AxisNames
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
+from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
-from dynamiq_jax.seeds import Seed
 
 
 class SharedPlan(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The facts that all workers know ahead of the first encoding."""
 
     plan: Plan
     noise: UInt[Array, "slots 8"]
@@ -27,7 +26,7 @@ class SharedPlan(NamedTuple):
 def statistics(
     x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
 ) -> Float[Array, "k rows"]:
-    """What one worker contributes to the plan, bf16."""
+    """The statistics that one worker contributes to the plan, bf16."""
     mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
     return pack_statistics(mean, sqnorm, layout)
 
@@ -40,17 +39,16 @@ def shared_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots:
 
 def gathered_plan(
     x: Float[Array, " d"],
-    axis_name: AxisNames,
     seed: Seed,
     layout: Layout,
     backend: pk.Backend | None,
-    gather: Callable[[Array, AxisNames], Array],
+    gather: Callable[[Array], Array],
 ) -> SharedPlan:
     """The plan of an all-gather of slices ``x``, whose statistics are gathered as well.
 
     Every worker encodes as the slot of its own number.
     """
-    stats = gather(statistics(x, layout, backend), axis_name)
+    stats = gather(statistics(x, layout, backend))
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
     return shared_plan(stats, seed, layout, layout.n_workers)
 
@@ -88,7 +86,7 @@ def chunk_codec(
     own = pk.Source(x, plan.mean if centred else None, plan.order)
 
     def noise_of(slots) -> Array | None:
-        """What decoders need to know of encoders in these slots."""
+        """The noise of the encoders in these slots, for decoders."""
         return noise[slots] if layout.fmt.dither else None
 
     def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:

@@ -17,7 +17,7 @@ from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
 MOST_FOR_PADDING = 1 / 16
-"""What padding may add to a payload, as a part of it."""
+"""The largest part of a payload that padding may add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,29 +1,29 @@
 """The DynamiQ method: its options, and the all-reduce of one flat array (docs/algorithm.md)."""
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax._compat import AxisNames, all_gather, all_gather_invarying, axis_index
-from dynamiq_jax.buckets import ScaleAxis
-from dynamiq_jax.crossover import PSUM_BYTES
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.base import (
+    MIN_BUCKET_SIZE,
+    MIN_LEAF_SIZE,
+    Call,
     Collective,
     Limits,
     Outcome,
+    ShardedMethod,
     State,
     check_choice,
-    check_not_negative,
-    clipped,
-    with_memory,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
     LARGEST_DITHERED_ERROR,
@@ -45,28 +45,21 @@ from dynamiq_jax.methods.dynamiq.codec import (
     shared_plan,
     statistics,
 )
+from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.metrics import PayloadFacts, finite_norm
-from dynamiq_jax.seeds import Seed
+from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
+from dynamiq_jax.tree.leaves import ScaleAxis
 from pallas_kernels import Backend, WireFormat, check_backend
 from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
 
-MIN_BUCKET_SIZE = 65536
 MIN_TILES_PER_WORKER = 16
 BUCKET_BYTES = 256 * 2**20
 
 
-class DynamiQState(NamedTuple):
-    """What error feedback carries from step to step, on every worker its own."""
-
-    residual: Float[Array, " d"]
-    """What this worker's encodings lost, f32."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamiQ(HopMethod):
+class DynamiQ(HopMethod, ShardedMethod):
     """Compressed multi-hop all-reduce at a fixed number of bits per coordinate.
 
     Attributes:
@@ -101,20 +94,6 @@ class DynamiQ(HopMethod):
         along the residual stream: docs/training-quality.md, "Near coordinates".
       subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
         1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
-      error_feedback: whether each worker adds to its gradient what all its encodings lost in the
-        step before, partial sums of a ring included. It takes a state, see `dq.reduce`, of one f32
-        per coordinate on every worker, and two more kernels per encoding. Super-groups that come
-        out NaN leave the state as it was. The rounding is unbiased without it, and at 3 bits it
-        is unstable: docs/training-quality.md.
-      min_leaf_size: leaves of fewer coordinates go through `lax.psum` exactly.
-      min_bucket_size: buckets of fewer coordinates do, too. Default: 65536, but at least 16 tiles
-        of 8 super-groups for each worker, since padding would take the bits of less, and 0 with
-        ``min_bucket_bytes=0``.
-      min_bucket_bytes: and so do buckets of fewer bytes. 0 compresses buckets of any size. Default:
-        `dynamiq_jax.crossover` on GPUs that NVLink connects all to all, where native psum is faster
-        below that (unless ``min_bucket_size`` is given), and no limit elsewhere.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size;
-        larger ones are buckets of their own. Default: 256 MiB, but 4 ``min_bucket_bytes`` at least.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
         same bits on all workers, with an error at run time if not.
@@ -129,13 +108,8 @@ class DynamiQ(HopMethod):
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
     dither: bool = False
-    scale_axis: ScaleAxis = None
+    scale_axis: ScaleAxis = None  # pyright: ignore[reportIncompatibleMethodOverride]
     subtract_mean: bool = False
-    error_feedback: bool = False
-    min_leaf_size: int = 4096
-    min_bucket_size: int | None = None
-    min_bucket_bytes: int | None = None
-    bucket_bytes: int | None = None
     backend: Backend | None = None
     debug_checks: bool = False
 
@@ -160,9 +134,6 @@ class DynamiQ(HopMethod):
             )
         self._check_floor()
         self._check_bits()
-        names = ("min_leaf_size", "min_bucket_size", "min_bucket_bytes", "bucket_bytes")
-        given = {name: getattr(self, name) for name in names}
-        check_not_negative(**{name: v for name, v in given.items() if v is not None})
 
     def _check_widths(self, widths: tuple[int, ...]) -> None:
         if not widths or len(set(widths)) < len(widths):
@@ -231,27 +202,15 @@ class DynamiQ(HopMethod):
             dither=self.dither,
         )
 
-    @property
-    def needs_state(self) -> bool:
-        """Error feedback is nothing without its memory."""
-        return self.error_feedback
-
-    def init(self, size: int, n_workers: int) -> State:
-        """Nothing lost yet, where there is error feedback."""
-        return DynamiQState(jnp.zeros(size, jnp.float32)) if self.error_feedback else ()
-
-    def limits(self, n_workers: int, *, fast_links: bool) -> Limits:
-        """Which buckets pay; see the fields."""
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
+        """See `Method`. Padding takes the bits of buckets with few tiles for each worker."""
         tile = TILE_ROWS * self.super_group_size
-        size, least, bucket = self.min_bucket_size, self.min_bucket_bytes, self.bucket_bytes
-        if size is None:
-            size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
-            size = 0 if least == 0 else size
-        if least is None:
-            least = PSUM_BYTES if fast_links and self.min_bucket_size is None else 0
-        if bucket is None:
-            bucket = max(BUCKET_BYTES, 4 * least)
-        return Limits(self.min_leaf_size, size, least, bucket)
+        size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
+        size = 0 if given.get("min_bucket_bytes") == 0 else size
+        least = PSUM_BYTES if fast_links and "min_bucket_size" not in given else 0
+        least = given.get("min_bucket_bytes", least)
+        own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 4 * least))
+        return own._replace(**given)
 
     @property
     def stats_per_super_group(self) -> int:
@@ -275,7 +234,7 @@ class DynamiQ(HopMethod):
         )
 
     def relative_error(
-        self, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> float:
         """About the |error|² / |sum|² of super-groups that have the floors' widths (unitless).
 
@@ -285,12 +244,13 @@ class DynamiQ(HopMethod):
         be expected in the worst super-group. A larger one than 0.35 (with dither 0.12) cost models
         of docs/training-quality.md half a percent of loss and more.
         """
+        assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error
 
     def advice(
-        self, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """What is to be said of a relative error that is too large, and which bits hold it."""
+        """Advice against a relative error that is too large: the bits that hold it."""
         error = self.relative_error(n_workers, topology, collective)
         most = LARGEST_RELATIVE_ERROR[self.dither]
         where = f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: "
@@ -368,10 +328,6 @@ class DynamiQ(HopMethod):
         layout = self.layout(size, n_workers, topology)
         return Bound(layout, topology, n_workers)
 
-    def source(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """See `HopMethod`."""
-        return with_memory(x, state.residual) if self.error_feedback else x
-
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
         """Squared norms (and means) of the super-groups, bf16."""
         return statistics(x, bound.layout, self.backend)
@@ -391,22 +347,12 @@ class DynamiQ(HopMethod):
         keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        keep_error = keep_error or self.error_feedback
         options = {"keep_error": keep_error, "backend": self.backend}
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
 
     def kept(self, carry: Carry) -> tuple[Carry, Array]:
         """See `HopMethod`."""
         return (), carry
-
-    def after(self, shared: SharedPlan, carry: Carry, bound: Bound, state: State) -> State:
-        """What the encodings lost; of super-groups that come out NaN, what they lost before."""
-        if not self.error_feedback:
-            return state
-        poisoned = jnp.isnan(shared.plan.mean_sum[: bound.layout.rows, None])
-        poisoned = jnp.broadcast_to(poisoned, carry.shape).reshape(-1)[: bound.layout.size]
-        lost = clipped(carry.reshape(-1)[: bound.layout.size])
-        return DynamiQState(jnp.where(poisoned, state.residual, lost))
 
     def facts(
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
@@ -424,92 +370,54 @@ class DynamiQ(HopMethod):
             error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
         )
 
-    def all_reduce(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        **options: Any,
-    ) -> Outcome:
-        """See `methods.base.Method`."""
-        assert topology is not None
-        self._warn(n_workers, topology, "all_reduce")
-        return HopMethod.all_reduce(
-            self, x, axis_name, n_workers=n_workers, topology=topology, **options
-        )
-
     def all_reduce_and_lost(
-        self,
-        x: Float[Array, " d"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology | None,
-        **options: Any,
-    ) -> tuple[Outcome, Float[Array, " d"]]:
-        """See `HopMethod`."""
-        assert topology is not None
-        self._warn(n_workers, topology, "all_reduce")
-        return HopMethod.all_reduce_and_lost(
-            self, x, axis_name, n_workers=n_workers, topology=topology, **options
-        )
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+        """See `TellsLosses`."""
+        self._warn(call, "all_reduce")
+        return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
 
-    def reduce_scatter(
-        self,
-        x: Float[Array, "n s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        topology: Topology,
-        seed: Seed,
-    ) -> Float[Array, " s"]:
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
-        size = x.shape[1]
-        self._warn(n_workers, topology, "reduce_scatter")
-        layout = self.layout(size, n_workers, topology, "reduce_scatter")
+        assert call.topology is not None
+        size, n = x.shape[1], call.n_workers
+        self._warn(call, "reduce_scatter")
+        layout = self.layout(size, n, call.topology, "reduce_scatter")
         with jax.named_scope("dynamiq_reduce_scatter"):
             pad = -size % self.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
-            start = axis_index(axis_name) * layout.shard_rows
-            shared = self.agreed(flat, axis_name, seed, Bound(layout, topology, n_workers))
+            start = call.axis.index * layout.shard_rows
+            shared = self.agreed(flat, call, Bound(layout, call.topology, n))
             codec = chunk_codec(
                 flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
             )
             streams = layout.chunks_per_worker
-            result, _ = reduce_scatter(topology, codec, axis_name, n_workers, streams)
+            result, _ = reduce_scatter(call.topology, codec, call.axis, streams)
             return result.reshape(-1)[:size]
 
     def all_gather(
-        self,
-        x: Float[Array, " s"],
-        axis_name: AxisNames,
-        *,
-        n_workers: int,
-        seed: Seed,
-        invarying: bool = False,
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """All workers' ``x``, each encoded once by itself; the same bits on all workers.
 
         With ``invarying`` JAX counts the result as replicated.
         """
-        size = x.shape[0]
-        self._warn(n_workers, Direct(), "all_gather")
-        layout = self.gather_layout(size, n_workers)
-        gather = all_gather_invarying if invarying else all_gather
+        size, n, axis = x.shape[0], call.n_workers, call.axis
+        self._warn(call._replace(topology=Direct()), "all_gather")
+        layout = self.gather_layout(size, n)
+        gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
-            shared = gathered_plan(x, axis_name, seed, layout, self.backend, gather)
-            me = axis_index(axis_name)
-            payload = encode_slice(x, shared, layout, me, self.backend)
+            shared = gathered_plan(x, call.seed, layout, self.backend, gather)
+            payload = encode_slice(x, shared, layout, axis.index, self.backend)
             codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)
-            owners = jnp.arange(n_workers, dtype=jnp.int32)
+            owners = jnp.arange(n, dtype=jnp.int32)
             everyone = Encoder(0, owners, owners)
-            result, _ = codec.decode(gather(payload, axis_name), owners, everyone, None, ())
-            return result.reshape(n_workers, -1)[:, :size]
+            result, _ = codec.decode(gather(payload), owners, everyone, None, ())
+            return result.reshape(n, -1)[:, :size]
 
-    def _warn(self, n_workers: int, topology: Topology, collective: Collective) -> None:
-        advice = self.advice(n_workers, topology, collective)
+    def _warn(self, call: Call, collective: Collective) -> None:
+        assert call.topology is not None
+        advice = self.advice(call.n_workers, call.topology, collective)
         if advice is not None:
             warnings.warn(advice, stacklevel=2)
 

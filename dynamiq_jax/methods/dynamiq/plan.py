@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
+from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.seeds import Seed, seed_of
 from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -28,21 +28,21 @@ _MANTISSA_BITS = 2  # of an energy, which tell its level
 
 
 class Plan(NamedTuple):
-    """What every worker needs to encode and decode any chunk."""
+    """The plan with which every worker encodes and decodes any chunk."""
 
     order: Int[Array, "C m"]
     """Chunk c's position p holds super-group ``order[c, p]``."""
     tiles: tuple[Int[Array, "C T"], ...]
     """Word offset and width of each tile's record, for every stage."""
     mean: Float[Array, " M"]
-    """What is subtracted from every coordinate of a super-group; finite."""
+    """The number that is subtracted from every coordinate of a super-group; finite."""
     mean_sum: Float[Array, " M"]
     """n * mean, or NaN where some worker's super-group holds a NaN or an infinity."""
     seed: UInt[Array, " 2"]
     """Seed of the rounding."""
     energy: Float[Array, "shards T"]
-    """What widths were chosen for: the mean energy of the super-groups in tile t of a shard's
-    chunks, summed over workers, f32."""
+    """The energies that widths were chosen for: the mean energy of the super-groups in tile t of a
+    shard's chunks, summed over workers, f32."""
 
 
 def pack_statistics(mean, sqnorm, layout: Layout) -> Array:

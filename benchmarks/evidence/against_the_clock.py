@@ -1,0 +1,209 @@
+r"""Whole trainings against the clock: loss by seconds, by how gradients are averaged.
+
+    python benchmarks/evidence/against_the_clock.py --model 1b --attention cudnn --steps 400
+    NCCL_P2P_DISABLE=1 python benchmarks/evidence/against_the_clock.py \
+        --methods bf16-psum,dynamiq:5,mxfp8
+
+The step of `step_time.py`, on text instead of random tokens: every method starts from the same
+parameters and sees the same batches. Seconds are those of the host from the first step, which is
+compiled by then, to the moment at which a step's loss is known; the host is one step ahead. Where
+`time_to_accuracy.py` multiplies steps by a step's time, this is what passes.
+
+*Target*: the mean loss of the last steps of the first method, as many as ``--window``, and
+``--tolerance`` percent more. A method's time to it ends with the first window of steps whose mean
+is there.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import numpy as np
+import typer
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from dynamiq_jax.commands.bench import contenders, tables
+from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.commands.bench.timing import compile_together
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import step_time
+from llm_data import Corpus, load_corpus, train_batch, validation_batches  # found by step_time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What one method's training came to."""
+
+    method: str
+    seconds: list[float]
+    """Of every step, when its loss was known; from the start of the first one."""
+    losses: list[float]
+    """Nats per token, of every step."""
+    validation_loss: float
+    target_seconds: float | None = None
+    """`None`: it does not get there."""
+
+
+class Texts(NamedTuple):
+    """Batches of all workers."""
+
+    corpus: Corpus
+    rows: int
+    length: int
+    seed: int
+    sharding: NamedSharding
+
+    def train(self, step: int) -> Array:
+        """i32[rows, length]."""
+        options = {"rows": self.rows, "length": self.length, "seed": self.seed}
+        return jax.device_put(train_batch(self.corpus, step, **options), self.sharding)
+
+    def validation(self, count: int) -> list[Array]:
+        """So many batches."""
+        own = validation_batches(self.corpus, rows=self.rows, length=self.length, count=count)
+        return [jax.device_put(batch, self.sharding) for batch in own]
+
+
+def train(step: Any, state: Any, texts: Texts, steps: int) -> tuple[Any, list[float], list[float]]:
+    """The last state, and seconds and losses of every step."""
+    waiting: deque[Array] = deque()
+    seconds, losses = [], []
+    ahead = 0 if jax.default_backend() == "cpu" else 1  # virtual devices have too few threads
+    tokens = texts.train(0)
+    jax.block_until_ready((state, tokens))
+    start = time.perf_counter()
+    for i in range(steps):
+        state, loss = step(state, tokens)
+        waiting.append(loss)
+        tokens = texts.train(i + 1)
+        while len(waiting) > (ahead if i + 1 < steps else 0):
+            losses.append(float(waiting.popleft()))
+            seconds.append(time.perf_counter() - start)
+    return state, seconds, losses
+
+
+def time_to(training: Training, target: float, window: int) -> float | None:
+    """Seconds until the mean of so many steps' losses is at the target or below."""
+    means = np.convolve(training.losses, np.full(window, 1 / window), "valid")
+    reached = np.flatnonzero(means <= target)
+    return training.seconds[int(reached[0]) + window - 1] if reached.size else None
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(step_time.CONFIGS)}.")] = "350m",
+    methods: Annotated[
+        str, typer.Option(help="As for step_time.py; the first one sets the target.")
+    ] = ("bf16-psum,dynamiq:5"),
+    topology: Annotated[str, typer.Option(help="direct, ring, butterfly.")] = "direct",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
+    attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
+    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
+    steps: Annotated[int, typer.Option(min=2, help="Of every training.")] = 400,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak; default: the model's.")] = None,
+    window: Annotated[int, typer.Option(min=1, help="Steps whose losses are averaged.")] = 25,
+    tolerance: Annotated[
+        float, typer.Option(help="Above the first method's last loss, in %.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Results are added here.")
+    ] = None,
+) -> None:
+    """Trains and prints."""
+    if model not in step_time.CONFIGS:
+        raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(step_time.CONFIGS)}")
+    if window > steps:
+        raise typer.BadParameter(
+            f"--window {window} is more than --steps {steps}; pass at most that"
+        )
+    kept = step_time.kept_runs(json_file)
+    config = dataclasses.replace(step_time.CONFIGS[model], remat=False, attention=attention)
+    mesh = make_mesh(jax.devices(), 1)
+    chosen = contenders.parts(methods)
+    try:
+        run = step_time.Run(
+            model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
+            batch=batch, samples=1, steps=steps, staged=True, scanned=scanned, lag=1,
+            bucket_bytes=None, profiles=None,
+        )  # fmt: skip
+        ways = {text: step_time.parse_way(text, run) for text in chosen}
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
+    console = Console(stderr=True)
+    recipe = step_time.RECIPES[model]._replace(steps=steps)
+    recipe = recipe._replace(learning_rate=learning_rate or recipe.learning_rate)
+    optimizer = step_time.make_optimizer(recipe)
+    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
+    stages = step_time.make_stages(config, scanned)
+    init = jax.jit(optimizer.init, out_shardings=whole)
+
+    def fresh() -> tuple[Any, Any]:
+        params = stages.split(step_time.random_params(config, whole, seed))
+        return params, init(params)
+
+    corpus = load_corpus(config.vocab_size)
+    texts = Texts(corpus, mesh.size * batch, config.seq_len + 1, seed, own)
+    state, tokens = fresh(), texts.train(0)
+    lowered = [
+        step_time.make_step(optimizer, mesh, way).lower(state, tokens) for way in ways.values()
+    ]
+    programs = compile_together(lowered, console.log)
+    evaluate = jax.jit(stages.loss)
+    found: list[Training] = []
+    for text, program in zip(chosen, programs, strict=True):
+        state, _ = program(fresh(), tokens)  # links are set up at the first call
+        del state
+        (params, _), seconds, losses = train(program, fresh(), texts, steps)
+        alone = [float(evaluate(params, tokens)) for tokens in texts.validation(4)]
+        found.append(
+            Training(
+                method=text, seconds=seconds, losses=losses, validation_loss=float(np.mean(alone))
+            )
+        )
+        console.log(f"{text}: {steps} steps in {seconds[-1]:.1f} s")
+    target = float(np.mean(found[0].losses[-window:])) * (1 + tolerance / 100)
+    found = [dataclasses.replace(t, target_seconds=time_to(t, target, window)) for t in found]
+    title = (
+        f"{model}, {steps} steps of {batch * config.seq_len:,} tokens per worker, {mesh.size} x "
+        f"{jax.devices()[0].device_kind}, {transport(jax.devices()[0].platform, None)}; to "
+        f"a loss of {target:.4f}"
+    )
+    if json_file:
+        about = tables.surroundings(jax.devices())
+        options = run.options | {"learning_rate": recipe.learning_rate, "seed": seed}
+        options |= {"window": window, "tolerance": tolerance, "title": title}
+        rows = [dataclasses.asdict(t) for t in found]
+        new = {"about": about, "options": options, "rows": rows}
+        json_file.write_text(json.dumps({"runs": [*kept, new]}) + "\n")
+    first = found[0]
+
+    def less(t: Training) -> str:
+        if t.target_seconds is None or first.target_seconds is None:
+            return "-"
+        return f"{100 * (1 - t.target_seconds / first.target_seconds):.1f}%"
+
+    columns = (
+        tables.Column("method", lambda t: t.method),
+        tables.Column("all steps, s", lambda t: f"{t.seconds[-1]:.1f}"),
+        tables.Column(
+            "to the target, s", lambda t: f"{t.target_seconds:.1f}" if t.target_seconds else "-"
+        ),
+        tables.Column("less", less),
+        tables.Column("last loss", lambda t: f"{np.mean(t.losses[-window:]):.4f}"),
+        tables.Column("validation", lambda t: f"{t.validation_loss:.4f}"),
+    )
+    tables.print_table(found, columns, title)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,1 +1,0 @@
-"""Codecs: how numbers become payloads."""

@@ -1,0 +1,1 @@
+"""The collectives: all-reduce and its halves, over pytrees."""

@@ -1,0 +1,226 @@
+"""Validation at the public boundary: what may be passed, and what the defaults mean."""
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.compat import is_constant, is_transposed
+from dynamiq_jax.tree.leaves import Grouping, Leaf
+
+Op = Literal["sum", "mean"]
+
+
+def axis_counts(n_workers: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of all axes, from that of one or of several."""
+    given = tuple(n_workers) if isinstance(n_workers, tuple | list) else (n_workers,)
+    try:
+        sizes = tuple(map(operator.index, given))
+    except TypeError:
+        sizes = None
+    if sizes is None or any(isinstance(size, bool) for size in given):
+        axis = next((size for size in given if isinstance(size, str)), "data")
+        raise ValueError(
+            f"n_workers={n_workers!r} is not a number of workers; pass an int, or one for each "
+            f"axis, such as mesh.shape[{axis!r}], or inside a map jax.lax.axis_size({axis!r})"
+        )
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"n_workers={n_workers} must be at least 1")
+    return sizes
+
+
+def check_axis(
+    axis_name: AxisName | list[str], axis_index_groups: Sequence[Sequence[int]] | None = None
+) -> Axis:
+    """The workers of a collective, from its arguments."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise NotImplementedError(
+            f"axis_name={axis_name!r}: expected the name of a mapped axis (a str), or a tuple of "
+            "names; positional axes of jax.lax.psum are not supported"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; pass each once")
+    axis = Axis(names)
+    if axis_index_groups is None or not names:
+        return axis
+    groups = tuple(tuple(int(worker) for worker in group) for group in axis_index_groups)
+    n_workers = math.prod(axis_sizes(axis, "the collective"))
+    if sorted(worker for group in groups for worker in group) != list(range(n_workers)):
+        raise ValueError(
+            f"axis_index_groups={groups} must cover all indices exactly once, and axis "
+            f"{axis.name!r} has those from 0 to {n_workers - 1}; pass a partition of these"
+        )
+    sizes = [len(group) for group in groups]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"axis_index_groups={groups} has groups of {sizes} workers; pass groups that are all "
+            "the same size"
+        )
+    return Axis(names, groups)
+
+
+def check_groups(axis: Axis, *, all_reduce: bool) -> None:
+    """Refuses groups of workers where `jax.lax` knows none."""
+    if axis.groups is None:
+        return
+    given = f"axis_index_groups={axis.groups}"
+    remedy = "give each group an axis of its own and pass its name, as axis_name='gpu' of axes "
+    remedy += "('node', 'gpu')"
+    if axis.vmapped:
+        raise NotImplementedError(f"{given}: jax.vmap has no groups of workers; {remedy}")
+    if all_reduce and axis.tracked:
+        raise NotImplementedError(
+            f"{given}: under jax.shard_map with check_vma=True no sum is replicated within groups "
+            f"alone; pass check_vma=False, or {remedy}"
+        )
+
+
+def check_state(state: Any, first: Callable[[], tuple], grouping: Grouping) -> list:
+    """The states of all buckets, empty ones where the caller keeps none.
+
+    Args:
+      state: what the caller passed.
+      first: makes `Compression.init_state`'s state of one worker.
+      grouping: the buckets.
+    """
+    expected = jax.eval_shape(first)
+    n_buckets = len(expected)
+    methods = list(dict.fromkeys(bucket.route.method for bucket in grouping.buckets))
+    if state is None:
+        needing = [m for m in methods if m.needs_state]
+        if needing and grouping.buckets[0].route.n_workers > 1:
+            raise ValueError(
+                f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
+                "method=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
+                "carry the state that it returns to the next step"
+            )
+        return [()] * n_buckets
+    state = tuple(state) if isinstance(state, list) else state  # as checkpoints may return it
+    remedy = "pass what dq.Compression(method, ...).init_state(tree, n_workers) gave for the same"
+    if not isinstance(state, tuple) or len(state) != n_buckets:
+        found = len(state) if isinstance(state, tuple) else repr(type(state).__name__)
+        raise ValueError(
+            f"state is for {found} buckets and the tree has {n_buckets}; {remedy} arguments"
+        )
+    wanted, given = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (expected, state))
+    if jax.tree.structure(expected) != jax.tree.structure(state) or wanted != given:
+        raise ValueError(
+            f"state has leaves of shapes {given}, and method={methods[0]!r} keeps {wanted} of this "
+            f"tree on each worker; {remedy} arguments, one worker's part if it is stacked"
+        )
+    return list(state)
+
+
+def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]:
+    """Workers on every axis; groups count as one axis.
+
+    Raises:
+      NameError: an axis is not mapped where ``collective`` is called.
+    """
+    if axis.groups is not None:
+        return (axis.size,)
+    try:
+        return tuple(map(lax.axis_size, axis.names))
+    except NameError as error:
+        raise NameError(
+            f"Found an {error}. To fix this, please call {collective} under `jax.shard_map`, "
+            "`jax.pmap` or `jax.vmap` with an axis of this name."
+        ) from None
+
+
+Fixed = dict[int, Literal["constant", "replicated", "native"]]
+"""Leaves that are not compressed whatever their size, by index, and why."""
+
+
+def fixed_leaves(leaves: list[Leaf], values, axis: Axis) -> Fixed:
+    """Leaves whose value JAX knows to be the same on all workers, and those for `jax.lax` alone.
+
+    The latter vary over some of the axes, are "reduced" or "unreduced", types that only it can pass
+    on, or are traced to be transposed.
+    """
+    tracked = axis.tracked
+    fixed: Fixed = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if is_constant(value):
+            fixed[leaf.index] = "constant"
+        elif is_transposed(value):
+            fixed[leaf.index] = "native"
+        elif tracked and not axis.plainly_varies(value):
+            same = axis.replicates(value)
+            fixed[leaf.index] = "replicated" if same else "native"
+    return fixed
+
+
+def check_varying(grouping: Grouping, fixed: Fixed, axis: Axis) -> None:
+    """Refuses leaves that would be compressed, and are known to be equal on all workers."""
+    found = _replicated(grouping, fixed)
+    if found:
+        n_workers = axis.size
+        raise ValueError(
+            f"{_described(found)} do not vary over axis {axis.name!r}: all {n_workers} workers "
+            f"hold the same value, which a psum would multiply by {n_workers}. Gradients of "
+            f"replicated parameters are already summed under check_vma=True: {_CAST_FIRST}"
+            f"jax.lax.pcast(params, {axis.name!r}, to='varying')"
+        )
+
+
+_CAST_FIRST = "differentiate with dq.value_and_grad, or cast the parameters first with "
+NOTABLE, LARGE = 4096, 65536
+"""Coordinates of leaves that look like parameters, and of leaves that are worth compressing."""
+
+
+def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
+    """Warns of large leaves that are not compressed, where the caller may not expect that.
+
+    They are equal on all workers, or a limit keeps them from being compressed. The latter hold
+    more than a tenth of what could be compressed; nothing is said if the caller set the limits
+    (``limited``).
+    """
+    n = axis.size
+    equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
+    if equal and n > 1:
+        warnings.warn(
+            f"{_described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
+            "same value, so that the mean is that value and nothing is compressed. If these are "
+            "gradients of replicated parameters, JAX has summed them over the axis already "
+            f"(check_vma=True), and unless the loss was averaged over it they are {n} times the "
+            f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis.name!r}, to='varying')",
+            stacklevel=4,
+        )
+    if n == 1 or limited:
+        return
+    small = [
+        (leaf, reason)
+        for leaf, reason in grouping.exact
+        if leaf.size >= LARGE and "min_bucket" in reason and leaf.index not in fixed
+    ]
+    moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
+    native = sum(leaf.nbytes for leaf, _ in small)
+    if native > (moved + native) / 10:
+        leaves, reasons = zip(*small, strict=True)
+        warnings.warn(
+            f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
+            f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
+            "DynamiQ(min_bucket_bytes=0) to compress small buckets, too, or set one of these "
+            "limits to what you want",
+            stacklevel=4,
+        )
+
+
+def _replicated(grouping: Grouping, fixed: Fixed) -> list[Leaf]:
+    """Leaves that would be compressed if JAX did not know that all workers hold the same."""
+    leaves = (leaf for bucket in grouping.buckets for leaf in bucket.leaves)
+    return [leaf for leaf in leaves if fixed.get(leaf.index) == "replicated"]
+
+
+def _described(leaves: Sequence[Leaf]) -> str:
+    """The first leaf, and how many more there are."""
+    first = leaves[0]
+    return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"

@@ -1,0 +1,241 @@
+"""Routes: one method over one topology, or over a hierarchy, whose one call becomes three."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from dynamiq_jax.lax.seeds import fold_seed
+from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
+from dynamiq_jax.methods.metrics import PayloadFacts
+from dynamiq_jax.topologies import Hierarchical, Topology
+from dynamiq_jax.tree.leaves import Bucket, ScaleAxis
+
+UNIT = 1024
+"""Coordinates that stay together in a slice: whole super-groups and blocks of every method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """How buckets are reduced: a method, a topology, and how many workers there are.
+
+    Attributes:
+      method: the method that the caller chose.
+      topology: how payloads travel; `None`: by XLA's own collectives.
+      sizes: workers on every axis, the outermost first.
+      runner: the method that runs: ``method``, or `TwoLevels` around it.
+      limits: which leaves the method takes, and how they become buckets.
+      reason: why this topology serves.
+    """
+
+    method: Method
+    topology: Topology | Hierarchical | None
+    sizes: tuple[int, ...]
+    runner: Method
+    limits: Limits
+    reason: str = field(compare=False)
+
+    @property
+    def n_workers(self) -> int:
+        """Workers on all axes."""
+        return math.prod(self.sizes)
+
+    def of_bucket(self, bucket: Bucket) -> Method:
+        """The method that runs for a bucket."""
+        return self.runner.of_bucket(bucket)
+
+    def first_state(self, bucket: Bucket) -> State:
+        """One worker's first state of a bucket."""
+        return self.of_bucket(bucket).init(bucket.size, self.n_workers)
+
+    def all_reduce(self, bucket: Bucket, x: Float[Array, " d"], call: Call) -> Outcome:
+        """`Method.all_reduce` of a bucket's flat array, over this topology."""
+        return self.of_bucket(bucket).all_reduce(x, call._replace(topology=self._flat))
+
+    def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
+        """Bits that one worker sends for a bucket, and those of them on the outer axes."""
+        method, n = self.of_bucket(bucket), self.n_workers
+        own = bucket.size, n, self._flat
+        return method.wire_bits(*own), method.outer_wire_bits(*own)
+
+    def halves(self) -> tuple[ShardedMethod, Topology | None]:
+        """The method and the topology for the halves of an all-reduce.
+
+        Raises:
+          NotImplementedError: the method has no halves, or keeps a state.
+        """
+        method = with_halves(self.method, "psum_scatter and all_gather")
+        if method.needs_state:
+            raise NotImplementedError(
+                f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
+                "pass a method without error feedback"
+            )
+        return method, self._flat
+
+    @property
+    def relative_error(self) -> float | None:
+        """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
+        return self.runner.relative_error(self.n_workers, self._flat)
+
+    @property
+    def advice(self) -> str | None:
+        """A remedy where the relative error is too large."""
+        return self.runner.advice(self.n_workers, self._flat)
+
+    @property
+    def _flat(self) -> Topology | None:
+        """The topology of one level; a hierarchy has its own in `TwoLevels`."""
+        return None if isinstance(self.runner, TwoLevels) else cast(Topology | None, self.topology)
+
+
+def with_halves(method: Method, what: str) -> ShardedMethod:
+    """The method; refuses one that cannot do ``what``."""
+    if not isinstance(method, ShardedMethod):
+        raise NotImplementedError(
+            f"method={method!r} does not do {what}; pass dq.DynamiQ(), or reduce with dq.psum over "
+            "a topology without them"
+        )
+    return method
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoLevels(Method):
+    """A method over `Hierarchical`: the inner axis scatters, the outer reduces, the inner gathers.
+
+    Attributes:
+      method: what compresses on the outer axis, and on the inner one where that has a topology.
+      inner: the topology of the last axis; `None`: native collectives.
+      outer: the topology of all other axes together.
+      n_inner: workers on the last axis.
+    """
+
+    method: Method
+    inner: Topology | None
+    outer: Topology
+    n_inner: int
+
+    @property
+    def native_by_default(self) -> bool:
+        """It has topologies of its own."""
+        return True
+
+    @property
+    def needs_state(self) -> bool:
+        """As the method has it."""
+        return self.method.needs_state
+
+    @property
+    def scale_axis(self) -> ScaleAxis:
+        """As the method has it."""
+        return self.method.scale_axis
+
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
+        """As the method has them."""
+        return self.method.limits(given, n_workers, fast_links=fast_links)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses what does not go together, on both axes."""
+        n_outer = n_workers // self.n_inner
+        self.outer.check(n_outer)
+        self.method.check(n_outer, self.outer)
+        if self.inner is None:
+            return
+        if self.method.needs_state:
+            raise NotImplementedError(
+                f"method={self.method!r} keeps a state, and the halves that Hierarchical(inner=...)"
+                " needs keep none; pass inner=None, or a method without error feedback"
+            )
+        self.inner.check(self.n_inner)
+        with_halves(self.method, "the halves that Hierarchical(inner=...) needs")
+
+    def of_bucket(self, bucket: Bucket) -> Self:
+        """The wrapper with its method for this bucket."""
+        return dataclasses.replace(self, method=self.method.of_bucket(bucket))
+
+    def init(self, size: int, n_workers: int) -> State:
+        """The state of the outer reduction of one slice."""
+        return self.method.init(self._slice(size), n_workers // self.n_inner)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends on both levels."""
+        outer = self.outer_wire_bits(size, n_workers, topology)
+        part, n = self._slice(size), self.n_inner
+        if self.inner is None:
+            itemsize = self.method.native_dtype(jnp.float32).itemsize
+            return outer + 2 * (n - 1) * part * 8 * itemsize
+        halves = cast(ShardedMethod, self.method)
+        ways = (self.inner, None)
+        return outer + sum(halves.sharded_wire_bits(part, n, way) for way in ways)
+
+    def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends on the outer axes."""
+        return self.method.wire_bits(self._slice(size), n_workers // self.n_inner, self.outer)
+
+    def relative_error(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> float | None:
+        """The sum over all encodings, of both levels."""
+        errors = [self.method.relative_error(*part) for part in self._parts(n_workers)]
+        return None if None in errors else sum(cast(list[float], errors))
+
+    def advice(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> str | None:
+        """The advice for all levels."""
+        found = (self.method.advice(*part) for part in self._parts(n_workers))
+        return " ".join(advice for advice in found if advice) or None
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """The sum over all axes, over the divisor, and the state of the outer reduction.
+
+        The facts are those of the outer payloads of all slices.
+        """
+        inner, outer, state = call.axis.inner, call.axis.outer, call.state
+        seeds = [fold_seed(call.seed, i) for i in range(3)]
+        part = self._slice(x.shape[0])
+        pad = self.n_inner * part - x.shape[0]
+        slices = (jnp.pad(x, (0, pad)) if pad else x).reshape(self.n_inner, part)
+
+        with jax.named_scope("dynamiq_inner_scatter"):
+            if self.inner is None:
+                mine = inner.psum_scatter(slices.astype(self.method.native_dtype(x.dtype)))
+            else:
+                scatter = Call(inner, self.inner, seeds[0])
+                mine = cast(ShardedMethod, self.method).reduce_scatter(slices, scatter)
+        if call.n_workers > self.n_inner:
+            own_seed = fold_seed(seeds[1], inner.index)
+            across = call._replace(axis=outer, topology=self.outer, seed=own_seed)
+            mine, state, facts = self.method.all_reduce(mine, across)
+            if call.metrics:
+                facts = jax.tree.map(inner.psum, facts)
+            if self.inner is not None:
+                facts = facts._replace(error=math.nan)  # the inner encodings err, too
+        else:
+            mine, facts = outer.psum(mine) / call.divisor, PayloadFacts()
+        with jax.named_scope("dynamiq_inner_gather"):
+            if self.inner is None:
+                whole = inner.all_gather(mine, to="invarying")
+            else:
+                gather = Call(inner, None, seeds[2])
+                whole = cast(ShardedMethod, self.method).all_gather(mine, gather, invarying=True)
+        return Outcome(whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state, facts)
+
+    def _slice(self, size: int) -> int:
+        """Coordinates of the slice that one inner worker takes over."""
+        return -(-size // (self.n_inner * UNIT)) * UNIT
+
+    def _parts(self, n_workers: int) -> list[tuple[int, Topology, Collective]]:
+        """The compressed collectives of an all-reduce: workers, topology and kind of each."""
+        found: list[tuple[int, Topology, Collective]] = []
+        if self.inner is not None:
+            found.append((self.n_inner, self.inner, "reduce_scatter"))
+            found.append((self.n_inner, self.inner, "all_gather"))
+        if n_workers > self.n_inner:
+            found.append((n_workers // self.n_inner, self.outer, "all_reduce"))
+        return found

@@ -1,0 +1,1 @@
+"""The `dynamiq-jax` command, and what it writes and reads."""

@@ -1,0 +1,286 @@
+"""All-reduce benchmark: compressed methods against warmed native `lax.psum`.
+
+One bf16 leaf per device, in the manner of nccl-tests. What is timed is one compiled program of
+`jax.jit(jax.shard_map(...))` that all-reduces the same leaf several times in a row (see
+`timing.repeat_on_device`), so a time is device time and not dispatch, also at small sizes. The
+contenders of one size are timed in turn within every round. Error and replica agreement of what
+the timed program returns are computed once, outside the timing.
+
+Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
+
+* algbw = s / t;
+* busbw = algbw * 2(n-1)/n, what a bf16 all-reduce in that time would move per link;
+* wire bandwidth = bytes one worker really sends / t, far less than busbw when compressed;
+* vNMSE = |estimate - sum|^2 / |sum|^2 against the exact f32 sum;
+* wrong = coordinates that are not the same bits on all workers; anything but 0 is a defect.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import dynamiq_jax as dq
+from dynamiq_jax.commands.bench.contenders import Collective, Contender
+from dynamiq_jax.commands.bench.timing import (
+    Announce,
+    Timing,
+    compile_calls,
+    repeat_on_device,
+    silent,
+    time_calls,
+)
+from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.lax.xla import compiled_by, compiler_options, copy_engines, jit
+from dynamiq_jax.topologies import with_transport
+
+AXES = ("node", "gpu")
+"""The axes of the mesh; one node has the last of them alone."""
+
+BLOCK = 256
+"""Consecutive coordinates of the test data that share a magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceRow:
+    """One line of the report; bandwidths in GB/s (10^9), ratios and vNMSE without unit."""
+
+    size_bytes: int
+    method: str
+    time_us: float
+    p10_us: float
+    p90_us: float
+    algbw_gb_per_s: float
+    busbw_gb_per_s: float
+    wire_gb_per_s: float
+    wire_bytes: int
+    speedup: float
+    vnmse: float
+    wrong: int
+    n_workers: int
+    iterations: int
+    backend: str
+    transport: str
+
+
+def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = os.environ) -> str:
+    """The links that carry the bytes of a topology, or of native collectives.
+
+    Of NCCL it says what the environment has told it: which links, and whether its copy engines or
+    its kernels send. Where NCCL takes processes for several hosts, both links are named.
+    """
+    if platform == "cpu":
+        return "cpu"
+    if topology is not None and not isinstance(topology, dq.Hierarchical):
+        with compiled_by(compiler_options()):
+            filled, _ = with_transport(topology)
+            if getattr(filled, "transport", None) == "permutes" and copy_engines():
+                return "p2p, copy engines"
+    net = "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
+    if environ.get("NCCL_P2P_DISABLE", "0") == "1":
+        inside = "shm" if environ.get("NCCL_SHM_DISABLE", "0") != "1" else net
+    else:
+        symmetric = "nccl_symmetric_buffers" in environ.get("XLA_FLAGS", "")
+        engines = environ.get("NCCL_CTA_POLICY") == "2" and symmetric and topology is not None
+        inside = "p2p, NCCL copy engines" if engines else "p2p, NCCL"
+    return f"{inside} + {net}" if environ.get("NCCL_HOSTID") and inside != net else inside
+
+
+IN_FLIGHT_BYTES = 128 * 2**20
+"""Leaves of this size and more: one collective per program, several programs in flight."""
+
+
+def default_iterations(size_bytes: int, platform: str) -> int:
+    """Collectives in one timed program: one of those that take longer than their dispatch.
+
+    A program of several copies its input once and perhaps its results.
+    """
+    if platform == "cpu" or size_bytes >= IN_FLIGHT_BYTES:
+        return 1
+    return min(64, max(16, -(-(2**31) // size_bytes)))
+
+
+def in_flight(iterations: int, platform: str) -> int:
+    """Programs that are dispatched before they are waited for together."""
+    return 8 if iterations == 1 and platform != "cpu" else 1
+
+
+def bench_all_reduce(
+    sizes_bytes: Sequence[int],
+    methods: Sequence[Contender],
+    baseline: Contender,
+    *,
+    devices: Sequence[Any],
+    repeats: int,
+    nodes: int = 1,
+    iterations: int | None = None,
+    seed: int = 0,
+    announce: Announce = silent,
+) -> list[AllReduceRow]:
+    """Times every method and the baseline at every size on all ``devices``.
+
+    Args:
+      sizes_bytes: sizes of the bf16 leaf per device.
+      methods: the contenders, in the order of the report.
+      baseline: what speedups are relative to.
+      devices: the workers; those of a node follow each other. Where they belong to several
+        processes, all of these call this function alike.
+      repeats: samples per method and size.
+      nodes: more than one make a mesh of two axes, the outer one of this size.
+      iterations: all-reduces per sample; `None` takes `default_iterations`.
+      seed: of the test data.
+      announce: is told how far it is.
+
+    Returns:
+      The baseline's row and one row per method, for each size in turn.
+    """
+    mesh = make_mesh(devices, nodes)
+    contenders = [baseline, *methods]
+    collective = baseline.collective
+    quality = quality_program(mesh, collective)
+    rows = []
+    for size_bytes in sizes_bytes:
+        coords = size_bytes // 2
+        times = iterations or default_iterations(size_bytes, devices[0].platform)
+        data = heavy_tailed_gradients(mesh, coords, seed)
+        programs = [timed_program(mesh, c, times) for c in contenders]
+        calls = compile_calls(programs, data, announce)
+        if collective == "psum":
+            checked = [quality(data, replicas_of(call(), data)) for call in calls]
+        else:
+            checked = [quality(data, call()) for call in calls]
+        flying = in_flight(times, devices[0].platform)
+        timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
+        for contender, timing, (vnmse, wrong) in zip(contenders, timings, checked, strict=True):
+            rows.append(
+                _row(
+                    contender,
+                    timing,
+                    size_bytes=size_bytes,
+                    wire_bytes=contender.wire_bytes(coords, mesh.devices.shape),
+                    baseline_us=timings[0].median_us,
+                    vnmse=float(vnmse),
+                    wrong=int(wrong),
+                    n_workers=len(devices),
+                    iterations=times,
+                    transport=transport(devices[0].platform, contender.topology),
+                )
+            )
+    return rows
+
+
+def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
+    """One axis, or two if there are several nodes.
+
+    Raises:
+      ValueError: the devices are not so many equal nodes.
+    """
+    if len(devices) % nodes:
+        raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
+    shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
+    names = AXES[-len(shape) :]
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
+    """Test data ``bf16[n, coords]``, row i on worker i, different on every worker.
+
+    The paper's mixture: magnitudes of `BLOCK` neighbours are heavy-tailed and the same for all.
+    """
+
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    def draw() -> jax.Array:
+        data = lognormal_mixture(jax.random.key(seed), mesh.size, -(-coords // BLOCK), BLOCK)
+        return data[:, :coords].astype(jnp.bfloat16)
+
+    return draw()
+
+
+def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable[[Any], Any]:
+    """The program (data) -> result that reduces so many times in a row.
+
+    ``data`` is an array or a tree of arrays of any floating dtype [n, ...], row i on worker i.
+    """
+    axes = mesh.axis_names
+    rows = PartitionSpec(axes)
+    specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
+    reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
+
+    @jit
+    @partial(jax.shard_map, mesh=mesh, **specs)
+    def program(data: Any) -> Any:
+        own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), data)
+        return repeat_on_device(reduce, iterations)(own)
+
+    return program
+
+
+def is_sliced(contender: Contender) -> bool:
+    """Results of a psum are replicated, those of all else are every worker's own."""
+    return contender.collective != "psum"
+
+
+def quality_program(
+    mesh: Mesh, collective: Collective
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
+
+    ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
+    `replicas_of`, of a psum_scatter its slice. A program of its own, since one that also computed
+    the result could take replicas for equal.
+    """
+    axes = mesh.axis_names
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+    )
+    def quality(data: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if collective == "psum_scatter":
+            flat = data.reshape(-1).astype(jnp.float32)
+            exact = lax.psum_scatter(flat, axes, tiled=True)
+            error = lax.psum(jnp.sum((own.astype(jnp.float32) - exact) ** 2), axes)
+            return error / lax.psum(jnp.sum(exact**2), axes), jnp.int32(0)
+        exact = lax.psum(data.astype(jnp.float32), axes)
+        bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
+        differ = lax.pmax(bits, axes) != lax.pmin(bits, axes)
+        return lax.pmax(dq.vnmse(own, exact), axes), jnp.sum(differ)
+
+    return quality
+
+
+def replicas_of(result: jax.Array, data: jax.Array) -> jax.Array:
+    """Every worker's own copy of a replicated ``result``, laid out as ``data`` (one row each)."""
+    own = [shard.data[None] for shard in result.addressable_shards]
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, own)
+
+
+def _row(
+    contender: Contender, timing: Timing, *, baseline_us: float, size_bytes: int, **rest: Any
+) -> AllReduceRow:
+    n_workers, wire_bytes = rest["n_workers"], rest["wire_bytes"]
+    algbw = size_bytes / timing.median_us / 1e3
+    passes = 2 if contender.collective == "psum" else 1
+    return AllReduceRow(
+        size_bytes=size_bytes,
+        method=contender.label,
+        time_us=timing.median_us,
+        p10_us=timing.p10_us,
+        p90_us=timing.p90_us,
+        algbw_gb_per_s=algbw,
+        busbw_gb_per_s=algbw * passes * (n_workers - 1) / n_workers,
+        wire_gb_per_s=wire_bytes / timing.median_us / 1e3,
+        speedup=baseline_us / timing.median_us,
+        backend=contender.backend,
+        **rest,
+    )

@@ -1,0 +1,370 @@
+"""The contenders of the all-reduce benchmark, and their names on the command line."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from decimal import Decimal
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import MatrixMethod, ShardedMethod
+from dynamiq_jax.topologies import across_hosts
+from pallas_kernels import resolve_backend
+
+_ANY_SIZE: dict[str, Any] = {"min_leaf_size": 0, "min_bucket_size": 0}
+"""Limits under which everything is compressed."""
+
+
+def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
+    """A method whose ``bits`` are those of a code or index; scales or sums take more.
+
+    The method itself refuses bits that are no integer.
+    """
+    if bits is not None:
+        options["bits"] = int(bits) if bits == int(bits) else bits
+    return method(**options)
+
+
+def _omnireduce(bits: float = 8, **options) -> dq.comparators.OmniReduce:
+    """The density that takes ``bits`` with its block statistics."""
+    return dq.comparators.OmniReduce(density=(bits - 16 / 256) / 16, **options)
+
+
+def _top_k_chunked(bits: float = 4, **options) -> dq.comparators.OmniReduce:
+    """The density that takes ``bits`` with chunks of 64; without memory."""
+    return dq.comparators.OmniReduce.top_k_chunked((bits - 16 / 64) / 16, **options)
+
+
+def remembered(
+    kind: Any, method: Callable[..., Any] = dq.DynamiQ, bits: float | None = None, **options
+) -> dq.ErrorFeedback:
+    """Error feedback of that kind around a method of ``bits``, by default DynamiQ."""
+    if bits is not None:
+        options["bits"] = bits
+    return dq.ErrorFeedback(method(**options), kind=kind)
+
+
+def _clt_k(bits: float = 4, **options) -> dq.comparators.CLTK:
+    """The density that takes ``bits``, places included; without memory."""
+    return dq.comparators.CLTK(density=bits / 24, **options)
+
+
+def _sidco(bits: float = 4, **options) -> dq.comparators.SIDCo:
+    """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
+    return dq.comparators.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
+
+
+def arc_top_k(bits: float = 3.2, **options) -> dq.comparators.ARCTopK:
+    """The density whose rows take ``bits``; the sketch comes on top; without memory."""
+    return dq.comparators.ARCTopK(density=bits / 16, **options)
+
+
+PAPER = {
+    "widths": (2, 4, 8), "floor": None, "group_size": 16, "levels": "geometric",
+    "rounding": "correlated", "subtract_mean": True,
+}  # fmt: skip
+"""The paper's configuration of DynamiQ."""
+
+LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
+"""The options for the least squared error: floors and companded levels, its defaults,
+are for the loss of training with Adam (docs/training-quality.md)."""
+
+SATURATING: Mapping[str, Any] = {
+    "form": "two-shot", "table": False, "saturate": True, "p": 1e-6,
+}  # fmt: skip
+"""THC with as many bits for sums as for indices; p is what 4 bits and 8 workers need."""
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "dynamiq": dq.DynamiQ,
+    "dynamiq-dither": partial(dq.DynamiQ, dither=True),
+    "dynamiq-mse": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR),
+    "dynamiq-mse-dither": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR, dither=True),
+    "dynamiq-paper": partial(dq.DynamiQ, **PAPER),
+    "bf16": dq.BF16,
+    "f32": dq.F32,
+    "mxfp8": dq.comparators.MXFP8,
+    "mxfp6": dq.comparators.MXFP6,
+    "mxfp4": dq.comparators.MXFP4,
+    "minmax": partial(_whole_bits, dq.comparators.MinMax),
+    "flash": partial(_whole_bits, dq.comparators.MinMax, rounding="nearest"),
+    "qsgd": partial(_whole_bits, dq.comparators.GlobalQSGD),
+    "qsgd-exponential": partial(_whole_bits, dq.comparators.GlobalQSGD, levels="exponential"),
+    "thc": partial(_whole_bits, dq.comparators.THC),
+    "thc-saturating": partial(_whole_bits, dq.comparators.THC, **SATURATING),
+    "omnireduce": _omnireduce,
+    "topk-chunked": _top_k_chunked,
+    "dynamiq-ef14": partial(remembered, "ef14"),
+    "dynamiq-ef21": partial(remembered, "ef21"),
+    "dynamiq-ef21m": partial(remembered, "ef21m"),
+    "dynamiq-econtrol": partial(remembered, "econtrol"),
+    "marsit": dq.comparators.Marsit,
+    "perm-k": dq.comparators.PermK,
+    "clt-k": _clt_k,
+    "sidco": _sidco,
+    "powersgd": dq.comparators.PowerSGD,
+    "arc-top-k": arc_top_k,
+}
+"""Methods by the name the command line knows. What is asked for runs, also at sizes that the method
+would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
+"dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
+in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "thc-saturating" keeps sums to the bits
+of an index, "topk-chunked" is OmniReduce with chunks of 64. "powersgd" has rank 4. "bf16" and "f32"
+sum uncompressed over the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ,
+"marsit" sums signs: here their memory is empty, as in a first step."""
+
+NATIVE = (
+    "thc", "thc-saturating", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd",
+    "arc-top-k",
+)  # fmt: skip
+"""The methods among these that have native collectives only."""
+
+COLUMNS = 1024
+"""Columns of the matrix that a flat leaf becomes for methods of matrices."""
+
+TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
+    "direct": dq.Direct,
+    "ring": dq.Ring,
+    "butterfly": dq.Butterfly,
+    "hierarchical": dq.Hierarchical,
+}
+
+BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+"""Native all-reduces by the dtype on the wire."""
+
+
+Collective = Literal["psum", "psum_scatter", "exchange"]
+"""The last one moves data and sums nothing."""
+
+
+class Contender(NamedTuple):
+    """One way to reduce the leaf."""
+
+    label: str
+    collective: Collective
+    reduce: Callable[..., Any]
+    """(leaf or tree, axis name or names, key=None) -> what one worker ends with."""
+    wire_bytes: Callable[[int, tuple[int, ...]], int]
+    """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
+    backend: str
+    topology: Any = None
+    """`None`: native collectives."""
+    remembers: bool = False
+    """Whether it has memory from step to step, and `reduce` is that of a first step."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by ``text``: a number with B, KiB, MiB, GiB (powers of 2) or KB, MB, GB.
+
+    Raises:
+      ValueError: not such a size, or not a positive even number of bytes.
+    """
+    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, factor = text.strip().upper(), 1
+    for unit, value in (units | {"B": 1}).items():
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), value
+            break
+    try:
+        size_bytes = float(number) * factor
+    except ValueError:
+        raise ValueError(f"size {text!r} is not a size: write for example 16MiB or 1GiB") from None
+    if not 2 <= size_bytes < 2**32 or size_bytes % 2:
+        raise ValueError(
+            f"size {text!r} is {size_bytes:g} bytes: a bf16 leaf takes an even number of bytes "
+            f"from 2 to {2**32 - 2} (under 4GiB)"
+        )
+    return int(size_bytes)
+
+
+def parse_params(text: str) -> int:
+    """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B.
+
+    Raises:
+      ValueError: not such a number, or none that one leaf can have.
+    """
+    factors = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+    number, factor = text.strip().upper(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        exact = Decimal(number) * factor  # 1.1B has no error of rounding
+    except ArithmeticError:
+        exact = Decimal("nan")
+    if exact.is_nan() or (0 < exact < 2**31 and exact % 1):
+        raise ValueError(f"{text!r} is not a whole number of parameters: write for example 125M")
+    if not 1 <= exact < 2**31:
+        raise ValueError(
+            f"{text!r} is {float(exact):,.15g} parameters: one leaf takes 1 to {2**31 - 1:,}; pass "
+            "the leaves of a larger model by --model-tree"
+        )
+    return int(exact)
+
+
+def parse_topology(text: str, nodes: int | None = None, transport: str | None = None) -> Any:
+    """The topology called ``text``, for one axis, or for two if there are several nodes.
+
+    With a ``transport`` it, or the outer one of a hierarchy, takes that one. ``nodes`` is `None`
+    where the command has no such option.
+
+    Raises:
+      ValueError: there is no such topology, or it needs two axes.
+    """
+    if text not in TOPOLOGIES:
+        raise ValueError(f"topology {text!r} is not known: pass one of {', '.join(TOPOLOGIES)}")
+    if text == "hierarchical" and (nodes or 1) == 1:
+        raise ValueError(
+            "topology 'hierarchical' reduces over two axes, and here is one: pass direct, ring or "
+            "butterfly" + ("" if nodes is None else ", or --nodes 2 or more")
+        )
+    if transport is None:
+        return TOPOLOGIES[text]()
+    if text == "hierarchical":
+        assert nodes is not None
+        outer: Any = across_hosts(nodes)
+        return dq.Hierarchical(outer=replace(outer, transport=transport))
+    return TOPOLOGIES[text](transport=transport)
+
+
+def native_only(text: str) -> bool:
+    """Whether the method called ``text`` has native collectives only, whatever the topology."""
+    return text.strip().partition(":")[0].removesuffix("-memory") in NATIVE
+
+
+def parts(text: str) -> list[str]:
+    """The comma-separated parts, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def bits_of(text: str) -> float:
+    """Wire bits per coordinate; the method says which it takes.
+
+    Raises:
+      ValueError: not a finite number.
+    """
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = math.nan
+    if not math.isfinite(bits):
+        raise ValueError(f"{text!r} is not a number of bits: write for example 5")
+    return bits
+
+
+def make_method(
+    text: str, known: Mapping[str, Callable[..., Any]] = METHODS, **options: Any
+) -> Any:
+    """The method meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
+
+    Args:
+      text: as on the command line.
+      known: how methods are made, by name.
+      options: what they are made with besides.
+
+    Raises:
+      ValueError: the method or its bits are not known.
+    """
+    name, _, bits = text.strip().partition(":")
+    if name not in known:
+        raise ValueError(f"method {name!r} is not known: pass one of {', '.join(known)}")
+    if bits:
+        if "bits" not in inspect.signature(known[name]).parameters:
+            raise ValueError(f"method {text!r}: {name} has no choice of bits: write {name}")
+        try:
+            options["bits"] = bits_of(bits)
+        except ValueError as error:
+            raise ValueError(f"method {text!r}: {error}") from None
+    return known[name](**options)
+
+
+def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
+    """The contender meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
+
+    Raises:
+      ValueError: the method or its bits are not known, or it lacks the collective.
+    """
+    method = make_method(text)
+    topology = None if native_only(text) else topology
+    request = dq.Compression(method, topology=topology, **_ANY_SIZE)
+    matrices = isinstance(method, MatrixMethod)
+    if collective == "psum_scatter" and not isinstance(method, ShardedMethod):
+        raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
+
+    def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
+        if collective == "psum_scatter":
+            (n_workers,) = sizes
+            part = coords // n_workers
+            return method.sharded_wire_bits(part, n_workers, topology) // 8
+        shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
+        leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return round(request.explain(leaf, sizes, verbose=False).wire_bytes)
+
+    reduce = _first_step if method.needs_state else dq.psum
+    reduce = reduce if collective == "psum" else partial(dq.psum_scatter, tiled=True)
+    reduce = partial(_folded, reduce) if matrices else reduce
+    return Contender(
+        label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
+        collective=collective,
+        reduce=partial(reduce, method=request),
+        wire_bytes=wire_bytes,
+        backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
+        topology=topology,
+        remembers=method.needs_state,
+    )
+
+
+def _first_step(x: Any, axis_name: Any, key: Any = None, *, method: dq.Compression) -> Any:
+    """A sum by a method with memory, which is empty; what it remembers is thrown away."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    state = method.init_state(x, tuple(lax.axis_size(name) for name in names))
+    return dq.reduce(x, axis_name, op="sum", key=key, state=state, method=method).tree
+
+
+def check_timed(contender: Contender) -> None:
+    """Refuses to time a method of which there is a first step alone.
+
+    Raises:
+      ValueError: it has memory.
+    """
+    if contender.remembers:
+        raise ValueError(
+            f"method {contender.label.split()[0]!r} has memory, which is empty here, and a step "
+            "with it takes longer; time a training step, or pass a method without"
+        )
+
+
+def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options) -> jax.Array:
+    """``reduce`` of a flat leaf as a matrix."""
+    matrix = jnp.pad(x, (0, -x.size % COLUMNS)).reshape(-1, COLUMNS)
+    return reduce(matrix, axis_name, **options).reshape(-1)[: x.size]
+
+
+def uncompressed(name: str, collective: Collective = "psum") -> Contender:
+    """The baseline ``name``: `lax.psum` or `lax.psum_scatter` with that dtype on the wire.
+
+    Raises:
+      ValueError: there is no such baseline.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"baseline {name!r} is not known: pass one of {', '.join(BASELINES)}")
+    dtype = jnp.dtype(BASELINES[name])
+    exact = {"psum": lax.psum, "psum_scatter": partial(lax.psum_scatter, tiled=True)}[collective]
+    passes = 2 if collective == "psum" else 1
+
+    def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
+        n_workers = math.prod(sizes)
+        return passes * (n_workers - 1) * coords * dtype.itemsize // n_workers
+
+    return Contender(
+        label=f"{name} {collective}",
+        collective=collective,
+        reduce=lambda x, axis_name, key=None: exact(x.astype(dtype), axis_name).astype(x.dtype),
+        wire_bytes=wire_bytes,
+        backend="xla",
+    )

@@ -1,0 +1,261 @@
+"""Kernel benchmark: what one device needs to encode, add and decode a whole gradient.
+
+Every kernel of `pallas_kernels` processes all coordinates in one call, as a single chunk under
+the plan that the gradient itself gets at the given bits per coordinate. Calls are dispatched
+back-to-back and waited for once, so that their dispatch hides behind the device's work.
+
+Bytes moved are those an ideal kernel reads and writes once: the gradient, payload records,
+per-super-group means and order, results. *Copy* is XLA's ``x + 1`` on the same bf16 array; its
+bandwidth, measured in the same rounds, is the ceiling that the last column refers to.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dynamiq_jax.commands.bench.timing import time_calls
+from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods.dynamiq.allocation import Allocation
+from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
+from dynamiq_jax.topologies import Direct, Stage
+from pallas_kernels import (
+    Backend,
+    Input,
+    Result,
+    Source,
+    Target,
+    WireFormat,
+    compress,
+    decompress,
+    decompress_accumulate_recompress,
+    resolve_backend,
+    slot_noise,
+    statistics,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """One line of the report; ``copy_fraction`` is the share of copy bandwidth reached."""
+
+    kernel: str
+    widths: str
+    time_us: float
+    p10_us: float
+    p90_us: float
+    ns_per_coord: float
+    gb_per_s: float
+    copy_fraction: float
+    moved_bytes: int
+    coords: int
+    backend: str
+
+
+class _Case(NamedTuple):
+    kernel: str
+    widths: str
+    call: Callable[[], Any]
+    moved_bytes: int
+    backend: str
+
+
+def parse_coords(text: str) -> int:
+    """The number meant by ``text``, for example ``2^28`` or ``1000000``.
+
+    Raises:
+      ValueError: not a positive whole number, or too many for 32-bit indices.
+    """
+    base, caret, exponent = text.replace("**", "^").partition("^")
+    try:
+        number, power = int(base), int(exponent) if caret else 1
+    except ValueError:
+        raise ValueError(f"coords {text!r} is not a whole number: write for example 2^28") from None
+    coords = number**power if 0 <= power < 31 else 0  # a huge power would take for ever
+    if not 1 <= coords < 2**31:
+        raise ValueError(f"coords {text!r}: pass 1 to 2^31 - 1 coordinates")
+    return coords
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """The ascending widths meant by ``text``, for example ``2,4,8``.
+
+    Raises:
+      ValueError: not a list of different widths from 0 to 16.
+    """
+    try:
+        widths = tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"widths {text!r} is not a list: write for example 2,4,8") from None
+    if len(set(widths)) < len(widths) or widths[0] < 0 or widths[-1] > 16:
+        raise ValueError(f"widths {text!r}: pass different widths from 0 to 16")
+    return widths
+
+
+def bench_kernels(
+    coords: int,
+    *,
+    bits: float,
+    widths: tuple[int, ...] | None,
+    single_widths: bool,
+    dither: bool = False,
+    repeats: int,
+    in_flight: int | None = None,
+    backend: Backend | None = None,
+) -> list[KernelRow]:
+    """Times statistics, the plan and the three coding kernels on the default device.
+
+    Args:
+      coords: bf16 coordinates of the gradient.
+      bits: wire bits per coordinate of the mix of ``widths``.
+      widths: the widths in the mix, by squared error alone; `None`: those of `DynamiQ`, with its
+        floors for `Direct` among eight workers.
+      single_widths: whether to time also every width but 0 by itself.
+      dither: of `DynamiQ`.
+      repeats: samples per kernel.
+      in_flight: calls per sample; `None` takes 10 on a GPU, 1 on a CPU.
+      backend: see `pallas_kernels`.
+
+    Returns:
+      A row per kernel, the copy first.
+    """
+    ran = resolve_backend(backend)
+    mixed = DynamiQ(
+        bits=bits, widths=widths, floor="auto" if widths is None else None, dither=dither
+    )
+    mix = allocate_for(mixed)
+    # Magnitudes vary from super-group to super-group, as a gradient's do.
+    key_size, key_value = jax.random.split(jax.random.key(0))
+    rows = -(-coords // 256)
+    scale = jnp.exp(1.2 * jax.random.normal(key_size, (rows, 1)))
+    x = (scale * jax.random.normal(key_value, (rows, 256))).astype(jnp.bfloat16)
+    x = x.reshape(-1)[:coords]
+
+    widths = mix.fmt.widths
+    label = ",".join(map(str, widths))
+    chunks = [(label, single_chunk(coords, bits, mix))]
+    if single_widths and len(widths) > 1:
+        alone = {
+            w: allocate_for(replace(mixed, bits=32, widths=(w,), floor=None)) for w in widths if w
+        }
+        chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
+    cases = [
+        _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
+        _statistics_case(x, ran),
+    ]
+    cases.append(_plan_case(x, chunks[0][1], label, ran))
+    for name, layout in chunks:
+        cases += _coding_cases(x, layout, name, ran)
+
+    if in_flight is None:
+        in_flight = 1 if jax.default_backend() == "cpu" else 10
+    timings = time_calls([case.call for case in cases], repeats=repeats, in_flight=in_flight)
+    copy_gb_per_s = cases[0].moved_bytes / timings[0].median_us / 1e3
+    report = []
+    for case, timing in zip(cases, timings, strict=True):
+        gb_per_s = case.moved_bytes / timing.median_us / 1e3
+        report.append(
+            KernelRow(
+                kernel=case.kernel,
+                widths=case.widths,
+                time_us=timing.median_us,
+                p10_us=timing.p10_us,
+                p90_us=timing.p90_us,
+                ns_per_coord=timing.median_us * 1e3 / coords,
+                gb_per_s=gb_per_s,
+                copy_fraction=gb_per_s / copy_gb_per_s,
+                moved_bytes=case.moved_bytes,
+                coords=coords,
+                backend=case.backend,
+            )
+        )
+    return report
+
+
+def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
+    size = WireFormat().super_group_size
+    call = jax.jit(partial(statistics, super_group_size=size, backend=backend))
+    moved_bytes = x.nbytes + 2 * 4 * math.ceil(x.size / size)
+    return _Case("statistics", "", partial(call, x), moved_bytes, backend)
+
+
+def allocate_for(method: DynamiQ) -> Allocation:
+    """The allocation of `Direct` among eight workers; without a floor equal bits in both stages."""
+    return method.allocation(8, Direct(balance=0.0 if method.floor is None else None))
+
+
+def single_chunk(coords: int, bits: float, allocation: Allocation) -> Layout:
+    """The layout of one chunk that holds all coordinates and passes through two stages."""
+    stages = (Stage(1, range(1), 1.0), Stage(1, range(1, 2), 1.0))
+    layout = make_layout(
+        coords,
+        2,
+        stages,
+        bits=len(stages) * bits,
+        allocation=allocation,
+        stats_per_super_group=len(stages),
+        collective="all_gather",
+    )
+    return replace(layout, n_workers=1)
+
+
+def _plan_case(x: jax.Array, layout: Layout, label: str, backend: Backend) -> _Case:
+    _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
+    plan = jax.jit(lambda energy: order_and_tiles(energy, layout))
+    order, (tiles, _), _ = plan(sqnorm)
+    moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
+    return _Case("plan", label, partial(plan, sqnorm), moved_bytes, "xla")
+
+
+def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
+    """The coding kernels: compress for the first stage, hop to the second, decompress that."""
+    fmt = layout.fmt
+    _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
+    order, tiles, _ = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
+    mean = jnp.zeros(layout.super_groups, jnp.float32)
+    first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
+
+    static: dict[str, Any] = {"fmt": fmt, "backend": backend}
+    words = layout.payload_words
+    rows = math.ceil(x.size / fmt.super_group_size)
+
+    @jax.jit
+    def encode(source, chunks, tiles, noise):
+        return compress(source, chunks, Target(tiles, noise, words[0]), **static)
+
+    @jax.jit
+    def hop(inputs, source, chunks, tiles, noise):
+        target = Target(tiles, noise, words[1])
+        return decompress_accumulate_recompress(inputs, source, chunks, target, **static)
+
+    @jax.jit
+    def decode(payloads, tiles, chunks, mean_sum, order, noise):
+        result = Result(mean_sum, order, rows, x.dtype)
+        return decompress(payloads, tiles, chunks, result, noise, **static)
+
+    source, chunks = Source(x, None, order), jnp.zeros(1, jnp.int32)
+    encode_args = (source, chunks, tiles[0], first)
+    sent = encode(*encode_args)
+    hop_args = ((Input(sent[None], tiles[0], noise=first[None]),), source, chunks, tiles[1], second)
+    gathered = hop(*hop_args)
+    decode_args = (gathered, tiles[1], chunks, mean, order, second[None])
+
+    plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
+    return [
+        _Case(name, label, partial(call, *args), moved + plan_bytes, backend)
+        for name, call, args, moved in (
+            ("compress", encode, encode_args, x.nbytes + sent.nbytes),
+            ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),
+            (
+                "decompress-accumulate-recompress",
+                hop,
+                hop_args,
+                x.nbytes + sent.nbytes + gathered.nbytes,
+            ),
+        )
+    ]

@@ -1,0 +1,227 @@
+"""Rows of the benchmarks as a table on the terminal, JSON in a file, or a plot."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 1000
+"""Characters of a line where the output is not a terminal: wide enough for every column."""
+
+
+class Column(NamedTuple):
+    """A column of the table: its title, with the unit, and the text of a row's cell."""
+
+    title: str
+    cell: Callable[[Any], str]
+
+
+TIME_COLUMNS = (
+    Column("time us", lambda r: f"{r.time_us:.1f}"),
+    Column("p10-p90 us", lambda r: f"{r.p10_us:.1f}-{r.p90_us:.1f}"),
+)
+
+ALL_REDUCE_COLUMNS = (
+    Column("size", lambda r: format_size(r.size_bytes)),
+    Column("method", lambda r: r.method),
+    *TIME_COLUMNS,
+    Column("algbw GB/s", lambda r: f"{r.algbw_gb_per_s:.3g}"),
+    Column("busbw GB/s", lambda r: f"{r.busbw_gb_per_s:.3g}"),
+    Column("wire GB/s", lambda r: f"{r.wire_gb_per_s:.3g}"),
+    Column("speedup", lambda r: f"{r.speedup:.2f}x"),
+    Column("vNMSE", lambda r: f"{r.vnmse:.2e}"),
+    Column("#wrong", lambda r: str(r.wrong)),
+    Column("backend", lambda r: r.backend),
+    Column("transport", lambda r: r.transport),
+)
+
+KERNEL_COLUMNS = (
+    Column("kernel", lambda r: r.kernel),
+    Column("widths", lambda r: r.widths),
+    *TIME_COLUMNS,
+    Column("ns/coord", lambda r: f"{r.ns_per_coord:.4f}"),
+    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
+    Column("of copy", lambda r: f"{r.copy_fraction:.0%}"),
+    Column("backend", lambda r: r.backend),
+)
+
+ERROR_COLUMNS = (
+    Column("method", lambda r: r.method),
+    Column("topology", lambda r: r.topology),
+    Column("workers", lambda r: str(r.n_workers)),
+    Column("bits/coordinate", lambda r: f"{r.bits_per_coord:.3f}"),
+    Column("vNMSE", lambda r: f"{r.vnmse:.3e}"),
+    Column("lowest-highest", lambda r: f"{r.lowest:.2e}-{r.highest:.2e}"),
+    Column("seeds", lambda r: str(r.seeds)),
+    Column(
+        "worst leaf's error",
+        lambda r: "-" if r.worst_leaf_error is None else f"{r.worst_leaf_error:.3e}",
+    ),
+    Column("worst leaf", lambda r: r.worst_leaf or "-"),
+)
+
+SIMULATION_COLUMNS = (
+    Column("workers", lambda r: str(r.workers)),
+    Column("super-groups", lambda r: str(r.super_groups)),
+    Column("topology", lambda r: r.topology),
+    Column("method", lambda r: r.method),
+    Column("bits", lambda r: f"{r.bits:g}"),
+    Column("widths", lambda r: ",".join(map(str, r.widths))),
+    Column("vNMSE", lambda r: f"{r.vnmse:.3g}"),
+    Column("lowest-highest", lambda r: f"{r.lowest:.3g}-{r.highest:.3g}"),
+    Column("paper", lambda r: f"{r.published:.3g}" if r.published else ""),
+    Column("seconds", lambda r: f"{r.seconds:.1f}"),
+    Column("backend", lambda r: r.backend),
+)
+
+LINK_COLUMNS = (
+    Column("exchange", lambda r: r.exchange),
+    Column("size", lambda r: format_size(r.size_bytes)),
+    *TIME_COLUMNS,
+    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
+)
+
+
+def setting_columns(native_us: float) -> list[Column]:
+    """The columns of a table of settings beside native psum, which takes ``native_us``."""
+    return [
+        Column("setting", lambda r: r.label),
+        *TIME_COLUMNS,
+        Column("speedup", lambda r: f"{native_us / r.time_us:.2f}x"),
+        Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
+        Column("compressed", lambda r: f"{r.compressed:.0%}"),
+        Column("error", lambda r: f"{r.relative_error:.2g}" if r.relative_error else "-"),
+        Column("payloads by", lambda r: r.transport),
+    ]
+
+
+def leaf_columns(labels: Iterable[str]) -> list[Column]:
+    """The columns of a table of leaves, with one for every "method topology"."""
+
+    def error(label: str) -> Column:
+        return Column(label.replace(" ", "\n"), lambda r: f"{r.errors[label]:.3e}")
+
+    return [
+        Column("leaf", lambda r: r.leaf),
+        Column("coordinates", lambda r: f"{r.coordinates:,}"),
+        Column("energy %", lambda r: f"{r.energy_percent:.3g}"),
+        *(error(label) for label in labels),
+    ]
+
+
+def format_size(size_bytes: int) -> str:
+    """``size_bytes`` in the largest binary unit that leaves at least 1."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:g}{unit}"
+    return f"{size_bytes}B"
+
+
+def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> None:
+    """Prints one line per row to standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    table = Table(box=None, pad_edge=False)
+    texts = ("method", "kernel", "widths", "topology", "backend", "transport", "worst leaf", "leaf")
+    texts += ("exchange", "setting", "payloads by")
+    for column in columns:
+        is_text = column.title in texts
+        table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    console.print(title, highlight=False)
+    console.print(table)
+
+
+def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
+    """Facts that belong to the numbers: versions, devices, and the options of NCCL and XLA."""
+    told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "XLA_FLAGS"))}
+    return {
+        "jax": jax.__version__,
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "n_devices": len(devices),
+        "environment": told,
+    }
+
+
+def write_json(
+    path: Path, rows: Sequence[Any], about: Mapping[str, Any], **more: Sequence[Any]
+) -> None:
+    """Writes ``{"about": ..., "rows": [...], **more}``; keys of a row name their units."""
+    tables = {"rows": rows, **more}
+    document = {"about": dict(about)} | {
+        name: [dataclasses.asdict(row) for row in table] for name, table in tables.items()
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def require_matplotlib() -> None:
+    """Raises ValueError, naming the extra to install, where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[cli]'")
+
+
+def check_image(path: Path) -> None:
+    """Refuses what no plot can be written to.
+
+    Raises:
+      ValueError: matplotlib is missing, or knows no image of this suffix.
+    """
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"{path} is not an image by its suffix, {path.suffix!r}: pass one of "
+            f".{', .'.join(known)}"
+        )
+
+
+def plot_all_reduce(path: Path, rows: Sequence[Any], title: str) -> None:
+    """Bus bandwidth and speedup over size, one line per method."""
+    figure, (left, right) = _axes(2)
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == method]
+        sizes = [row.size_bytes for row in own]
+        left.plot(sizes, [row.busbw_gb_per_s for row in own], marker="o", label=method)
+        right.plot(sizes, [row.speedup for row in own], marker="o", label=method)
+    for axes, label in ((left, "bf16-equivalent bus bandwidth [GB/s]"), (right, "speedup")):
+        sizes = sorted({row.size_bytes for row in rows})
+        axes.set(xscale="log", xlabel="leaf", ylabel=label, ylim=(0, None))
+        axes.set_xticks(sizes, [format_size(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.savefig(path, dpi=150)
+
+
+def plot_kernels(path: Path, rows: Sequence[Any], title: str) -> None:
+    """Time per coordinate of every kernel and width set, as bars."""
+    figure, (axes,) = _axes(1)
+    labels = [f"{row.kernel} {row.widths}".strip() for row in rows]
+    axes.barh(labels, [row.ns_per_coord for row in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="ns per coordinate")
+    axes.grid(alpha=0.3, axis="x")
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.savefig(path, dpi=150)
+
+
+def _axes(count: int) -> tuple[Any, Any]:
+    require_matplotlib()
+    # The figure is made without pyplot, which would look for a display and keep global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 + 4 * count, 4.5), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False)[0]

@@ -1,0 +1,63 @@
+"""Files of a model's shapes, for ``dynamiq-jax advise --model-tree``."""
+
+import json
+import math
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dynamiq_jax.tree.leaves import describe_leaves, holds_numbers
+
+
+def save_model_tree(file: str | Path, params: Any) -> None:
+    """Writes names, shapes and dtypes of all leaves, for ``dynamiq-jax advise --model-tree``.
+
+    Gradients have the shapes and dtypes of parameters. The file is JSON, in the tree's order:
+    ``{"['wte']": [[50304, 768], "float32"], ...}``.
+
+    Args:
+      file: where to.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    leaves = describe_leaves(params)
+    lines = [f"{json.dumps(x.name)}: {json.dumps([x.shape, x.dtype.name])}" for x in leaves]
+    Path(file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
+    """Reads what `save_model_tree` wrote: leaves by name, in the order of the file.
+
+    Raises:
+      ValueError: it holds something else.
+    """
+    file = Path(file)
+    wanted = "expected {name: [shape, dtype]}, as save_model_tree writes it"
+    try:
+        held = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}; {wanted}") from error
+    if not isinstance(held, dict) or not held:
+        raise ValueError(f"{file} holds no leaves; {wanted}")
+    tree = OrderedDict()
+    for name, entry in held.items():
+        try:
+            tree[name] = _leaf(entry)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: leaf {name!r} is {entry!r}: {error}; {wanted}") from error
+    return tree
+
+
+def _leaf(entry: Any) -> jax.ShapeDtypeStruct:
+    """The leaf of a model tree; refuses what no array of numbers can be."""
+    shape, dtype = entry
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("the shape has to be a list of integers from 0 on")
+    if not isinstance(dtype, str) or not holds_numbers(jnp.dtype(dtype)):
+        raise ValueError("the dtype has to be one of numbers, such as 'float32'")
+    if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
+        raise ValueError(f"it has more than {sys.maxsize} bytes")
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))

@@ -1,0 +1,143 @@
+"""The ARC-Top-K method: the rows of most energy are summed, which a small sketch tells.
+
+All workers know the sketch P = the sum of M_i V of their matrices M_i and a V at random of ``rank``
+columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
+all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
+ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
+The others come out zero; `ErrorFeedback` remembers them. The published method has its kind "ef21m".
+
+What to know of it:
+
+* V should be new in every step: what it misses once it may find the next time. The number of the
+  step is in the state and makes it so; without state V is new only where the caller's key is.
+* Rows that cancel between workers have no length and are not sent. They stay in each worker's
+  memory, which grows as long as gradients have them. `OmniReduce` sums squares, and sends them.
+* A matrix has few long rows where rows mean something, as in an embedding's tokens; in
+  [inputs, outputs] of a dense layer they are inputs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import (
+    LARGEST,
+    ROUNDING,
+    Call,
+    MatrixMethod,
+    Outcome,
+    State,
+    TellsLosses,
+    Wire,
+    clipped,
+    native_sum,
+)
+from dynamiq_jax.topologies import Topology
+
+
+class ARCTopKState(NamedTuple):
+    """The state from step to step."""
+
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ARCTopK(MatrixMethod, TellsLosses):
+    """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
+
+    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
+    its whole row NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only.
+
+    Attributes:
+      density: the part of rows that is sent, above 0 up to 1.
+      rank: columns of the sketch, which takes ``rank / columns`` numbers for each coordinate.
+        Matrices with less than twice as many rows or columns are summed exactly.
+      wire: the floats that rows are summed in, "bf16" or "f32"; the sketch is in bf16.
+      matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
+    """
+
+    density: float = 0.2
+    rank: int = 4
+    wire: Wire = "bf16"
+    matrix: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.2")
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
+
+    @property
+    def min_side(self) -> int:
+        """Twice the rank: the sketch takes at most half of what the matrix does."""
+        return 2 * self.rank
+
+    def init(self, size: int, n_workers: int) -> State:
+        """The first step."""
+        return ARCTopKState(jnp.zeros((), jnp.int32))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        rows, columns = self.shape_of(size)
+        bits = 16 * self.rank * rows
+        bits += (32 if self.wire == "f32" else 16) * self._count(size) * columns
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
+        shape = self.shape_of(x.shape[0])
+        with jax.named_scope("arc_top_k_all_reduce"):
+            matrix = x.astype(jnp.float32).reshape(shape)
+            sketch = jnp.matmul(
+                matrix / self.headroom(x.shape[0], n_workers),
+                _directions((shape[1], self.rank), call.seed, state),
+                precision=lax.Precision.HIGHEST,
+            )
+            sketch = axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
+            finite = jnp.all(jnp.isfinite(sketch), axis=1)
+            chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
+            # What a sum has no room for waits in memory, if there is one.
+            room = LARGEST / n_workers if keep_error else LARGEST
+            sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis)
+            result = jnp.zeros(shape, x.dtype)
+            total = (clipped(total) / call.divisor).astype(x.dtype)
+            result = result.at[chosen].set(total, unique_indices=True)
+            result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
+            left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
+            return Outcome(result, state and ARCTopKState(state.step + 1)), left
+
+    def _count(self, size: int) -> int:
+        """Rows that are sent."""
+        return math.ceil(self.density * self.shape_of(size)[0] - ROUNDING)
+
+
+def _directions(shape: tuple[int, int], seed: Seed, state: State) -> Float[Array, "columns r"]:
+    """V: columns of normal numbers, of length 1; new in every step where steps are counted."""
+    words = seed_of(seed)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    if state:
+        key = jax.random.fold_in(key, state.step)
+    found = jax.random.normal(key, shape, jnp.float32)
+    return found / jnp.sqrt(jnp.sum(found**2, axis=0, keepdims=True))
+
+
+def _energy(sketch: Float[Array, "rows r"], finite: Array) -> Float[Array, " rows"]:
+    """Squared lengths up to a common factor; of rows that come out NaN, sent or not, -1."""
+    known = jnp.where(finite[:, None], sketch, 0)
+    largest = jnp.max(jnp.abs(known))
+    known = known / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
+    return jnp.where(finite, jnp.sum(known**2, axis=1), -1)

@@ -1,0 +1,127 @@
+"""The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
+
+In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
+coordinates of largest magnitude, and tells the others where they are: a native sum to which these
+add zeros. All workers' values there are summed by a second one. So the result is the
+same for all, its size is static, and choosing takes no sort of more than a chunk; the places of a
+chunk's coordinates fit 8 bits.
+
+Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
+Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
+Its ``eta`` is the beta of the paper.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Integer
+
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods.base import (
+    LARGEST,
+    ROUNDING,
+    Call,
+    NativeSumMethod,
+    Outcome,
+    State,
+    TellsLosses,
+    clipped,
+    native_sum,
+)
+from dynamiq_jax.topologies import Topology
+
+MAX_CHUNK = 256
+"""Coordinates whose places fit 8 bits."""
+
+
+class CLTKState(NamedTuple):
+    """The state from step to step."""
+
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers: whose turn it is to lead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CLTK(NativeSumMethod, TellsLosses):
+    """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
+
+    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
+    its whole chunk NaN on all; sums of what is finite end at the largest bf16 number. Serves
+    ``topology=None`` only. Without state the first worker always leads.
+
+    Attributes:
+      density: the part of every chunk that is sent, above 0 up to 1; 24 bits per coordinate times
+        this, rounded up to whole coordinates of a chunk.
+      chunk_size: coordinates of a chunk, up to 256.
+    """
+
+    density: float = 1 / 64
+    chunk_size: int = 256
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
+        if not 0 < self.density <= 1:
+            raise ValueError(
+                f"density={self.density} must be above 0 and at most 1; pass 1 for all"
+            )
+        if not 1 <= self.chunk_size <= MAX_CHUNK:
+            raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
+
+    def init(self, size: int, n_workers: int) -> State:
+        """The first worker leads."""
+        return CLTKState(jnp.zeros((), jnp.int32))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        bits = (8 + 16) * -(-size // self.chunk_size) * self._count
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
+        axis, n_workers, state = call.axis, call.n_workers, call.state
+        size = x.shape[0]
+        with jax.named_scope("clt_k_all_reduce"):
+            chunks = self._cut(x.astype(jnp.float32))
+            leads = axis.index == (state.step % n_workers if state else 0)
+            places = self._places(chunks, leads, axis)
+            # What a sum has no room for waits in memory, if there is one.
+            room = LARGEST / n_workers if keep_error else LARGEST
+            values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
+            # What is not finite shows in the sum, chosen or not.
+            values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
+            sent, total = native_sum(values, "bf16", axis)
+            finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
+            total = (clipped(total) / call.divisor).astype(x.dtype)
+            result = _placed(total, places, self.chunk_size)
+            result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
+            left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
+            return Outcome(result, state and CLTKState(state.step + 1)), left
+
+    @property
+    def _count(self) -> int:
+        """Coordinates of a chunk that are sent."""
+        return math.ceil(self.density * self.chunk_size - ROUNDING)
+
+    def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N c"]:
+        return jnp.pad(x, (0, -x.shape[0] % self.chunk_size)).reshape(-1, self.chunk_size)
+
+    def _places(
+        self, chunks: Float[Array, "N c"], leads: Array, axis: Axis
+    ) -> Integer[Array, "N k"]:
+        """Where the leader's largest values are, known to all."""
+        own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
+        return axis.psum(jnp.where(leads, own, 0)).astype(jnp.int32)
+
+
+def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:
+    """Chunks of this size that hold the values in their places, and zeros."""
+    empty = jnp.zeros((values.shape[0], size), values.dtype)
+    return jnp.put_along_axis(empty, places, values, axis=1, inplace=False)

@@ -1,0 +1,197 @@
+"""The Global-QSGD method: levels of one scale for all workers, which sums do not leave.
+
+Global-QSGD (Xin et al., 2023) divides by the largest magnitude M that any worker has, so that codes
+of different workers mean the same and a sum of codes is a code. *Linear* levels are the integers
+up to s = floor((2^(b-1) - 1) / n): sums of n workers fit b bits with a sign, and only what a worker
+adds is rounded. *Exponential* ones are powers of two: a partial sum is rounded to one of the two
+next to it at every hop, at random. The rule by which the paper merges two exponents is this one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt
+
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.executors import ChunkCodec
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import clipped
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.plain import (
+    ChunkLayout,
+    PlainCodec,
+    chunk_codec,
+    chunk_layout,
+    chunk_noise,
+    sent_bits,
+    uniform,
+)
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
+
+Levels = Literal["linear", "exponential"]
+
+UNIT = 32
+"""Coordinates of which chunks are multiples: whole words of every bit plane."""
+LEAST_SCALE = 2.0**-100
+"""Where a scale counts as zero, so that its inverse is finite."""
+LEAST_EXPONENTS = 4
+"""Powers of two at and below M that have to be left."""
+
+
+class QSGDShared(NamedTuple):
+    """The facts that all workers know ahead of the first encoding."""
+
+    seed: UInt[Array, " 2"]
+    """The seed of the rounding."""
+    scale: Float[Array, " pieces"]
+    """The largest magnitude on any worker; infinite where one of them is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalQSGD(HopMethod):
+    """All-reduce of codes with a scale that all workers share: b bits per coordinate.
+
+    Unbiased. A NaN or infinity on any worker makes its whole piece NaN on all; sums of what is
+    finite end at the largest bf16 number.
+
+    Attributes:
+      bits: of a code with its sign, 3 to 8.
+      levels: "linear" (a step of M / floor((2^(bits-1) - 1) / n), coarser with every worker) or
+        "exponential" (relative errors, which grow with every hop: `Direct` has two, a ring n).
+      piece_size: coordinates that share the scale, a multiple of 32. The paper has one scale for
+        all; pieces keep leaves of different magnitude apart, for 32 / ``piece_size`` bits.
+    """
+
+    bits: int = 8
+    levels: Levels = "linear"
+    piece_size: int = 4096
+
+    agreement: ClassVar = "max"
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        if not 3 <= self.bits <= 8:
+            raise ValueError(f"bits={self.bits} must be an integer from 3 to 8, such as 8")
+        size = self.piece_size
+        if size < UNIT or size % UNIT:
+            raise ValueError(f"piece_size={size} must be a positive multiple of {UNIT}, as 4096")
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses more workers than codes have room for.
+
+        Raises:
+          ValueError: the steps of "linear" would be none, or "exponential" lacks exponents.
+        """
+        if self.levels == "linear" and self._most // n_workers < 1:
+            raise ValueError(
+                f"bits={self.bits} have no step for {n_workers} workers with levels='linear': sums "
+                f"end at {self._most}; pass bits={n_workers.bit_length() + 1}"
+                + (", or levels='exponential'" if n_workers > 127 else "")
+            )
+        if self.levels == "exponential" and topology is not None:
+            slots = n_slots(topology.stages(n_workers))
+            room = self._headroom(n_workers, slots)
+            if self._most - room < LEAST_EXPONENTS:
+                raise ValueError(
+                    f"bits={self.bits} have {self._most} exponents, and {slots} roundings on the "
+                    f"way of a sum of {n_workers} workers may need {room} above the scale; pass "
+                    "more bits, or topology=dq.Direct()"
+                )
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
+
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: object = ()) -> Array:
+        """The largest magnitude of every piece, f32; infinite where something is not finite."""
+        spare = -x.shape[0] % self.piece_size
+        pieces = jnp.pad(jnp.abs(x.astype(jnp.float32)), (0, spare)).reshape(-1, self.piece_size)
+        finite = jnp.all(jnp.isfinite(pieces), axis=1)
+        return jnp.where(finite, jnp.max(jnp.where(finite[:, None], pieces, 0.0), axis=1), jnp.inf)
+
+    def share(self, message: Array, seed: Seed, bound: Bound) -> QSGDShared:
+        """The scales of all."""
+        return QSGDShared(seed_of(seed, message), message)
+
+    def codec(
+        self,
+        x: Float[Array, " d"],
+        shared: QSGDShared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        layout, n = bound.layout, bound.n_workers
+        unit = shared.scale / (self._most // n) if self.levels == "linear" else shared.scale
+        unit = jnp.where(unit > LEAST_SCALE, unit, 0.0)
+        known = jnp.isfinite(unit)
+        inverse = jnp.where(known & (unit > 0), 1 / jnp.where(unit > 0, unit, 1.0), 0.0)
+        own = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * self._spread(inverse, x)
+        # Rounded on its own, or a compiler may fuse it with the addition of what arrived.
+        own = lax.reduce_precision(own, 8, 22)
+        spread = self._spread(jnp.where(known, unit, jnp.nan), own)
+        units = jnp.pad(spread, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
+        plain = self._plain(layout, shared.seed, bound.n_slots, n)
+        plain = plain._replace(restore=lambda values, chunk: clipped(values * units[chunk]))
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(own, plain, layout, **options)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        assert topology is not None
+        if n_workers == 1:
+            return 0
+        layout = self.bind(size, n_workers, topology).layout
+        payload = 32 * bit_words(layout.chunk_size, self.bits)
+        scales = 2 * (n_workers - 1) * 32 * -(-size // self.piece_size) // n_workers
+        return sent_bits(payload, layout, topology.stages(n_workers)) + scales
+
+    @property
+    def _most(self) -> int:
+        """The largest magnitude of a code."""
+        return 2 ** (self.bits - 1) - 1
+
+    def _headroom(self, n_workers: int, slots: int) -> int:
+        """Powers of two above the scale: a sum of n, doubled at most by each of its roundings."""
+        return math.ceil(math.log2(n_workers)) + slots
+
+    def _spread(self, of_pieces: Array, like: Array) -> Array:
+        return jnp.repeat(of_pieces, self.piece_size)[: like.shape[0]]
+
+    def _plain(self, layout: ChunkLayout, seed, slots: int, n_workers: int) -> PlainCodec:
+        """Payloads of packed codes; adds up what is in steps, or in units of the scale."""
+        words, most, size = chunk_noise(seed, slots, layout), self._most, layout.chunk_size
+        lowest = self._headroom(n_workers, slots) - most  # of the powers of two: code 1
+
+        def encode(values, chunk, slot):
+            share = uniform(words(chunk, slot))
+            if self.levels == "linear":
+                codes = jnp.clip(jnp.floor(values + share), -most, most).astype(jnp.int32)
+                return pack_bits((codes + most).astype(jnp.uint32), self.bits)
+            size_of = jnp.abs(values)
+            exponent = jnp.maximum(jnp.frexp(size_of)[1] - 1, lowest)  # 2^e <= size, or the least
+            gap = jnp.ldexp(jnp.float32(1), exponent)
+            floor = jnp.where(size_of < 2.0**lowest, 0.0, gap)
+            up = share * gap < size_of - floor
+            code = jnp.where(floor > 0, exponent - lowest + 1, 0) + up.astype(jnp.int32)
+            sign = (values < 0).astype(jnp.uint32) << (self.bits - 1)
+            return pack_bits(jnp.minimum(code, most).astype(jnp.uint32) | sign, self.bits)
+
+        def decode(payload, chunk):
+            codes = unpack_bits(payload, size, self.bits).astype(jnp.int32)
+            if self.levels == "linear":
+                return (codes - most).astype(jnp.float32)
+            code = codes & most
+            value = jnp.ldexp(jnp.float32(1), code - 1 + lowest)
+            return jnp.where(code == 0, 0.0, jnp.where(codes > most, -value, value))
+
+        return PlainCodec(encode, decode)

@@ -1,0 +1,320 @@
+"""The Marsit method (Wu et al., DAC 2022): one bit per coordinate and hop, merged by biased coins.
+
+Worker i has y_i = x_i + c_i, its gradient and its compensation, and encodes the signs of y_i. A
+partial result that stands for a workers meets the bit of one that stands for b: where the two
+differ, a coin keeps the former with probability a / (a + b). So the finished bit is the sign of a
+worker drawn uniformly, for every coordinate by itself, whatever the order: its expectation is the
+mean of the workers' signs, exactly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g.
+Every ``period``-th round is in full precision: its result is the mean of the y_i, and the c_i
+become zero.
+
+What we could not read in the paper, and how it is here:
+
+* The probabilities of the merge follow from the unbiasedness that it states.
+* The length s of a step is the paper's own hyperparameter, a number, as is the learning rate inside
+  of its y_i. Here the optimizer has the learning rate, and s is ``scale`` times the mean magnitude
+  of all workers' *gradients* in a block, of this step. Not that of the y_i: compensations would
+  then feed their own growth.
+* Signs of zero are drawn by a coin, so that zero is what they are on average.
+* A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped; it has
+  number period - 1, 2 period - 1, ... from 0.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt
+
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.fingerprint import assert_same_on_workers
+from dynamiq_jax.lax.seeds import Seed, fold_seed, seed_of
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, with_memory
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, chunk_noise, sent_bits, uniform
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
+
+UNIT = 32
+"""Coordinates of which blocks are multiples: whole words of signs."""
+LONGEST_PERIOD = 4096
+MOST_WORKERS = 4096
+"""Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
+FULL_BITS = 32
+"""Bits of a coordinate in a round of full precision."""
+
+
+class MarsitState(NamedTuple):
+    """The state from step to step."""
+
+    residual: Float[Array, " d"]
+    """The compensation c, f32, on every worker its own."""
+    step: Int[Array, ""]
+    """Number of the round, int32, the same on all workers; it starts again after a full one."""
+
+
+class MarsitShared(NamedTuple):
+    """The facts that all workers know ahead of the first encoding."""
+
+    seed: UInt[Array, " 2"]
+    """The seed of the coins."""
+    scale: Float[Array, " blocks"]
+    """Lengths of a step; not finite where a gradient is not."""
+    step: Int[Array, ""]
+    """Number of the round, int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marsit(HopMethod):
+    """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
+
+    A single result is noisy: each coordinate is the sign of one worker. It is unbiased for the mean
+    sign, not for the gradient; what it misses is in the compensation. Up to the rounding of f32,
+    the results (as sums) of all steps and the compensations of all workers add up to all gradients,
+    and after a full round the results alone do. Where workers' gradients differ for long,
+    compensations grow with every step until a full round delivers them at once: its result may be
+    as large as ``period`` gradients.
+
+    A NaN or infinity on any worker makes its whole block NaN on all, and leaves the block's
+    compensation as it was, so that this is always finite. It has the gradients' unit: where a loss
+    scale changes, reduce gradients that are divided by it. The state takes 4 bytes per coordinate
+    on every worker. In a step's program both kinds of rounds are branches of one `lax.cond`, by a
+    count that all workers agree on: one compilation serves all steps.
+
+    Attributes:
+      period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.
+      scale: the length of a step, in mean magnitudes of the workers' gradients, above 0.
+      block_size: coordinates that share it, a multiple of 32; 64 / ``block_size`` bits of wire.
+    """
+
+    period: int | None = 100
+    scale: float = 1.0
+    block_size: int = 1024
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
+        period = self.period
+        if period is not None and not 2 <= period <= LONGEST_PERIOD:
+            raise ValueError(
+                f"period={period} must be an integer from 2 to {LONGEST_PERIOD}, or None for no "
+                "rounds of full precision; for nothing but such rounds pass dq.F32()"
+            )
+        if not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale={self.scale} must be above 0 and finite, such as 1.0")
+        size = self.block_size
+        if size < UNIT or size % UNIT:
+            raise ValueError(f"block_size={size} must be a positive multiple of {UNIT}, as 1024")
+
+    @property
+    def needs_state(self) -> bool:
+        """Signs are nothing without the compensation."""
+        return True
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """The compensation is of gradients."""
+        return True
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses more workers than can agree on a number."""
+        if n_workers > MOST_WORKERS:
+            raise ValueError(
+                f"Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
+                "topology=dq.Hierarchical(), with which it serves those of the outer axis"
+            )
+
+    def init(self, size: int, n_workers: int) -> MarsitState:
+        """Nothing to make up for."""
+        return MarsitState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        layout = chunk_layout(size, n_workers, topology, unit=self.block_size)
+        return Bound(layout, topology, n_workers)
+
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
+        """Every block's mean magnitude over n, not finite where x is not, and the round; f32."""
+        blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
+        blocks = blocks.reshape(-1, self.block_size)
+        filled = jnp.full(blocks.shape[0], self.block_size).at[-1].add(x.shape[0] - blocks.size)
+        # Divided first, so that what is finite has a finite sum.
+        share = jnp.abs(clipped(blocks)) / (filled * bound.n_workers).astype(jnp.float32)[:, None]
+        finite = jnp.all(jnp.isfinite(blocks), axis=1)
+        magnitude = jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
+        return jnp.append(magnitude, state.step.astype(jnp.float32))
+
+    def share(self, message: Array, seed: Seed, bound: Bound) -> MarsitShared:
+        """Lengths of steps, and the round that all are in."""
+        seed = seed_of(seed, message)
+        step = jnp.round(message[-1] / bound.n_workers).astype(jnp.int32)
+        length = jnp.minimum(message[:-1] * self.scale, LARGEST / bound.n_workers)
+        length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
+        return MarsitShared(fold_seed(seed, step), length, step)
+
+    def codec(
+        self,
+        x: Float[Array, " d"],
+        shared: MarsitShared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
+    ) -> ChunkCodec:
+        """See `HopMethod`. What is added up is a sign times the number of workers it stands for."""
+        assert not keep_error
+        layout: ChunkLayout = bound.layout
+        spare = layout.padded_size - x.shape[0]
+        blocks = layout.padded_size // self.block_size
+        steps = jnp.pad(shared.scale, (0, blocks - shared.scale.shape[0]))
+        steps = steps.reshape(layout.chunks, -1) * (bound.n_workers / divisor)
+        return sign_codec(jnp.pad(x, (0, spare)), steps, shared.seed, bound, dtype)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates, averaged over a period."""
+        assert topology is not None
+        if n_workers == 1:
+            return 0
+        agreed, one_bit, full = self.round_bits(size, n_workers, topology)
+        if self.period is None:
+            return agreed + one_bit
+        return agreed + ((self.period - 1) * one_bit + full) // self.period
+
+    def round_bits(self, size: int, n_workers: int, topology: Topology) -> tuple[int, int, int]:
+        """The bits of what every round agrees on, of a round of signs, and of a full one."""
+        layout = self.bind(size, n_workers, topology).layout
+        payload = 32 * bit_words(layout.chunk_size, 1)
+        passes = 2 * (n_workers - 1)
+        agreed = passes * 32 * (-(-size // self.block_size) + 1) // n_workers
+        one_bit = sent_bits(payload, layout, topology.stages(n_workers))
+        return agreed, one_bit, passes * FULL_BITS * size // n_workers
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `methods.base.Method`."""
+        assert call.topology is not None
+        assert isinstance(call.state, MarsitState)
+        axis, n_workers, state, topology = call.axis, call.n_workers, call.state, call.topology
+        bound, size = self.bind(x.shape[0], n_workers, topology), x.shape[0]
+        with jax.named_scope("marsit_all_reduce"):
+            y = with_memory(x, state.residual)
+            # A state varies, for all that JAX knows: the round is one that all have added up.
+            shared = self.agreed(x, call, bound)
+
+            def signs() -> tuple[Array, Array]:
+                codec = self.codec(y, shared, bound, dtype=jnp.float32, divisor=n_workers)
+                streams = bound.layout.chunks_per_worker
+                result, _ = all_reduce(topology, codec, axis, streams)
+                mean = result.reshape(-1)[:size]
+                return mean, y - mean
+
+            def full() -> tuple[Array, Array]:
+                sent = jnp.clip(y, -LARGEST / n_workers, LARGEST / n_workers)
+                return axis.psum(sent) / n_workers, y - sent
+
+            if self.period is None:
+                mean, left = signs()
+            else:
+                last = shared.step % self.period == self.period - 1
+                mean, left = lax.cond(last, full, signs)
+            known = jnp.repeat(jnp.isfinite(shared.scale), self.block_size)[:size]
+            mean = jnp.where(known, mean, jnp.nan)
+            if self.debug_checks:
+                assert_same_on_workers(mean, axis, "the result")
+            residual = jnp.where(known, clipped(left), state.residual)
+            after = MarsitState(residual, (state.step + 1) % (self.period or LONGEST_PERIOD))
+            value = mean
+            if call.divisor != n_workers:
+                value = clipped(mean * (n_workers / call.divisor))
+            return Outcome(value.astype(x.dtype), after)
+
+
+@functools.cache
+def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]:
+    """For how many workers the encoding of each slot stands, by the owner of the chunk; int32.
+
+    What a worker would send to itself stands for none, and neither does a sink, which nobody adds.
+    """
+    found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
+    held = np.ones((n_workers, n_workers), np.int32)  # by worker and chunk
+    workers = np.arange(n_workers, dtype=np.int32)
+    for step in steps_of(topology.schedule(n_workers)):
+        chunks = chunk_table(step, n_workers)
+        slots = np.broadcast_to(step.slot(workers), workers.shape)
+        standing = np.take_along_axis(held, chunks, axis=1)
+        to = chunks if step.to is None else np.broadcast_to(step.to(workers)[:, None], chunks.shape)
+        moves = to != workers[:, None]  # all but what a worker would send to itself
+        found[np.broadcast_to(slots[:, None], chunks.shape)[moves], chunks[moves]] = standing[moves]
+        np.add.at(held, (to[moves], chunks[moves]), standing[moves])
+    return found
+
+
+def sign_codec(
+    y: Float[Array, " p"],
+    steps: Float[Array, "C blocks"],
+    seed: UInt[Array, " 2"],
+    bound: Bound,
+    dtype,
+) -> ChunkCodec:
+    """Binds signs and coins to one worker's y, which is padded to whole chunks.
+
+    Totals are f32[c, m]: a sign times the number of workers it stands for. Payloads are their
+    signs, one bit each. Finished signs are multiplied by the ``steps`` of their blocks.
+    """
+    layout: ChunkLayout = bound.layout
+    m, streams = layout.chunk_size, layout.chunks_per_worker
+    standing = jnp.asarray(workers_in(bound.topology, bound.n_workers))
+    of_merge = chunk_noise(fold_seed(seed, 0), bound.n_slots, layout)
+    of_zero = chunk_noise(fold_seed(seed, 1), 1, layout)
+    rows = y.astype(jnp.float32).reshape(layout.chunks, m)
+
+    def signs(words) -> Array:
+        return jnp.where(unpack_bits(words, m, 1) == 1, 1.0, -1.0)
+
+    def own(chunk) -> Array:
+        """Signs of one chunk, those of zero by a coin that is the same on all workers."""
+        drawn = jnp.where(of_zero(chunk, 0) >> 31 == 1, 1.0, -1.0)
+        return jnp.where(rows[chunk] > 0, 1.0, jnp.where(rows[chunk] < 0, -1.0, drawn))
+
+    def merged(total, payload, chunk, slot) -> Array:
+        """The coin is that of the encoding that arrived, which is merged once.
+
+        One that is to be left out stands for nobody, and is never taken.
+        """
+        others = standing[slot, chunk // streams].astype(jnp.float32)
+        both = jnp.abs(total) + others
+        theirs = uniform(of_merge(chunk, slot)) * both < others
+        return jnp.where(theirs, signs(payload), jnp.sign(total)) * both
+
+    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
+        total = jax.vmap(own)(chunks) if total is None else total
+        for inputs in arrived:
+            slots = jnp.asarray(inputs.encoder.slot)
+            for k, slot in enumerate(slots):
+                total = jax.vmap(merged, (0, 0, 0, None))(total, inputs.payloads[k], chunks, slot)
+        return total
+
+    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        del skip  # encoding what nobody needs does no harm
+        return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
+
+    def written(values, chunks, at, into, n_rows: int) -> Array:
+        values = values.reshape(*steps[chunks].shape, -1) * steps[chunks][..., None]
+        into = jnp.zeros((n_rows, m), dtype) if into is None else into
+        values = values.reshape(-1, m).astype(dtype)
+        return into.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
+
+    def decode(payloads, chunks, encoders, into, carry: Carry):
+        return written(signs(payloads), chunks, chunks, into, layout.chunks), carry
+
+    def finish(arrived, chunks, into, carry: Carry):
+        values = jnp.sign(add(arrived, chunks))
+        return written(values, chunks, chunks % streams, into, streams), carry
+
+    return ChunkCodec(encode, add, decode, finish)

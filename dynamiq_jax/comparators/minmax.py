@@ -1,0 +1,185 @@
+"""Min-max quantisation: what Flash Communication and QSDP send, over any topology.
+
+Flash Communication (Li et al., arXiv 2412.04964) quantises between the extremes of groups of 128,
+to nearest, once for the all-to-all and once for the all-gather of `Direct`. QSDP (Markov et al.,
+ICML 2023) does so in buckets of 1024 in fully sharded training: gradients are rounded at random on
+their way through the reduce-scatter, weights on their way through the all-gather on a grid that is
+shifted at random, with which its convergence is proved.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, UInt
+
+from dynamiq_jax.comparators import minmax_codec as minmax
+from dynamiq_jax.comparators.minmax_codec import Rounding
+from dynamiq_jax.executors import ChunkCodec, reduce_scatter
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import Call, ShardedMethod
+from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.plain import (
+    ChunkLayout,
+    PlainCodec,
+    chunk_codec,
+    chunk_layout,
+    chunk_noise,
+    sent_bits,
+)
+from dynamiq_jax.topologies import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinMax(HopMethod, ShardedMethod):
+    """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
+
+    Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
+    its whole bucket NaN on all; values beyond 2^126 are cut. Zero is no level in general: a bucket
+    that holds more than zeros moves its zeros.
+
+    Attributes:
+      bits: of a code, 1 to 8; on the wire 32 / ``bucket_size`` more.
+      bucket_size: coordinates that share offset and step, a multiple of 4.
+      rounding: "nearest" (biased), "stochastic" (unbiased, twice the squared error and more) or
+        "shift" (unbiased, at the squared error of "nearest"; the error of a bucket is the same
+        function of one random number in all coordinates). Pass a new key in every step for the
+        last two: without one, the noise is always the same.
+    """
+
+    bits: int = 4
+    bucket_size: int = 128
+    rounding: Rounding = "stochastic"
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits={self.bits} must be an integer from 1 to 8, such as 4")
+        if self.bucket_size < 4 or self.bucket_size % 4:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} must be a positive multiple of 4, such as 128"
+            )
+
+    @classmethod
+    def flash_communication(cls, bits: int = 4, **options) -> "MinMax":
+        """As Flash Communication has it; use it with ``topology=dq.Direct()``."""
+        return cls(bits=bits, bucket_size=128, rounding="nearest", **options)
+
+    @classmethod
+    def qsdp(cls, bits: int = 8, **options) -> "MinMax":
+        """As QSDP has it for gradients: for `dq.psum_scatter`."""
+        return cls(bits=bits, bucket_size=1024, rounding="stochastic", **options)
+
+    @classmethod
+    def qsdp_weights(cls, bits: int = 8, **options) -> "MinMax":
+        """As QSDP has it for weights: for `dq.all_gather`."""
+        return cls(bits=bits, bucket_size=1024, rounding="shift", **options)
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
+        return Bound(layout, topology, n_workers)
+
+    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
+        """The seed of the rounding."""
+        return seed_of(seed)
+
+    def codec(
+        self,
+        x: Float[Array, " d"],
+        shared: Array,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        plain = self._plain(bound.layout, shared, bound.n_slots)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(x, plain, bound.layout, **options)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        assert topology is not None
+        if n_workers == 1:
+            return 0
+        layout = self.bind(size, n_workers, topology).layout
+        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers))
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
+        if n_workers == 1:
+            return 0
+        layout = self._slices(size, n_workers, topology)
+        if topology is None:
+            return self._payload_bits(layout) * (n_workers - 1)
+        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers)[:-1])
+
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        assert call.topology is not None
+        size, n = x.shape[1], call.n_workers
+        layout = self._slices(size, n, call.topology)
+        with jax.named_scope("minmax_reduce_scatter"):
+            spare = layout.chunks_per_worker * layout.chunk_size - size
+            rows = jnp.pad(x, ((0, 0), (0, spare))) if spare else x
+            bound = Bound(layout, call.topology, n)
+            codec = self.codec(rows.reshape(-1), seed_of(call.seed), bound, dtype=x.dtype)
+            streams = layout.chunks_per_worker
+            result, _ = reduce_scatter(call.topology, codec, call.axis, streams)
+            return result.reshape(-1)[:size]
+
+    def all_gather(
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """All workers' ``x``, each encoded once by itself; the same bits on all workers.
+
+        With ``invarying`` JAX counts the result as replicated.
+        """
+        size, n, axis = x.shape[0], call.n_workers, call.axis
+        layout = self._slices(size, n, None)
+        with jax.named_scope("minmax_all_gather"):
+            plain = self._plain(layout, seed_of(call.seed), 1)
+            own = jnp.pad(x.astype(jnp.float32), (0, layout.chunk_size - size))
+            payload = plain.encode(own, axis.index, 0)
+            payloads = axis.all_gather(payload, to="invarying" if invarying else "varying")
+            values = jax.vmap(plain.decode)(payloads, jnp.arange(n, dtype=jnp.int32))
+            return values[:, :size].astype(x.dtype)
+
+    def _slices(self, size: int, n_workers: int, topology: Topology | None) -> ChunkLayout:
+        """The chunks of slices of ``size`` coordinates, each of whole chunks."""
+        streams = topology.chunks_per_worker(size * n_workers) if topology else 1
+        buckets = -(-size // (streams * self.bucket_size))
+        chunk = max(buckets, 1) * self.bucket_size
+        return ChunkLayout(
+            size=n_workers * streams * chunk,
+            n_workers=n_workers,
+            chunks_per_worker=streams,
+            chunk_size=chunk,
+        )
+
+    def _payload_bits(self, layout: ChunkLayout) -> int:
+        return 32 * minmax.payload_words(layout.chunk_size, self.bits, self.bucket_size)
+
+    def _plain(self, layout: ChunkLayout, seed: UInt[Array, " 2"], slots: int) -> PlainCodec:
+        options = {"bits": self.bits, "bucket_size": self.bucket_size, "rounding": self.rounding}
+        stochastic = self.rounding == "stochastic"
+        words = chunk_noise(seed, slots if stochastic else 1, layout)
+
+        def drawn(chunk, slot) -> Array | None:
+            if self.rounding == "nearest":
+                return None
+            return words(chunk, slot if stochastic else 0)  # a shift is that of all encodings
+
+        def encode(values, chunk, slot):
+            return minmax.encode(values, noise=drawn(chunk, slot), **options)
+
+        def decode(payload, chunk):
+            known = None if stochastic else drawn(chunk, 0)
+            return minmax.decode(payload, layout.chunk_size, noise=known, **options)
+
+        return PlainCodec(encode, decode)

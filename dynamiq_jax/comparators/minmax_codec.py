@@ -1,0 +1,120 @@
+"""Buckets of equally spaced levels between their smallest and their largest value.
+
+A bucket of G values has an *offset*, its minimum, and a *step*, its range over 2^b - 1, both bf16:
+the offset is rounded down and the step up, so that the levels enclose all values. Codes of b bits
+follow, in bit planes. A payload is one array of words: those of offsets and steps, one for each
+bucket, then the codes'.
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt32
+
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.methods.plain import uniform
+
+Rounding = Literal["nearest", "stochastic", "shift"]
+"""To the nearest level (biased); up or down at random; or to the nearest level of a grid that is
+shifted at random, by the same share of a step for the whole bucket, which the decoder knows."""
+ROUNDINGS = get_args(Rounding)
+
+MOST = 2.0**126
+"""Where values are cut, so that the range of a bucket is finite."""
+LEAST_RANGE = 2.0**-117
+"""Where the range of a bucket counts as zero, so that no step is subnormal."""
+
+
+def payload_words(size: int, bits: int, bucket_size: int) -> int:
+    """Words of the payload of ``size`` values, a multiple of ``bucket_size``."""
+    return size // bucket_size + bit_words(size, bits)
+
+
+def encode(
+    x: Float[Array, " m"],
+    *,
+    bits: int,
+    bucket_size: int,
+    rounding: Rounding,
+    noise: UInt32[Array, " m"] | None = None,
+) -> UInt32[Array, " words"]:
+    """The payload of values in f32, m a multiple of ``bucket_size``.
+
+    Values beyond `MOST` are cut. A NaN or infinity makes its whole bucket NaN.
+
+    Args:
+      x: the values.
+      bits: of a code, 1 to 8.
+      bucket_size: values that share offset and step.
+      rounding: see `Rounding`.
+      noise: a uniform word for every value, unless values are rounded to nearest; a shift takes
+        the first of its bucket.
+    """
+    top = (1 << bits) - 1
+    x = x.astype(jnp.float32).reshape(-1, bucket_size)
+    finite = jnp.all(jnp.isfinite(x), axis=1)  # the least of numbers may be taken without NaN
+    values = jnp.where(finite[:, None], jnp.clip(x, -MOST, MOST), 0.0)
+    offset = _as_bf16(jnp.min(values, axis=1), up=False)
+    span = jnp.max(values, axis=1) - offset
+    step = _as_bf16(jnp.where(span > LEAST_RANGE, span / top, 0.0), up=True)
+    scaled = jnp.where(step > 0, 1.0 / jnp.where(step > 0, step, 1.0), 0.0)[:, None]
+    # Rounded on its own, or a compiler may fuse it with the addition of the noise.
+    scaled = lax.reduce_precision((values - offset[:, None]) * scaled, 8, 22)
+    if rounding == "nearest":
+        codes = jnp.round(scaled)
+    else:
+        assert noise is not None
+        drawn = noise.reshape(values.shape)
+        share = uniform(drawn) if rounding == "stochastic" else _shift(drawn, bits)
+        codes = jnp.floor(scaled + share)
+    codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
+    offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
+    words = _bits(offset) >> 16 | _bits(step) & jnp.uint32(0xFFFF0000)
+    return jnp.concatenate([words, pack_bits(codes.reshape(-1), bits)])
+
+
+def decode(
+    payload: UInt32[Array, " words"],
+    size: int,
+    *,
+    bits: int,
+    bucket_size: int,
+    rounding: Rounding,
+    noise: UInt32[Array, " m"] | None = None,
+) -> Float[Array, " m"]:
+    """The ``size`` values of a payload, f32; ``noise`` as for `encode` for a shift, else unread."""
+    buckets = size // bucket_size
+    words = payload[:buckets, None]
+    offset, step = _floats(words << 16), _floats(words & jnp.uint32(0xFFFF0000))
+    codes = unpack_bits(payload[buckets:], size, bits).reshape(buckets, bucket_size)
+    levels = codes.astype(jnp.float32)
+    if rounding == "shift":
+        assert noise is not None
+        levels = levels + (0.5 - _shift(noise.reshape(levels.shape), bits))
+    return (offset + levels * step).reshape(-1)
+
+
+def _shift(words: UInt32[Array, "B G"], bits: int) -> Float[Array, "B 1"]:
+    """The noise of every bucket: a multiple of 2^(bits - 16) in (0, 1), by its first word.
+
+    So few bits that a level times a step is exact: fused with an addition or not, it is the same.
+    """
+    odd = (words[:, :1] >> (bits + 17)) * 2 + 1
+    return odd.astype(jnp.float32) * jnp.float32(2.0 ** (bits - 16))
+
+
+def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
+    """The next number that bf16 has, upwards or downwards."""
+    bits = _bits(x)
+    cut = bits & jnp.uint32(0xFFFF0000)
+    away = (bits != cut) & ((bits >> 31 == 0) == up)
+    return _floats(cut + away.astype(jnp.uint32) * 0x10000)
+
+
+def _bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def _floats(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return lax.bitcast_convert_type(words, jnp.float32)

@@ -1,0 +1,81 @@
+"""The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): every coordinate is one worker's.
+
+Each worker sends another nth of its coordinates, and n times these stand for the sum: a single
+all-gather, which moves half of what an all-reduce does. Whose a coordinate is comes from a seed
+that all share. Here neighbours share a permutation up to a shift: of every n consecutive
+coordinates worker i sends number (i + shift) mod n. Each coordinate is each worker's with the same
+probability, as under a permutation of all, and the expected error is the same; nothing is gathered
+from distant places of memory.
+
+The error is that of taking one worker for all: none where all have the same, and n - 1 times the
+sum's own square where they have nothing in common. Then other methods serve better.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, UInt
+
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import seed_of
+from dynamiq_jax.methods.base import Call, Method, Outcome, clipped
+from dynamiq_jax.topologies import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PermK(Method):
+    """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
+
+    Unbiased, but for rounding to bf16. A NaN or infinity on any worker makes all coordinates NaN
+    that its n neighbours are drawn for together, on all workers; what is finite ends at the largest
+    bf16 number. Serves ``topology=None`` only.
+    """
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
+
+    @property
+    def native_by_default(self) -> bool:
+        """It gathers by XLA's own collective."""
+        return True
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses topologies."""
+        if topology is not None:
+            raise NotImplementedError(
+                f"topology={topology!r}: PermK gathers natively only; leave topology=None"
+            )
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""
+        return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 64 // n_workers
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `methods.base.Method`."""
+        axis, n_workers, seed = call.axis, call.n_workers, call.seed
+        with jax.named_scope("perm_k_all_reduce"):
+            wide = x.astype(jnp.float32)
+            if seed.ndim == 0:
+                known = jnp.stack([jnp.sum(wide), jnp.sum(jnp.square(wide))])
+                seed = seed_of(seed, axis.psum(known))
+            sets = jnp.pad(wide, (0, -x.shape[0] % n_workers)).reshape(-1, n_workers)
+            shifts = _shifts(seed, sets.shape[0], n_workers)
+            place = (axis.index + shifts) % n_workers
+            own = jnp.take_along_axis(sets, place[:, None], axis=1)[:, 0]
+            own = jnp.where(jnp.all(jnp.isfinite(sets), axis=1), clipped(own), jnp.nan)
+            found = axis.all_gather(own.astype(jnp.bfloat16), to="invarying")
+            # A set that is not finite on one worker is so in all its coordinates.
+            found = jnp.where(jnp.all(jnp.isfinite(found), axis=0), found, jnp.nan)
+            worker = (jnp.arange(n_workers)[None] - shifts[:, None]) % n_workers
+            value = jnp.take_along_axis(found.T.astype(jnp.float32), worker, axis=1)
+            value = clipped(value * n_workers) / call.divisor
+            return Outcome(value.reshape(-1)[: x.shape[0]].astype(x.dtype), call.state)
+
+
+def _shifts(seed: UInt[Array, " 2"], count: int, n_workers: int) -> Int[Array, " N"]:
+    """How far the workers of every set are shifted, the same on all workers."""
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.randint(key, (count,), 0, n_workers, jnp.int32)

@@ -1,0 +1,179 @@
+"""The PowerSGD method (Vogels, Karimireddy, Jaggi, NeurIPS 2019): factors of low rank are summed.
+
+One step of subspace iteration for the sum M of all workers' matrices M_i, with a right factor Q
+that starts where the step before ended:
+
+1. P = the sum of M_i Q, made orthonormal by every worker alike;
+2. Q = the sum of transposed M_i times P;
+3. M is about P times transposed Q; a worker loses M_i - P (its own part of Q) transposed.
+
+Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
+approaches the best approximation of that rank as long as gradients change slowly.
+
+The published method remembers what it loses: put `ErrorFeedback` around it. Memories add up to what
+the sums lacked, whatever each of them holds: what cancels between workers outside of the columns of
+P is in no sum, so that each worker's memory of it grows as long as its gradients have it.
+
+Replicas: what follows from the two sums is computed by every worker, with sums and products that
+XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
+version of XLA get the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.methods.base import (
+    Call,
+    MatrixMethod,
+    Outcome,
+    State,
+    TellsLosses,
+    Wire,
+    clipped,
+    native_sum,
+)
+from dynamiq_jax.topologies import Topology
+
+DEPENDENT = 1e-6
+"""A column counts as zero if less than this part of it is left without the columns before it."""
+
+
+class PowerSGDState(NamedTuple):
+    """The state from step to step."""
+
+    factor: Float[Array, "columns r"]
+    """Where the next iteration starts: orthonormal columns, f32, the same on all workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGD(MatrixMethod, TellsLosses):
+    """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
+
+    Biased: what is not in the factors is lost without `ErrorFeedback`. A NaN or infinity on any
+    worker makes its whole leaf NaN on all, and leaves the factor as it was; sums of what is finite
+    end at the largest bf16 number. Serves ``topology=None`` only. Without state every
+    step starts from a factor at random, which the key decides on.
+
+    Attributes:
+      rank: columns of both factors; a leaf takes ``rank`` (1 / rows + 1 / columns) numbers for each
+        coordinate. Matrices with less than twice as many rows or columns are summed exactly.
+      wire: the floats that factors are summed in, "bf16" or "f32". Additions of Q in bf16 lose
+        up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
+        little where the factor is warm, more where it was drawn at random and P's are nearly
+        parallel.
+      matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
+    """
+
+    rank: int = 4
+    wire: Wire = "bf16"
+    matrix: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        """Checks every field; errors name the value, what is allowed and what to pass."""
+        check_fields(self)
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
+
+    @property
+    def min_side(self) -> int:
+        """Twice the rank: factors take less than the matrix."""
+        return 2 * self.rank
+
+    def init(self, size: int, n_workers: int) -> State:
+        """A factor at random, the same for all leaves of its shape."""
+        return PowerSGDState(self._start(size, jnp.uint32(0)))
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
+        return 2 * (n_workers - 1) * bits // n_workers
+
+    def all_reduce_and_lost(
+        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
+    ) -> tuple[Outcome, Float[Array, " d"]]:
+        """See `TellsLosses`."""
+        state = call.state
+        size, shape = x.shape[0], self.shape_of(x.shape[0])
+        unit = self.headroom(size, call.n_workers)
+        with jax.named_scope("powersgd_all_reduce"):
+            start = self._start(size, jnp.uint32(0) if state else call.seed)
+            matrix = x.astype(jnp.float32).reshape(shape) / unit
+            left = _product(matrix, state.factor if state else start)
+            left = native_sum(left, self.wire, call.axis)[1]
+            finite = jnp.all(jnp.isfinite(left))  # as all workers' matrices are
+            left = orthonormal(jnp.where(finite, left, 0))
+            sent, right = native_sum(_product(matrix.T, left), self.wire, call.axis)
+            total = clipped(_outer(left, right) * (unit / call.divisor)).astype(x.dtype)
+            result = jnp.where(finite, total, jnp.nan).reshape(-1)
+            lost = ((matrix - _outer(left, sent)) * unit).reshape(-1)
+            if not state:
+                return Outcome(result, state), lost
+            right = orthonormal(jnp.where(finite, right, 0), instead=start)
+            state = PowerSGDState(jnp.where(finite, right, state.factor))
+            return Outcome(result, state), lost
+
+    def _columns(self, size: int) -> int:
+        """Columns of the factors."""
+        return min(self.rank, *self.shape_of(size))
+
+    def _start(self, size: int, seed: Seed) -> Float[Array, "columns r"]:
+        """A right factor at random, which depends on the seed alone."""
+        words = seed_of(seed)
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        shape = self.shape_of(size)[1], self._columns(size)
+        return orthonormal(jax.random.normal(key, shape, jnp.float32))
+
+
+def _product(a: Float[Array, "m k"], b: Float[Array, "k r"]) -> Float[Array, "m r"]:
+    """The matrix product in f32, which GPUs would shorten."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _outer(a: Float[Array, "m r"], b: Float[Array, "k r"]) -> Float[Array, "m k"]:
+    """``a`` times transposed ``b``, without a matrix product: see the module."""
+    return sum(
+        (a[:, i, None] * b[None, :, i] for i in range(1, a.shape[1])),
+        start=a[:, 0, None] * b[None, :, 0],
+    )
+
+
+def orthonormal(
+    a: Float[Array, "m r"], instead: Float[Array, "m r"] | None = None
+) -> Float[Array, "m r"]:
+    """Columns of the same span, of length 1 and at right angles: Gram and Schmidt's, twice.
+
+    Args:
+      a: finite.
+      instead: columns to take where one of ``a`` depends on those before it, or is zero; without
+        them it becomes zero.
+    """
+    rank = jnp.arange(a.shape[1])[None]
+    largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)
+    a = a / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
+
+    def separate(number: Array, done: Array, column: Array) -> Array:
+        """A column without the part in the columns before it, of length 1; or zero."""
+        before = jnp.where(rank < number, done, 0)
+        length = jnp.sqrt(jnp.sum(column**2))
+        for _ in range(2):
+            part = jnp.sum(before * column[:, None], axis=0, keepdims=True)
+            column = column - jnp.sum(before * part, axis=1)
+        left = jnp.sqrt(jnp.sum(column**2))
+        independent = left > DEPENDENT * length
+        return jnp.where(independent, column / jnp.where(independent, left, 1), 0)
+
+    def step(number: Array, done: Array) -> Array:
+        column = separate(number, done, lax.dynamic_index_in_dim(done, number, 1, keepdims=False))
+        if instead is not None:
+            other = lax.dynamic_index_in_dim(instead, number, 1, keepdims=False)
+            column = jnp.where(jnp.any(column != 0), column, separate(number, done, other))
+        return jnp.where(rank == number, column[:, None], done)
+
+    return lax.fori_loop(0, a.shape[1], step, a)

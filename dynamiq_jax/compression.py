@@ -1,0 +1,488 @@
+"""The request: what a user chooses once for all collectives of a program."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from dynamiq_jax import configuration
+from dynamiq_jax.collectives import agreement
+from dynamiq_jax.collectives.checks import Op, axis_counts, check_axis
+from dynamiq_jax.collectives.routes import Route, TwoLevels
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.seeds import key_words
+from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.methods.base import Limits, check_not_negative
+from dynamiq_jax.topologies import (
+    Hierarchical,
+    Topology,
+    Transport,
+    across_hosts,
+    assumed,
+    automatic,
+    fast_links,
+    with_transport,
+)
+from dynamiq_jax.tree.explanation import Explanation, explain_grouping
+from dynamiq_jax.tree.leaves import (
+    Bucket,
+    Grouping,
+    Leaf,
+    describe_leaves,
+    group_leaves,
+    with_scale_axes,
+)
+from dynamiq_jax.tree.placement import bucket_axes, n_parts, placed_leaves
+
+AnyTopology = Topology | Hierarchical
+ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
+"""``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
+excludes the leaf."""
+
+EXCLUDED = "excluded"
+"""Why a leaf that the caller excludes is summed exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a tree is reduced: which method compresses which leaf, and how payloads travel.
+
+    ::
+
+        compression = dq.Compression(dq.DynamiQ(bits=4), exclude="norm|bias")
+        grads = dq.pmean(grads, "data", method=compression)
+
+    Every function of this library takes one as ``method``. A bare method stands for
+    ``Compression(method)``.
+
+    Attributes:
+      method: a method, or a function ``(path, leaf) -> method`` that chooses one for every leaf;
+        for `None` it is excluded. Paths are such as "layers/0/kernel", leaves are
+        `jax.ShapeDtypeStruct`. Default: ``DynamiQ()``.
+      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
+      transport: what moves payloads, for a topology that does not say it: "collectives" or
+        "permutes", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in programs
+        that `dynamiq_jax.jit` compiles where GPUs may read each other's memory.
+      exclude: a regular expression: leaves in whose path it is found are summed exactly, by
+        `jax.lax.psum`.
+      min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
+      min_bucket_size: buckets of fewer coordinates are, too. Default: 65536, and for `DynamiQ` at
+        least 16 tiles of 8 super-groups for each worker, since padding would take the bits of
+        less; 0 with ``min_bucket_bytes=0``.
+      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size.
+        Default: for `DynamiQ` on GPUs that NVLink connects all to all what
+        `dynamiq_jax.methods.dynamiq.crossover` measured, as native psum is faster below that
+        (unless ``min_bucket_size`` is given); no limit elsewhere.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
+        ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 4
+        ``min_bucket_bytes`` at least.
+    """
+
+    method: Method | ByPath | None = None
+    topology: AnyTopology | None = field(default=None, kw_only=True)
+    transport: Transport | None = field(default=None, kw_only=True)
+    exclude: str | None = field(default=None, kw_only=True)
+    min_leaf_size: int | None = field(default=None, kw_only=True)
+    min_bucket_size: int | None = field(default=None, kw_only=True)
+    min_bucket_bytes: int | None = field(default=None, kw_only=True)
+    bucket_bytes: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        """Checks every field; errors name the value and what to pass."""
+        if self.method is not None and not self.by_path:
+            check_method(self.method)
+        check_topology(self.topology)
+        check_fields(self)
+        check_not_negative(**self.limits)
+        if self.exclude is not None:
+            try:
+                re.compile(self.exclude)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"exclude={self.exclude!r} is not a regular expression ({error}); pass one, "
+                    "as 'norm|bias'"
+                ) from error
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits that were given, by name."""
+        values = {name: getattr(self, name) for name in Limits._fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def by_path(self) -> bool:
+        """Whether a function chooses the method."""
+        return callable(self.method) and not isinstance(self.method, type | Method)
+
+    def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
+        """The method of every leaf; `None` for leaves that are excluded.
+
+        Raises:
+          ValueError: the function by path returns something else.
+        """
+
+        def method_of(leaf: Leaf) -> Method | None:
+            if self.exclude is not None and re.search(self.exclude, leaf.path):
+                return None
+            if not self.by_path:
+                return cast(Method | None, self.method) or DynamiQ()
+            choose = cast(ByPath, self.method)
+            method = choose(leaf.path, jax.ShapeDtypeStruct(leaf.whole, leaf.dtype))
+            if method is not None:
+                check_method(method)
+            return method
+
+        return list(map(method_of, leaves))
+
+    def route(
+        self,
+        sizes: tuple[int, ...],
+        method: Method | None = None,
+        *,
+        hierarchies: bool = True,
+        here: bool = True,
+    ) -> Route:
+        """The route of one method (default: this request's) among workers on axes of ``sizes``.
+
+        Args:
+          sizes: workers on every axis, the outermost first.
+          method: `None` is the request's own, or ``DynamiQ()`` where that goes by path.
+          hierarchies: whether they can serve.
+          here: whether the workers are JAX's devices; else the choice is `assumed`'s.
+
+        Raises:
+          ValueError, NotImplementedError: method, topology and workers do not go together.
+        """
+        if method is None:
+            method = self.method if isinstance(self.method, Method) else DynamiQ()
+        n_workers = math.prod(sizes)
+        topology, reason = self.topology, "as passed"
+        if topology is None and method.native_by_default:
+            reason = "native collectives, the method's default"
+        elif topology is None:
+            topology, reason = automatic(sizes if hierarchies else (n_workers,), here=here)
+        if isinstance(topology, Hierarchical):
+            topology = _two_levels(topology, sizes, allowed=hierarchies)
+        if topology is not None:
+            topology, engines = with_transport(topology, self.transport, here=here)
+            reason = f"{reason}; by copy engines, since {engines}" if engines else reason
+        if isinstance(topology, Hierarchical):
+            inner, outer = topology.inner, topology.outer
+            assert outer is not None
+            runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=sizes[-1])
+            runner.check(n_workers, None)
+        else:
+            runner = method
+            if topology is not None:
+                topology.check(n_workers)
+            runner.check(n_workers, topology)
+        fast = here and fast_links()
+        return Route(
+            method=method,
+            topology=topology,
+            sizes=sizes,
+            runner=runner,
+            limits=method.limits(self.limits, n_workers, fast_links=fast),
+            reason=reason,
+        )
+
+    def group(
+        self,
+        leaves: list[Leaf],
+        sizes: tuple[int, ...],
+        *,
+        methods: Sequence[Method | None] | None = None,
+        without: Collection[int] = (),
+        limits_of: Callable[[Route], Limits] = lambda route: route.limits,
+        **options: bool,
+    ) -> Grouping:
+        """Sorts leaves into buckets, each with its route, and exact ones.
+
+        Args:
+          leaves: as one device holds them.
+          sizes: workers on every axis, the outermost first.
+          methods: the method of every leaf, where `methods_of` has given it before.
+          without: indices of leaves that belong to neither.
+          limits_of: the limits of a route.
+          options: as for `route`.
+        """
+        methods = self.methods_of(leaves) if methods is None else methods
+        buckets: list[Bucket] = []
+        exact: list[tuple[Leaf, str]] = []
+        for method in dict.fromkeys(methods):
+            own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
+            if method is None:
+                exact += [(leaf, EXCLUDED) for leaf in own if leaf.index not in without]
+                continue
+            route = self.route(sizes, method, **options)
+            own = [
+                leaf
+                for leaf in with_scale_axes(own, method.scale_axis)
+                if leaf.index not in without
+            ]
+            found = group_leaves(own, **limits_of(route)._asdict(), declines=method.declines)
+            buckets += [bucket._replace(route=route) for bucket in found.buckets]
+            exact += found.exact
+        exact.sort(key=lambda entry: entry[0].index)
+        return Grouping(tuple(buckets), tuple(exact), tuple(methods))
+
+    def init_state(
+        self,
+        tree: Any,
+        n_workers: int | tuple[int, ...],
+        *,
+        stacked: bool = False,
+        mesh: Mesh | None = None,
+        specs: Any = None,
+    ) -> tuple[State, ...]:
+        """The state that the first `reduce` of ``tree`` takes, one entry for every bucket.
+
+        Under `jax.shard_map` every worker keeps its own. Inside, cast it with
+        ``jax.lax.pcast(state, axis_name, to="varying")``; only the shapes of ``tree`` count.
+        Outside, pass ``stacked=True`` and let every worker's part arise where it belongs, by
+        ``jax.jit(make, out_shardings=NamedSharding(mesh, P(axis_name)))()`` of a function that
+        calls this.
+
+        Args:
+          tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.
+          n_workers: the size of the axis, or of every axis, the outermost first.
+          stacked: whether leaves have a leading axis of all workers, as `value_and_grad` takes
+            them, or are one worker's.
+          mesh: the mesh that ``specs`` are of; default: that of the surrounding `jax.shard_map`.
+          specs: PartitionSpecs of the leaves over axes that are not reduced over, where there are
+            any. The state of a bucket of split leaves has a leading axis of its parts (after that
+            of the workers).
+        """
+        counts = axis_counts(n_workers)
+        leaves, sizes = placed_leaves(tree, mesh, specs)
+        grouping = self.group(leaves, counts)
+        parts = [n_parts(bucket_axes(bucket, sizes), sizes) for bucket in grouping.buckets]
+        state = first_states(grouping, parts)
+        if not stacked:
+            return state
+        n = math.prod(counts)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+
+    def explain(
+        self,
+        tree: Any,
+        n_workers: int | tuple[int, ...],
+        *,
+        verbose: bool = True,
+        mesh: Mesh | None = None,
+        specs: Any = None,
+    ) -> Explanation:
+        """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless told not to.
+
+        More workers than JAX has devices are those of another cluster. Then several hosts are
+        assumed, whose devices are the last axis where there are several axes, and slow links
+        between them; the reason says so.
+
+        Args:
+          tree: arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
+          n_workers: the size of the axis, or of every axis, the outermost first.
+          verbose: whether to print.
+          mesh: as for `init_state`.
+          specs: as for `init_state`; shapes and bytes are then those of one device's parts.
+        """
+        sizes = axis_counts(n_workers)
+        elsewhere = assumed(sizes)
+        leaves, _ = placed_leaves(tree, mesh, specs)
+        grouping = self.group(leaves, sizes, here=elsewhere is None)
+        routes = dict.fromkeys(bucket.route for bucket in grouping.buckets)
+        routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
+        explanation = explain_grouping(grouping, routes, elsewhere)
+        if verbose:
+            print(explanation)
+        return explanation
+
+    def check_agreement(
+        self,
+        tree: Any,
+        mesh: Mesh,
+        axis_name: AxisName,
+        *,
+        key: Array | None = None,
+        op: Op = "mean",
+        weight: Array | float | None = None,
+        specs: Any = None,
+    ) -> None:
+        """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
+
+        A part of this is done without it. Where there are several processes, they compare their
+        first all-reduce, their first `psum_scatter` and their first `all_gather` while these are
+        traced: versions, method, topology, ``op``, ``specs``, and whether there are a key, a
+        weight, a state and metrics. What differs is an error on all of them. Other leaves or axes
+        are a warning, as processes may trace different things first; so is a process that does not
+        come within 60 seconds. Trees of scalars alone, and maps that leave some of the devices out,
+        are not compared. The environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all
+        processes, turns it off.
+
+        Args:
+          tree: parameters or gradients; only names, shapes and dtypes count.
+          mesh: the mesh of the training step.
+          axis_name: as for `psum`.
+          key: as for `psum`.
+          op: as for `reduce`.
+          weight: as for `reduce`; whether there is one has to be the same, not its value.
+          specs: as for `psum`.
+
+        Raises:
+          RuntimeError: names what differs, on which processes, and both values.
+          ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
+            would; the others say so as well, and wait for nobody.
+        """
+        options = {"key": key, "op": op, "weight": weight, "specs": specs}
+        agreement.check(lambda: self.facts_on(mesh, axis_name, tree, **options))
+
+    def facts_on(
+        self, mesh: Mesh, axis_name: AxisName, tree: Any, *, key: Any = None, **options: Any
+    ) -> dict[str, str]:
+        """`facts` outside of a map, where the mesh and the key's value are known, too."""
+        axis = check_axis(axis_name)
+        missing = [name for name in axis.names if name not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
+            )
+        sizes = tuple(mesh.shape[name] for name in axis.names)
+        leaves = describe_leaves(tree)
+        told = self.facts(axis, sizes, leaves, **options)
+        told["topology"] += f" ({self.route(sizes).reason})"
+        words = key_words(key)
+        told["key"] = "none" if words is None else str(np.asarray(words).tolist())
+        devices = [device.id for device in mesh.devices.flat]
+        return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
+
+    def facts(
+        self,
+        axis: Axis,
+        sizes: tuple[int, ...],
+        leaves: list[Leaf],
+        /,
+        *,
+        hierarchies: bool = True,
+        **options: Any,
+    ) -> dict[str, str]:
+        """All that processes must choose alike, as text; ``options`` are arguments of the call."""
+        methods = self.methods_of(leaves)
+        chosen = dict.fromkeys(method for method in methods if method is not None)
+        routes = [self.route(sizes, m, hierarchies=hierarchies) for m in chosen or [None]]
+        alike = len(chosen) == 1 and None not in methods
+        pairs = list(zip((leaf.path for leaf in leaves), methods, strict=True))
+        return {
+            "axis_name": f"{axis.name!r} of {sizes} workers",
+            "method": repr(routes[0].method if alike or not leaves else pairs),
+            "topology": "; ".join(dict.fromkeys(repr(route.topology) for route in routes)),
+            "limits": "; ".join(repr(route.limits) for route in routes),
+            "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
+        } | agreement.described(options)
+
+    def save(self, file: str | Path) -> None:
+        """Writes this request for `load`: JSON or TOML, by the file's suffix.
+
+        Raises:
+          ValueError: another suffix, a function by path, a method or topology that is not this
+            library's, or a field that is `None` and could not be said in TOML.
+        """
+        configuration.write(file, self)
+
+    @classmethod
+    def load(cls, file: str | Path) -> "Compression":
+        """Reads a request from a JSON or TOML file, as `save` writes it.
+
+        Raises:
+          ValueError: the file is neither JSON nor TOML, or has names, fields or values that do not
+            exist.
+        """
+        return cls(**configuration.read(file))
+
+
+def as_compression(method: Any, topology: AnyTopology | None = None) -> Compression:
+    """The request that ``method=`` and ``topology=`` of a collective stand for.
+
+    Raises:
+      ValueError: both name a topology, or one of them is of the wrong kind.
+    """
+    if not isinstance(method, Compression):
+        return Compression(method, topology=topology)
+    if topology is None:
+        return method
+    if method.topology is not None and method.topology != topology:
+        raise ValueError(
+            f"topology={topology!r}, and method has topology={method.topology!r}; pass one of them"
+        )
+    return dataclasses.replace(method, topology=topology)
+
+
+def explain(
+    tree: Any,
+    n_workers: int | tuple[int, ...],
+    *,
+    method: Compression | Method | ByPath | None = None,
+    topology: AnyTopology | None = None,
+    verbose: bool = True,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+) -> Explanation:
+    """Explains `psum` of ``tree`` with these arguments: see `Compression.explain`."""
+    options = {"verbose": verbose, "mesh": mesh, "specs": specs}
+    return as_compression(method, topology).explain(tree, n_workers, **options)
+
+
+def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
+    """One worker's states of all buckets; of buckets in several parts, those of all parts."""
+
+    def first(bucket: Bucket, count: int) -> State:
+        state = bucket.route.first_state(bucket)
+        if count == 1:
+            return state
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state)
+
+    pairs = zip(grouping.buckets, counts, strict=True)
+    return tuple(first(bucket, count) for bucket, count in pairs)
+
+
+def check_method(method: Any) -> None:
+    """Refuses what is not a method."""
+    if not isinstance(method, Method):
+        raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
+
+
+def check_topology(topology: Any) -> None:
+    """Refuses what is not a topology."""
+    if topology is None or isinstance(topology, Hierarchical):
+        return
+    members = ("schedule", "stages", "check", "chunks_per_worker", "balance", "transport")
+    missing = [name for name in members if not hasattr(topology, name)]
+    if isinstance(topology, type) or missing:
+        lacks = f" (it lacks {', '.join(missing)})" if 0 < len(missing) < len(members) else ""
+        raise ValueError(
+            f"topology={topology!r} is not a topology{lacks}; pass for example dq.Ring()"
+        )
+
+
+def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], *, allowed: bool) -> AnyTopology:
+    """The hierarchy with its outer topology filled in; a level of one worker needs none."""
+    if not allowed:
+        raise ValueError(
+            "topology=Hierarchical() serves psum and pmean; for psum_scatter and all_gather pass "
+            "dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a time"
+        )
+    if len(sizes) < 2:
+        raise ValueError(
+            f"topology=Hierarchical() needs two axes and got {len(sizes)}; pass "
+            "axis_name=('node', 'gpu'), the axis of the fast links last"
+        )
+    outer = topology.outer or across_hosts(math.prod(sizes[:-1]))
+    return outer if sizes[-1] == 1 else Hierarchical(inner=topology.inner, outer=outer)

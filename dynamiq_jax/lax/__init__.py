@@ -1,0 +1,1 @@
+"""JAX's collectives and types as this library needs them."""

@@ -1,0 +1,201 @@
+"""The workers of a collective, and JAX's collectives among them."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax.lax.compat import (
+    assume_invarying,
+    half_reduced_axes,
+    is_constant,
+    varying_axes,
+    vmapped,
+)
+
+AxisName = str | tuple[str, ...]
+"""One mapped axis, or several that count as one: workers are numbered in row-major order."""
+
+Varying = Literal["varying", "invarying", "reduced"]
+"""JAX's type of a gathered array over the axis; `jax.lax.all_gather` takes it as ``to``."""
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """The names as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else axis_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """The workers that reduce together.
+
+    They are all workers of the named axes, or one group of them. Worker numbers are row-major over
+    several axes; within a group they follow the group's list.
+
+    Attributes:
+      names: the mapped axes, the outermost first.
+      groups: ``axis_index_groups`` of `jax.lax`: groups of equal size, which cover all workers.
+    """
+
+    names: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def name(self) -> AxisName:
+        """The names as `jax.lax` takes them: a str for one axis, else a tuple."""
+        return self.names[0] if len(self.names) == 1 else self.names
+
+    @property
+    def size(self) -> int:
+        """Workers that reduce together."""
+        if self.groups is not None:
+            return len(self.groups[0])
+        return math.prod(map(lax.axis_size, self.names))
+
+    @property
+    def index(self) -> Array:
+        """This worker's number, int32."""
+        if self.groups is None:
+            return lax.axis_index(self.name)
+        place = np.empty(sum(map(len, self.groups)), np.int32)
+        for group in self.groups:
+            place[list(group)] = np.arange(len(group))
+        return jnp.asarray(place)[lax.axis_index(self.name)]
+
+    @property
+    def inner(self) -> "Axis":
+        """The last of several axes."""
+        return Axis(self.names[-1:])
+
+    @property
+    def outer(self) -> "Axis":
+        """All axes but the last."""
+        return Axis(self.names[:-1])
+
+    # --- JAX's types ------------------------------------------------------------------------------
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the surrounding map checks varying axes (shard_map's ``check_vma=True``)."""
+        found = [False]
+        if self.names:  # Traced, so that nothing runs where the caller is not in jit.
+            jax.eval_shape(lambda: found.append(self.varies(lax.axis_index(self.names))))
+        return found[-1]
+
+    @property
+    def vmapped(self) -> bool:
+        """Whether one of the axes is `jax.vmap`'s, outside of `jax.jit`."""
+        return any(map(vmapped, self.names))
+
+    @property
+    def several_vmapped(self) -> bool:
+        """Whether there are several axes, some of them `jax.vmap`'s.
+
+        Most batching rules of JAX take one axis only.
+        """
+        return len(self.names) > 1 and self.vmapped
+
+    def varies(self, x: Any) -> bool:
+        """Whether JAX knows that ``x`` varies over every one of the axes."""
+        return varying_axes(x).issuperset(self.names)
+
+    def plainly_varies(self, x: Any) -> bool:
+        """Whether ``x`` varies over the axes, and is not half of a reduction over any axis."""
+        return self.varies(x) and not half_reduced_axes(x)
+
+    def replicates(self, x: Any) -> bool:
+        """Whether JAX knows that all workers hold the same ``x``."""
+        return (varying_axes(x) | half_reduced_axes(x)).isdisjoint(self.names)
+
+    def to_varying(self, tree: Any) -> Any:
+        """``tree`` with every leaf cast to varying over all axes, where JAX tracks that."""
+
+        def cast(x: Any) -> Any:
+            missing = tuple(name for name in self.names if name not in varying_axes(x))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(cast, tree) if self.tracked else tree
+
+    def assume_invarying(self, x: Array) -> Array:
+        """``x``, which has the same bits on all workers; JAX counts it as replicated from here."""
+        return x if self.groups is not None else assume_invarying(x, self.names)
+
+    # --- Collectives ------------------------------------------------------------------------------
+
+    def psum(self, tree: Any) -> Any:
+        """`lax.psum`; of groups also where JAX tracks varying axes, and the sums still vary."""
+        if self.groups is None:
+            return lax.psum(tree, self.name)
+        if not self.tracked:
+            return lax.psum(tree, **self._grouped)
+
+        def total(x: Any) -> Any:
+            if is_constant(x):
+                return lax.psum(x, **self._grouped)
+            parts = jnp.pad(x.reshape(-1), (0, -x.size % self.size)).reshape(self.size, -1)
+            whole = self.all_gather(self.psum_scatter(parts))
+            return whole.reshape(-1)[: x.size].reshape(x.shape)
+
+        return jax.tree.map(total, tree)
+
+    def pmean(self, tree: Any) -> Any:
+        """`lax.pmean`."""
+        if self.groups is None:
+            return lax.pmean(tree, self.name)
+        return lax.pmean(tree, **self._grouped)
+
+    def pmax(self, tree: Any) -> Any:
+        """`lax.pmax`; of groups the result still varies where JAX tracks that."""
+        if self.groups is None:
+            return lax.pmax(tree, self.name)
+        return jax.tree.map(lambda x: jnp.max(self.all_gather(x), axis=0), tree)
+
+    def psum_scatter(self, x: Array) -> Array:
+        """The sum of ``x[index]`` over workers."""
+        if self.groups is not None:
+            return lax.psum_scatter(x, **self._grouped)
+        if not self.several_vmapped:
+            return lax.psum_scatter(x, self.name)
+        return lax.psum(x, self.name)[lax.axis_index(self.name)]
+
+    def all_gather(self, x: Array, to: Varying = "varying") -> Array:
+        """`lax.all_gather` to a new leading axis; ``to`` counts where JAX tracks it."""
+        if self.groups is not None:
+            return lax.all_gather(x, **self._grouped)
+        if self.several_vmapped:
+            gathered = functools.reduce(lax.all_gather, reversed(self.names), x)
+            return gathered.reshape(-1, *x.shape)
+        if to != "varying" and (self.varies(x) or self.tracked):
+            return lax.all_gather(x, self.name, to=to)
+        return lax.all_gather(x, self.name)
+
+    def gathered_as(self, x: Array, to: Varying) -> Array:
+        """A gathered array that JAX counts as replicated, as `all_gather` would type it."""
+        return lax.pcast(x, self.names, to="reduced") if to == "reduced" and self.tracked else x
+
+    def all_to_all(self, x: Array) -> Array:
+        """Sends ``x[j]`` to worker j; ``result[i]`` came from worker i."""
+        options = {"split_axis": 0, "concat_axis": 0, "tiled": True}
+        if self.groups is not None:
+            return lax.all_to_all(x, **self._grouped, **options)
+        return lax.all_to_all(x, self.name, **options)
+
+    def ppermute(self, x: Array, permutation: list[tuple[int, int]]) -> Array:
+        """`lax.ppermute` by (source, destination) pairs of all workers."""
+        if self.groups is not None:
+            pairs = [(group[s], group[d]) for group in self.groups for s, d in permutation]
+            return lax.ppermute(x, self.name, pairs)
+        if not self.several_vmapped:
+            return lax.ppermute(x, self.name, permutation)
+        source = jnp.array([s for s, _ in sorted(permutation, key=lambda pair: pair[1])])
+        return self.all_gather(x)[source[lax.axis_index(self.name)]]
+
+    @property
+    def _grouped(self) -> dict[str, Any]:
+        """Arguments of `jax.lax`'s collectives for groups."""
+        return {"axis_name": self.name, "axis_index_groups": self.groups}

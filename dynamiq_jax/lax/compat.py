@@ -1,0 +1,137 @@
+"""Differences between JAX versions, and what its tracing state can tell. The only such file."""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import batching, mlir, partial_eval
+
+
+class _Inline:
+    """`jax.Inline` before JAX had it."""
+
+    JAX_EARLY = True
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service; `None` where `jax.distributed` was not started."""
+    if not jax.distributed.is_initialized():
+        return None
+    from jax._src import distributed  # there is no public way to it
+
+    return distributed.global_state.client
+
+
+def varying_axes(x) -> frozenset[str]:
+    """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
+
+
+def half_reduced_axes(x) -> frozenset[str]:
+    """The mesh axes over which JAX calls ``x`` "reduced" or "unreduced"."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset().union(*(getattr(manual, kind, ()) for kind in ("reduced", "unreduced")))
+
+
+def is_constant(x) -> bool:
+    """Whether ``x`` is a value that was there before any map: no tracer."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def is_transposed(x) -> bool:
+    """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
+    return isinstance(x, partial_eval.JaxprTracer)
+
+
+def transposes_a_map() -> bool:
+    """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
+
+    JAX does not tell. Its function that transposes a map is on the stack then, nearer than the one
+    that runs the user's function.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_SHARD_MAP_FILE):
+            return "trans" in frame.f_code.co_name
+        frame = frame.f_back
+    return False
+
+
+_SHARD_MAP_FILE = os.path.join("jax", "_src", "shard_map.py")
+
+
+def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
+    """``x``, which has the same bits on all workers; JAX counts it as replicated from here on."""
+    axes = varying_axes(x) & set(names)
+    return _assume_invarying_p.bind(x, axes=axes) if axes else x
+
+
+def _less_varying(x, *, axes: frozenset[str]):
+    kind = getattr(x, "manual_axis_type", None)
+    if kind is None:
+        return x.update(vma=x.vma - axes)
+    return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
+
+
+# JAX has no operation for this: what permutations have brought counts as varying for ever.
+_assume_invarying_p = Primitive("assume_invarying")
+_assume_invarying_p.def_abstract_eval(_less_varying)
+_assume_invarying_p.def_impl(lambda x, **_: x)
+batching.defvectorized(_assume_invarying_p)
+mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
+
+
+def zero_tangent(x: Array) -> Array | np.ndarray:
+    """The tangent of a constant: zeros, of dtype float0 for integers."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+inlined = functools.partial(jax.jit, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+"""`jax.jit` of which nothing is left within another: one program for operations called eagerly."""
+
+
+def vmapped(name: str) -> bool:
+    """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
+    return hasattr(lax.axis_index(name), "batch_dim")
+
+
+def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
+    """The jaxprs in an equation's parameters: of calls, loops and branches."""
+    kinds = Jaxpr, ClosedJaxpr
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds))
+    return [value for value in values if isinstance(value, kinds)]
+
+
+@functools.cache
+def _empty_jaxpr() -> Jaxpr:
+    """A jaxpr to be filled: there is no public way to make the debug information of one."""
+    return with_constants(jax.make_jaxpr(lambda: ())())[0]
+
+
+def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
+    """The results of one equation for these operands: JAX runs a jaxpr of it alone."""
+    given = {v: x for v, x in zip(equation.invars, args, strict=True) if not isinstance(v, Literal)}
+    alone = _empty_jaxpr().replace(
+        invars=list(given),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return jax.core.eval_jaxpr(alone, (), *given.values())

@@ -1,0 +1,200 @@
+"""Plain codecs: chunks of consecutive coordinates, each encoded by itself, for any topology.
+
+What a plain codec needs to know beyond a chunk's values (shared scales, noise) it looks up by the
+chunk's number and slot; there is no plan. The gradient's d coordinates are cut into C chunks of m,
+the last ones filled up with zeros; a worker adds what arrived to its own share in f32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt, UInt32
+
+from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.topologies import Stage, Topology
+from pallas_kernels.hashing import Noise, noise_words, slot_noise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkLayout:
+    """The sizes of one all-reduce.
+
+    Attributes:
+      size: coordinates in the flat gradient (d).
+      n_workers: workers (n).
+      chunks_per_worker: chunks whose reduction ends at one worker.
+      chunk_size: coordinates per chunk (m).
+    """
+
+    size: int
+    n_workers: int
+    chunks_per_worker: int
+    chunk_size: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in all (C)."""
+        return self.n_workers * self.chunks_per_worker
+
+    @property
+    def padded_size(self) -> int:
+        """Coordinates with padding, C * m."""
+        return self.chunks * self.chunk_size
+
+
+class PlainCodec(NamedTuple):
+    """A codec of single chunks; ``chunk`` and ``slot`` are int32 scalars.
+
+    What it needs to know of an encoder is the slot alone.
+    """
+
+    encode: Callable[[Float[Array, " m"], Array, Array | int], Payload]
+    """(values f32[m], chunk, slot) -> payload, of the same shapes for all chunks."""
+    decode: Callable[[Payload, Array], Float[Array, " m"]]
+    """(payload, chunk) -> f32[m]: what is added up."""
+    restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
+    """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
+    tally: Callable[[Payload, Array], Array] | None = None
+    """(payload of a finished sum, chunk) -> what is counted of it, int32 scalar. The counts of all
+    chunks are the carry."""
+
+
+class Kept(NamedTuple):
+    """The carry of a codec that keeps errors."""
+
+    carry: Carry
+    """The carry without kept errors."""
+    lost: Float[Array, "C m"]
+    """The losses of this worker's encodings, one of each chunk, f32 in the gradient's units and
+    order."""
+
+
+def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1) -> ChunkLayout:
+    """Equal chunks of a multiple of ``unit`` coordinates."""
+    streams = topology.chunks_per_worker(size)
+    units = max(1, -(-size // (n_workers * streams * unit)))
+    return ChunkLayout(
+        size=size, n_workers=n_workers, chunks_per_worker=streams, chunk_size=units * unit
+    )
+
+
+def chunk_codec(
+    x: Float[Array, " d"],
+    codec: PlainCodec,
+    layout: ChunkLayout,
+    *,
+    dtype,
+    divisor: int = 1,
+    keep_error: bool = False,
+) -> ChunkCodec:
+    """Binds a codec to one worker's gradient.
+
+    Args:
+      x: the flat gradient, in the units of ``codec``; with or without its padding.
+      codec: encodes and decodes chunks.
+      layout: static sizes.
+      dtype: of the result, which is [C, m], or [chunks_per_worker, m] from `ChunkCodec.finish`.
+      divisor: the restored sum is divided by this (n for a mean).
+      keep_error: whether the carry is `Kept`.
+    """
+    own = jnp.pad(x, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
+
+    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
+        if total is None:
+            total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
+        for inputs in arrived:
+            total = _add(total, inputs, lambda p: jax.vmap(codec.decode)(p, chunks))
+        return total
+
+    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        del skip  # encoding what nobody needs does no harm
+        values = add(arrived, chunks, total)
+        payloads = jax.vmap(lambda v, chunk: codec.encode(v, chunk, encoder.slot))(values, chunks)
+        if keep_error:
+            lost = values - jax.vmap(codec.decode)(payloads, chunks)
+            if codec.restore is not None:
+                lost = jax.vmap(codec.restore)(lost, chunks)
+            # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
+            kept = carry.lost.at[chunks].set(lost, unique_indices=True, mode="promise_in_bounds")
+            carry = carry._replace(lost=kept)
+        return payloads, carry
+
+    def write(values, chunks, rows, into, n_rows: int):
+        if codec.restore is not None:
+            values = jax.vmap(codec.restore)(values, chunks)
+        values = (values / divisor if divisor != 1 else values).astype(dtype)
+        if into is None:
+            into = jnp.zeros((n_rows, layout.chunk_size), dtype)
+        return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
+
+    def decode(payloads, chunks, encoders, into, carry: Carry):
+        values = jax.vmap(codec.decode)(payloads, chunks)
+        if codec.tally is not None:
+            found = jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
+            carry = carry._replace(carry=carry.carry + found) if keep_error else carry + found
+        return write(values, chunks, chunks, into, layout.chunks), carry
+
+    def finish(arrived, chunks, into, carry: Carry):
+        streams = layout.chunks_per_worker
+        return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
+
+    carry = () if codec.tally is None else jnp.int32(0)
+    if keep_error:
+        carry = Kept(carry, jnp.zeros(own.shape, jnp.float32))
+    return ChunkCodec(encode, add, decode, finish, carry)
+
+
+def _add(values, arrived: Arrived, decode) -> Float[Array, "c m"]:
+    """Values plus those that arrived, one after the other: the order decides about last bits."""
+
+    def add(values, numbered):
+        number, payloads = numbered
+        decoded = decode(payloads)
+        if arrived.skip is not None:  # not times zero: what is left out may be NaN
+            decoded = jnp.where(number == arrived.skip, 0.0, decoded)
+        return values + decoded, None
+
+    k = jax.tree.leaves(arrived.payloads)[0].shape[0]
+    numbers = jnp.arange(k, dtype=jnp.int32)
+    return lax.scan(add, values, (numbers, arrived.payloads), unroll=min(k, 16))[0]
+
+
+def chunk_noise(
+    seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
+) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
+    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
+
+    Chunks are multiples of 4 coordinates.
+    """
+    rows = slot_noise(seed, n_slots, "independent")
+
+    def words(chunk, slot):
+        within = jnp.arange(layout.chunk_size, dtype=jnp.uint32)
+        quad = jnp.asarray(chunk, jnp.uint32) * (layout.chunk_size // 4) + within // 4
+        return noise_words(quad, within % 4 * 8, Noise(*rows[slot]), "independent")
+
+    return words
+
+
+def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Numbers in [0, 1) from uniform words, multiples of 2^-23."""
+    return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
+
+
+def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:
+    """Bits that one worker sends in these stages, of payloads of equal size."""
+    sent = sum(stage.sent for stage in stages)
+    return payload_bits * sent * layout.chunks_per_worker
+
+
+def wire_bits(codec: PlainCodec, layout: ChunkLayout, topology: Topology) -> int:
+    """Bits of all payloads that one worker sends, from the shapes that the codec gives them."""
+    values = jax.ShapeDtypeStruct((layout.chunk_size,), jnp.float32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    payload = jax.eval_shape(codec.encode, values, number, number)
+    payload_bits = sum(8 * a.dtype.itemsize * a.size for a in jax.tree.leaves(payload))
+    return sent_bits(payload_bits, layout, topology.stages(layout.n_workers))

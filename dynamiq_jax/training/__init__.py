@@ -1,0 +1,1 @@
+"""Training steps: gradients that arrive reduced."""

@@ -1,0 +1,187 @@
+"""Reductions where parameters are used: the backward pass returns reduced gradients."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.compression import ByPath, Compression, as_compression
+from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.compat import transposes_a_map, varying_axes
+from dynamiq_jax.lax.seeds import check_key, key_words
+from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.tree.leaves import describe_leaves
+
+
+def reduce_in_backward(
+    params: Any,
+    axis_name: AxisName,
+    *,
+    op: Op = "mean",
+    method: Compression | Method | ByPath | None = None,
+    key: Array | None = None,
+    specs: Any = None,
+) -> Any:
+    """The parameters themselves; their gradients are reduced, compressed, on their way back.
+
+    Stands in the loss, where parameters are used. It casts replicated parameters to varying ones,
+    as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its derivative is `dq.reduce`.
+    So `jax.grad` of such a loss gives reduced gradients, and nothing is to be reduced after it::
+
+        def layer(x, params):  # of jax.lax.scan, or of a loop in Python
+            return block(dq.reduce_in_backward(params, "data"), x), None
+
+    In a scan over layers the reduction is a part of the scan's backward pass: layer by layer,
+    where a reduction after `jax.grad` waits for the last of them.
+
+    * The loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad` is inside the
+      map: the derivative of a loss that is averaged already has a 1 / n of its own. `jax.grad`
+      around a `jax.shard_map` with ``check_vma=True`` is refused.
+    * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
+      with a whole layer. ``DynamiQ(scale_axis="auto")`` looks at these leaves alone.
+    * Parameters that are used twice pass once, above both uses.
+    * Not inside `dq.value_and_grad`, which reduces by itself. What runs outside of any map, such as
+      an evaluation, takes the model without it.
+    * Derivatives are of the first order, in reverse mode.
+
+    Args:
+      params: any pytree; integers and the like pass. Where it has such leaves, ``method`` by path
+        and ``specs`` see `None` in their place.
+      axis_name: as for `psum`.
+      op: "mean" or "sum".
+      method: as for `psum`; none with memory, which has nowhere to go.
+      key: as for `psum`. In a scan all layers see the same key, and round alike: fold in the
+        layer's number, or leave it out.
+      specs: as for `psum`.
+
+    Returns:
+      A tree like ``params``, varying over the axis.
+
+    Raises:
+      ValueError: ``op`` is neither, or a method has memory; in the backward pass, what `reduce`
+        raises, and that `jax.grad` is outside of the map.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: a derivative of the derivative is taken.
+    """
+    axis = check_axis(axis_name)
+    reducer = Reducer(params, axis, "reduce_in_backward", op=op, method=method, specs=specs)
+    check_key(key, axis)
+
+    @jax.custom_vjp
+    def passed(params: Any, words: Array | None) -> Any:
+        return axis.to_varying(params)
+
+    def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
+        return passed(params, words), words
+
+    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
+        return reducer.joined(reducer.reduce(reducer.moving(gradients), words)), None
+
+    passed.defvjp(forward, backward)
+    return passed(params, key_words(key))
+
+
+class Reducer:
+    """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
+
+    With ``layers`` each leaf is a stack of so many, and what is reduced is one layer's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        axis: Axis,
+        caller: str,
+        *,
+        op: Op,
+        method: Compression | Method | ByPath | None,
+        specs: Any,
+        layers: int | None = None,
+    ):
+        check_choice("op", op, get_args(Op))
+        self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
+        own = self._treedef.unflatten(
+            jax.ShapeDtypeStruct(x.shape[layers is not None :], x.dtype) for x in self._leaves
+        )
+        compression = as_compression(method)
+        _check_memory(own, compression, axis_sizes(axis, caller))
+        self._by_name = specs is not None or compression.by_path or compression.exclude is not None
+        self._axis, self._caller, self.specs = axis, caller, specs
+        self._options = {"op": op, "method": compression, "specs": specs}
+
+    def reduce(self, moving: Any, words: Array | None) -> Any:
+        """Reduces the gradients that move, with the words of a key."""
+        return reduce(moving, self._axis.name, key=words, **self._options).tree
+
+    def moving(self, gradients: Any) -> Any:
+        """The gradients but for those of integers, which are float0.
+
+        Raises:
+          ValueError: they are those of a map's result, which JAX sums over the axis by itself.
+        """
+        if self._axis.tracked and transposes_a_map():
+            raise ValueError(
+                f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "
+                "a loss that is averaged over workers has a 1 / n of its own and the mean of "
+                "gradients would be n times too small; call jax.grad of each worker's own loss "
+                "inside the map"
+            )
+        leaves, treedef = jax.tree.flatten(gradients)
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+        own = [_once(x, self._caller) for x, m in zip(leaves, moves, strict=True) if m]
+        if all(moves):
+            return treedef.unflatten(own)
+        if not self._by_name:
+            return own
+        found = iter(own)
+        return treedef.unflatten(next(found) if m else None for m in moves)
+
+    def joined(self, reduced: Any) -> Any:
+        """A tree like the parameters, of what was reduced.
+
+        The gradient of what came in varying varies, too: in type, with the same bits everywhere.
+        """
+        found = iter(jax.tree.leaves(reduced))
+
+        def gradient_of(own: Any) -> Any:
+            if not jnp.issubdtype(own.dtype, jnp.inexact):
+                return np.zeros(own.shape, jax.dtypes.float0)
+            axes = tuple(varying_axes(own) & {*self._axis.names})
+            return Axis(axes).to_varying(next(found)) if axes else next(found)
+
+        return self._treedef.unflatten(map(gradient_of, self._leaves))
+
+
+def _once(x: Array, caller: str) -> Array:
+    """``x``, which has no derivative."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    @same.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            f"{caller} has derivatives of the first order only; for others reduce after "
+            "jax.grad, with dq.pmean"
+        )
+
+    return same(x)
+
+
+def _check_memory(params: Any, compression: Compression, sizes: tuple[int, ...]) -> None:
+    """Refuses methods with memory ahead of the backward pass."""
+    for method in dict.fromkeys(compression.methods_of(describe_leaves(params))):
+        if method is None:
+            continue
+        compression.route(sizes, method)
+        if method.needs_state:
+            raise ValueError(
+                f"method={method} has memory, and a backward pass has nowhere to keep it; pass one "
+                "without, or reduce after jax.grad with dq.reduce"
+            )

@@ -1,0 +1,250 @@
+"""Cuts a function at its collectives, so that a caller can put other work between them.
+
+A *round* is all collectives of a function that wait for equally many others: a compressed
+all-reduce over `Direct` has three, for the statistics, the payloads of all gradients and those of
+the sums. The function is traced once; then its equations run round by round::
+
+    progress = Progress.start(trace(function, *args), *args)
+    while not progress.done:
+        progress.compute()      # all that needs no more than what has arrived
+        progress.exchange()     # the collectives of the next round
+    progress.result
+
+Between two of these calls ``progress.ready`` are the arrays that the next one takes, which a caller
+may pass through a barrier, together with arrays of its own.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend.core import JaxprEqn, Literal
+
+from dynamiq_jax.lax.compat import evaluate, inner_jaxprs, with_constants
+
+COLLECTIVES = frozenset(
+    "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "
+    "all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ragged_all_to_all".split()
+)
+"""Names of JAX's primitives. One that is not here counts as computation: less runs beside it."""
+
+CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2".split())
+"""Names of primitives that do what their only jaxpr does: its collectives are rounds."""
+
+WHOLE = frozenset("scan while cond shard_map".split())
+"""Names of primitives whose collectives count as one round: loops, branches and maps."""
+
+VIEWS = frozenset("reshape slice squeeze".split())
+"""Names of primitives that compute nothing. XLA joins them with what takes their results."""
+
+Slot = int
+"""Number of a value."""
+
+
+class Operation(NamedTuple):
+    """An equation, and which values it takes and makes."""
+
+    equation: JaxprEqn
+    takes: tuple[Slot | Literal, ...]
+    makes: tuple[Slot, ...]
+    round: int
+    """How many rounds come before it."""
+    moves: bool
+    """Whether it is a collective, or a loop around some."""
+
+
+class Traced(NamedTuple):
+    """A function as a list of operations."""
+
+    operations: tuple[Operation, ...]
+    views: tuple[Operation, ...]
+    """The last operations, which only divide and shape what the others have computed. All are part
+    of the results."""
+    constants: dict[Slot, Any]
+    takes: tuple[Slot, ...]
+    """The slots of the arguments' leaves."""
+    makes: tuple[Slot | Literal, ...]
+    """The slots of the results' leaves."""
+    treedef: Any
+    """The structure of the result."""
+    rounds: int
+    """How many rounds of collectives there are."""
+
+    @property
+    def sources(self) -> tuple[Slot, ...]:
+        """The slots that the views, and with them the results, are made of."""
+        viewed = {slot for op in self.views for slot in op.makes}
+        wanted = slots(itertools.chain(*(op.takes for op in self.views), self.makes))
+        return tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
+
+
+def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
+    """Drops literals; returns the slots only."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Traced:
+    """Traces a function of pytrees of arrays, for arguments like these."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    numbers = itertools.count()
+    takes = tuple(itertools.islice(numbers, len(jax.tree.leaves(args))))
+    rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
+    operations: list[Operation] = []
+    constants: dict[Slot, Any] = {}
+
+    def fresh(round_number: int) -> Slot:
+        slot = next(numbers)
+        rounds[slot] = round_number
+        return slot
+
+    def walk(closed: Any, given: Sequence[Slot | Literal]) -> list[Slot | Literal]:
+        jaxpr, consts = with_constants(closed)
+        known: dict[Any, Slot | Literal] = dict(zip(jaxpr.invars, given, strict=True))
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            known[variable] = slot = fresh(0)
+            constants[slot] = value
+
+        def read(atom: Any) -> Slot | Literal:
+            return atom if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            own = tuple(map(read, equation.invars))
+            moves = _moves(equation)
+            if moves and (called := _called(equation)) is not None:
+                made = walk(called, own)
+            else:
+                number = max((rounds[slot] for slot in slots(own)), default=0)
+                made = [fresh(number + moves) for _ in equation.outvars]
+                operations.append(Operation(equation, own, tuple(made), number, moves))
+            known.update(zip(equation.outvars, made, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    makes = walk(closed, takes)
+    count = max((op.round + 1 for op in operations if op.moves), default=0)
+    treedef = jax.tree.structure(shapes)
+    computed, views = _without_views(operations, makes)
+    return Traced(computed, views, constants, takes, tuple(makes), treedef, count)
+
+
+def _without_views(
+    operations: Sequence[Operation], results: Iterable[Slot | Literal]
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """The operations but for views that no other one takes, and of these what the results want."""
+    needed: set[Slot] = set()
+    wanted = set(slots(results))
+    computed, views = [], []
+    for op in reversed(operations):
+        if op.equation.primitive.name not in VIEWS or not needed.isdisjoint(op.makes):
+            computed.append(op)
+            needed.update(slots(op.takes))
+        elif not wanted.isdisjoint(op.makes):
+            views.append(op)
+            wanted.update(slots(op.takes))
+    return tuple(reversed(computed)), tuple(reversed(views))
+
+
+class Progress:
+    """A traced function on its way from round to round."""
+
+    def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
+        self._traced, self._values, self._waits, self._round = traced, values, waits, round
+        self.done = False
+
+    @classmethod
+    def start(cls, traced: Traced, *args: Any) -> "Progress":
+        """A call with these arguments, of which nothing has run."""
+        values = dict(zip(traced.takes, jax.tree.leaves(args), strict=True))
+        return cls(traced, values | traced.constants, list(traced.takes))
+
+    @property
+    def ready(self) -> list[Array]:
+        """The arrays that the next call takes; at the end, the computed part of the result."""
+        return [self._values[slot] for slot in self._waits]
+
+    @ready.setter
+    def ready(self, values: Sequence[Array]) -> None:
+        """Puts other arrays in the place of these."""
+        self._values.update(zip(self._waits, values, strict=True))
+
+    @property
+    def result(self) -> Any:
+        """The function's."""
+        self._run(self._traced.views)
+        return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
+
+    @property
+    def rounds_left(self) -> int:
+        """How many more calls of `exchange` there are."""
+        return self._traced.rounds - self._round
+
+    @property
+    def values(self) -> dict[Slot, Array]:
+        """All that is known and that what has not run takes; before `exchange`."""
+        traced = self._traced
+        later = [op for op in traced.operations if (op.round, op.moves) >= (self._round, True)]
+        wanted = {*traced.sources, *(slot for op in later for slot in slots(op.takes))}
+        known = wanted & self._values.keys() - traced.constants.keys()
+        return {slot: self._values[slot] for slot in sorted(known)}
+
+    def with_values(self, values: Mapping[Slot, Array]) -> "Progress":
+        """Another call that has come as far as this one, whose `values` these are."""
+        constants = self._traced.constants
+        return Progress(self._traced, {**constants, **values}, self._waits, self._round)
+
+    def compute(self) -> None:
+        """Runs all that needs no collective but those that have run."""
+        computed = self._now(moves=False)
+        self._run(computed)
+        self.done = not self.rounds_left
+        if self.done:
+            made = {slot for op in computed for slot in op.makes}
+            self._waits = [slot for slot in self._traced.sources if slot in made]
+        else:
+            sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
+            self._waits = list(dict.fromkeys(sent))
+
+    def exchange(self) -> None:
+        """Runs the next round of collectives."""
+        self._run(self._now(moves=True))
+        self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
+        self._round += 1
+
+    def _now(self, *, moves: bool) -> list[Operation]:
+        return [
+            op for op in self._traced.operations if (op.round, op.moves) == (self._round, moves)
+        ]
+
+    def _run(self, operations: Sequence[Operation]) -> None:
+        for op in operations:
+            made = evaluate(op.equation, *map(self._read, op.takes))
+            self._values.update(zip(op.makes, made, strict=True))
+
+    def _read(self, atom: Slot | Literal) -> Any:
+        return atom.val if isinstance(atom, Literal) else self._values[atom]
+
+
+def _moves(equation: JaxprEqn) -> bool:
+    """Whether there is a collective in it."""
+    if equation.primitive.name in COLLECTIVES:
+        return True
+    return any(_moves(own) for jaxpr in inner_jaxprs(equation) for own in jaxpr.eqns)
+
+
+def _called(equation: JaxprEqn) -> Any:
+    """The jaxpr that runs in place of a call; `None` for all else.
+
+    A primitive that is not known, with collectives in it, is one round, and a warning says so.
+    """
+    name = equation.primitive.name
+    if name in CALLS:
+        return inner_jaxprs(equation)[0]
+    if name not in COLLECTIVES | WHOLE:
+        warnings.warn(
+            f"JAX's primitive {name!r} has collectives in it and is not known to this version of "
+            "dynamiq_jax: they count as one round, and less runs beside them",
+            stacklevel=2,
+        )
+    return None

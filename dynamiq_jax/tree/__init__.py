@@ -1,0 +1,1 @@
+"""Pytrees: which leaf travels how."""

@@ -1,0 +1,180 @@
+"""Explanations of `psum`: which leaf travels how, and how many bytes that takes."""
+
+import collections
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dynamiq_jax.collectives.routes import Route
+from dynamiq_jax.methods.base import Method
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One leaf.
+
+    Attributes:
+      name: its path in the tree.
+      shape: its shape.
+      dtype: its dtype's name.
+      bucket: the bucket it is reduced with, or `None` if it travels exactly.
+      route: "compressed", or why not.
+      wire_bytes: bytes one worker sends for it (its share of its bucket's).
+      bits_per_coord: wire bits per coordinate, in units in which a bf16 all-reduce takes 16.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bucket: int | None
+    route: str
+    wire_bytes: float
+    bits_per_coord: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """The rows of all leaves and their totals; prints as a table.
+
+    Attributes:
+      rows: one per leaf, in the tree's order.
+      n_workers: workers on all axes.
+      method: how gradients are compressed.
+      topology: how payloads travel.
+      reason: why this topology, and what is assumed of a cluster that is not this one.
+      wire_bytes: bytes one worker sends in all.
+      outer_wire_bytes: of these, what crosses the outer axes of `Hierarchical`; of another
+        topology all.
+      bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
+      bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
+      relative_error: about the |error|² / |sum|² of super-groups of little energy, see
+        `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
+      advice: what to do where that is too much; `None` if it is not.
+    """
+
+    rows: tuple[Row, ...]
+    n_workers: int
+    method: str
+    topology: str
+    reason: str
+    wire_bytes: float
+    outer_wire_bytes: float
+    bf16_wire_bytes: float
+    bits_per_coord: float
+    relative_error: float | None
+    advice: str | None
+
+    def __str__(self) -> str:
+        title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
+        caption = [self.method]
+        if self.relative_error is not None:
+            error = f"about {self.relative_error:.2g}, of the worst up to three times that"
+            caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
+        if self.advice is not None:
+            caption.append(self.advice)
+        body = []
+        for row in self.rows:
+            route = row.route if row.bucket is None else f"{row.route}, bucket {row.bucket}"
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            numbers = f"{row.wire_bytes:,.0f}", f"{row.bits_per_coord:.3f}"
+            body.append((row.name, shape, row.dtype, route, *numbers))
+        totals = [("total", self.wire_bytes)]
+        if self.outer_wire_bytes < self.wire_bytes:
+            totals.append(("of it on outer axes", self.outer_wire_bytes))
+        feet = [
+            (name, "", "", "", f"{sent:,.0f}", f"{self._bits_per_coord(sent):.3f}")
+            for name, sent in totals
+        ]
+        return "\n".join([title, "", *_table(body, feet), "", *caption])
+
+    def _bits_per_coord(self, sent: float) -> float:
+        """Bytes in the unit of ``bits_per_coord``."""
+        return self.bits_per_coord * sent / self.wire_bytes if self.wire_bytes else 0.0
+
+
+def explain_grouping(
+    grouping: Grouping,
+    routes: Sequence[Route],
+    assumed: str | None = None,
+) -> Explanation:
+    """Explains the reduction of what one device holds of a tree.
+
+    Args:
+      grouping: the buckets, and the leaves that travel exactly.
+      routes: those of the buckets, or the default one where there is no bucket.
+      assumed: what the routes take for granted.
+    """
+    n = routes[0].n_workers
+    share = 2 * (n - 1) / n
+    rows = {}
+    outer = 0.0
+    for leaf, reason in grouping.exact:
+        rows[leaf.index] = _row(leaf, None, f"exact: {reason}", share * leaf.nbytes, share)
+        outer += share * leaf.nbytes
+    for number, bucket in enumerate(grouping.buckets):
+        whole_bits, outer_bits = bucket.route.wire_bits(bucket)
+        outer += outer_bits / 8
+        for leaf in bucket.leaves:
+            part = whole_bits / 8 * leaf.size / bucket.size
+            rows[leaf.index] = _row(leaf, number, "compressed", part, share)
+    leaves = [leaf for leaf, _ in grouping.exact]
+    leaves += [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    total = sum(rows[i].wire_bytes for i in sorted(rows))
+    size = sum(leaf.size for leaf in leaves)
+    floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
+    pays = bool(grouping.buckets) and n > 1
+    errors = [route.relative_error for route in routes if pays]
+    advices = [route.advice for route in routes if pays]
+    reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
+    return Explanation(
+        rows=tuple(rows[i] for i in sorted(rows)),
+        n_workers=n,
+        method=_described(routes, grouping.methods),
+        topology=_joined("XLA" if r.topology is None else repr(r.topology) for r in routes),
+        reason=_joined(reasons),
+        wire_bytes=total,
+        outer_wire_bytes=outer,
+        bf16_wire_bytes=share * 2 * floats,
+        bits_per_coord=8 * total / (share * size) if share * size else 0.0,
+        relative_error=max((error for error in errors if error is not None), default=None),
+        advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
+    )
+
+
+def _described(routes: Sequence[Route], methods: Sequence[Method | None]) -> str:
+    """The method, or how many leaves each of several has."""
+    counts = collections.Counter(methods)
+    if len(counts) < 2 and None not in counts:
+        return repr(routes[0].method)
+    return "; ".join(f"{count} leaves: {m or 'exact'}" for m, count in counts.items())
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _table(body: Sequence[Sequence[str]], feet: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a plain text table: the last two columns, which are numbers, flush right."""
+    head = ("leaf", "shape", "dtype", "route", "wire bytes", "bits/coordinate")
+    widths = [max(map(len, column)) for column in zip(head, *body, *feet, strict=True)]
+    aligns = "<<<<>>"
+
+    def line(cells: Sequence[str]) -> str:
+        padded = zip(cells, aligns, widths, strict=True)
+        return "  ".join(f"{cell:{align}{width}}" for cell, align, width in padded)
+
+    rule = "-" * len(line(head))
+    return [line(head), rule, *map(line, body), rule, *map(line, feet)]
+
+
+def _row(leaf, bucket, route, wire_bytes, share) -> Row:
+    coords = share * leaf.size
+    return Row(
+        name=leaf.name,
+        shape=leaf.shape,
+        dtype=leaf.dtype.name,
+        bucket=bucket,
+        route=route,
+        wire_bytes=wire_bytes,
+        bits_per_coord=8 * wire_bytes / coords if coords else 0.0,
+    )

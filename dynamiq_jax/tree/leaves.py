@@ -1,0 +1,238 @@
+"""Which leaves of a pytree travel together, and which travel exactly.
+
+A *bucket* is one flat array that is reduced as a whole. A leaf larger than ``bucket_bytes`` is a
+bucket by itself (a reshape, no copy); smaller ones of one dtype are concatenated in tree order.
+Independent buckets let XLA overlap the reduction of one with the computation of another. On a mesh
+of several axes only leaves that differ over the same axes share a bucket: copies of a bucket then
+have the same widths and noise, and stay copies.
+"""
+
+import collections
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+from jaxtyping import Array
+
+from dynamiq_jax.lax.compat import varying_axes
+
+COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Static description of what one device holds of one leaf."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: frozenset[str] = frozenset()
+    """Mesh axes over which devices hold different parts."""
+    alone: bool = False
+    """Whether it shares a bucket with no other leaf."""
+    scale_axis: int | None = None
+    """The axis along which its coordinates follow each other in a bucket; `None`: the last one."""
+    path: str = ""
+    """The path that users choose methods by, such as "layers/0/kernel"."""
+    whole: tuple[int, ...] = ()
+    """The shape of the leaf of which this may be a part."""
+
+    @property
+    def size(self) -> int:
+        """Coordinates."""
+        return math.prod(self.shape)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns: all axes but the last, and the last one; a vector is a single row."""
+        columns = self.shape[-1] if self.shape else 1
+        return math.prod(self.shape[:-1]), columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.size * self.dtype.itemsize
+
+
+class Bucket(NamedTuple):
+    """Leaves that are reduced as one flat array of one dtype."""
+
+    leaves: tuple[Leaf, ...]
+    route: Any = None
+    """How it is reduced: a `collectives.routes.Route`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of every leaf."""
+        return self.leaves[0].dtype
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes of every leaf."""
+        return self.leaves[0].axes
+
+    @property
+    def size(self) -> int:
+        """Coordinates."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def tag(self) -> int:
+        """32 bits from the leaves' names: tells buckets apart whatever their order."""
+        return zlib.crc32("\n".join(leaf.name for leaf in self.leaves).encode())
+
+
+class Grouping(NamedTuple):
+    """How a tree is reduced: every leaf is in one bucket or has a reason to travel exactly."""
+
+    buckets: tuple[Bucket, ...]
+    exact: tuple[tuple[Leaf, str], ...]
+    methods: tuple[Any, ...] = ()
+    """The method of every leaf of the tree, `None` for leaves that are excluded."""
+
+
+def describe_leaves(tree) -> list[Leaf]:
+    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: a leaf holds no numbers, as a PRNG key.
+    """
+    return [
+        _described(i, path, x)
+        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
+    ]
+
+
+def _described(index: int, keys: tuple, x) -> Leaf:
+    name, path = keystr(keys) or "<root>", keystr(keys, simple=True, separator="/")
+    kind = getattr(x, "dtype", type(x))
+    if not holds_numbers(kind):
+        raise ValueError(
+            f"leaf {name} is of type {getattr(kind, '__name__', kind)}, which is not one of "
+            "numbers; leave PRNG keys and the like out: pass gradients alone, or of a Flax model "
+            "nnx.state(model, nnx.Param)"
+        )
+    dtype = np.dtype(kind if hasattr(x, "dtype") else jax.dtypes.result_type(x))
+    shape = tuple(np.shape(x))
+    return Leaf(index, name, shape, dtype, varying_axes(x), path=path, whole=shape)
+
+
+def holds_numbers(dtype) -> bool:
+    """Whether `jax.lax.psum` takes leaves of this dtype, or Python type, as numbers."""
+    return jnp.issubdtype(dtype, np.number) or dtype in (bool, jax.dtypes.float0)
+
+
+def group_leaves(
+    leaves: list[Leaf],
+    *,
+    min_leaf_size: int,
+    min_bucket_size: int,
+    min_bucket_bytes: int = 0,
+    bucket_bytes: int,
+    declines: Callable[[Leaf], str | None] = lambda leaf: None,
+) -> Grouping:
+    """Sorts leaves into buckets and exact ones; see `methods.base.Limits`."""
+    exact: list[tuple[Leaf, str]] = []
+    open_buckets: dict[tuple[np.dtype, frozenset[str]], list[Leaf]] = {}
+    buckets: list[Bucket] = []
+    for leaf in leaves:
+        if leaf.dtype.name not in COMPRESSED_DTYPES:
+            exact.append((leaf, f"dtype {leaf.dtype.name}"))
+        elif leaf.size < max(min_leaf_size, 1):
+            exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
+        elif (reason := declines(leaf)) is not None:
+            exact.append((leaf, reason))
+        elif leaf.alone or leaf.nbytes >= bucket_bytes:
+            buckets.append(Bucket((leaf,)))
+        else:
+            group = open_buckets.setdefault((leaf.dtype, leaf.axes), [])
+            if group and sum(member.nbytes for member in group) + leaf.nbytes > bucket_bytes:
+                buckets.append(Bucket(tuple(group)))
+                group.clear()
+            group.append(leaf)
+    buckets.extend(Bucket(tuple(group)) for group in open_buckets.values() if group)
+    large = []
+    for bucket in buckets:
+        if bucket.size < min_bucket_size:
+            reason = f"bucket of {bucket.size} < min_bucket_size {min_bucket_size}"
+        elif bucket.nbytes < min_bucket_bytes:
+            reason = f"bucket of {bucket.nbytes} bytes < min_bucket_bytes {min_bucket_bytes}"
+        else:
+            large.append(bucket)
+            continue
+        exact.extend((leaf, reason) for leaf in bucket.leaves)
+    exact.sort(key=lambda entry: entry[0].index)
+    return Grouping(tuple(large), tuple(exact))
+
+
+ScaleAxis = int | Literal["auto"] | None
+"""An axis of every leaf that has it; "auto": that of the size that most matrices have."""
+
+SMALLEST_COMMON = 64
+"""Shorter axes number layers and heads, and are not chosen by "auto"."""
+
+
+def with_scale_axes(leaves: list[Leaf], scale_axis: ScaleAxis) -> list[Leaf]:
+    """The leaves with their `Leaf.scale_axis`."""
+    if scale_axis is None:
+        return leaves
+    sizes = collections.Counter(
+        size for leaf in leaves if len(leaf.shape) > 1 for size in set(leaf.shape)
+    )
+
+    def axis_of(shape: tuple[int, ...]) -> int | None:
+        n_axes = len(shape)
+        if scale_axis == "auto":
+            candidates = [i for i in range(n_axes) if shape[i] >= SMALLEST_COMMON]
+            chosen = max(candidates, key=lambda i: (sizes[shape[i]], i), default=n_axes - 1)
+        elif -n_axes <= scale_axis < n_axes:
+            chosen = scale_axis % n_axes
+        else:
+            chosen = n_axes - 1
+        return None if chosen == n_axes - 1 else chosen
+
+    return [dataclasses.replace(leaf, scale_axis=axis_of(leaf.shape)) for leaf in leaves]
+
+
+def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
+    """The bucket's flat array, from leaves by index."""
+    flat = [to_flat(jnp.asarray(values[leaf.index]), leaf) for leaf in bucket.leaves]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
+    """The inverse of `concatenate`: (leaf index, leaf) pairs."""
+    ends = np.cumsum([leaf.size for leaf in bucket.leaves])
+    return [
+        (leaf.index, from_flat(flat[end - leaf.size : end], leaf))
+        for leaf, end in zip(bucket.leaves, ends, strict=True)
+    ]
+
+
+def to_flat(x: Array, leaf: Leaf) -> Array:
+    """[..., *shape of the leaf] to [..., its size]: its scale axis last, then row after row."""
+    n_axes = len(leaf.shape)
+    if leaf.scale_axis is not None:
+        x = jnp.moveaxis(x, leaf.scale_axis - n_axes, -1)
+    return x.reshape(*x.shape[: x.ndim - n_axes], leaf.size)
+
+
+def from_flat(flat: Array, leaf: Leaf) -> Array:
+    """The inverse: [..., size] to [..., *shape]."""
+    leading, shape = flat.shape[:-1], list(leaf.shape)
+    if leaf.scale_axis is None:
+        return flat.reshape(*leading, *shape)
+    shape.append(shape.pop(leaf.scale_axis))
+    return jnp.moveaxis(flat.reshape(*leading, *shape), -1, leaf.scale_axis - len(shape))

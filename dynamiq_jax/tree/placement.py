@@ -1,0 +1,229 @@
+"""Where leaves are on the axes of a mesh that they are not reduced over, as tensor-parallel ones.
+
+Every device reduces its own part of a leaf, with the devices that hold the same part of it. What
+has to be known of a leaf is the shape of a part, and the axes over which parts differ. For manual
+axes JAX knows them (but with ``check_vma=False``); for explicit axes the leaf's type says them; of
+automatic axes nothing can be seen while a program is traced, and the caller passes PartitionSpecs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.lax.axis import Axis, axis_names
+from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves
+
+
+class Surroundings(NamedTuple):
+    """The mesh around a reduction. Axes of size 1 count as manual, whatever they are."""
+
+    names: tuple[str, ...]
+    """The axes that are reduced over."""
+    sizes: Mapping[str, int]
+    """The sizes of all axes."""
+    kinds: Mapping[str, AxisType]
+    """The types of the axes that are not reduced over and have more than one device."""
+    tracked: bool
+    """Whether JAX knows over which manual axes a value varies."""
+
+    def of_kind(self, *kinds: AxisType) -> tuple[str, ...]:
+        """The axes of these types."""
+        return tuple(name for name, kind in self.kinds.items() if kind in kinds)
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The axes over which arrays are still whole: automatic and explicit ones."""
+        return self.of_kind(AxisType.Auto, AxisType.Explicit)
+
+    def specs(self, tree: Any, specs: Any) -> list[P] | None:
+        """Every leaf's over the open axes; `None` where automatic ones are and nobody told."""
+        if self.of_kind(AxisType.Auto):
+            told = None if specs is None else flat_specs(specs, tree, self.sizes)
+            return None if told is None else [only(spec, self.open) for spec in told]
+        return [only(jax.typeof(x).sharding.spec, self.open) for x in jax.tree.leaves(tree)]
+
+    def leaves(self, tree: Any, specs: Any) -> list[Leaf]:
+        """The part of every leaf that one device holds, as far as it is known."""
+        whole = describe_leaves(tree)
+        told = flat_specs(specs, tree, self.sizes) if self.sizes else [P()] * len(whole)
+        opened = self.specs(tree, specs) or [P()] * len(whole)
+        # Where nothing is known leaves travel alone: a leaf whose copies should stay equal must not
+        # share widths and noise with one that differs between them.
+        alone = specs is None and not self.tracked and bool(self.of_kind(AxisType.Manual))
+        return [
+            dataclasses.replace(
+                part(leaf, spec, self.sizes),
+                axes=(leaf.axes | axes_of(own) & {*self.kinds} | axes_of(spec)) - {*self.names},
+                alone=alone,
+            )
+            for leaf, own, spec in zip(whole, told, opened, strict=True)
+        ]
+
+    def as_typed(self, tree: Any, spec: P) -> Any:
+        """``tree`` with the types that `per_part` expects of what the spec is for."""
+        explicit = self.of_kind(AxisType.Explicit)
+        if not explicit:
+            return tree
+        return jax.tree.map(lambda x: jax.reshard(x, only(spec, explicit)), tree)
+
+    def per_part(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """``function`` of what every device holds: maps it over the open axes."""
+        if not self.open:
+            return function
+        left = set(self.sizes) - set(get_abstract_mesh().manual_axes)
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, axis_names=left, check_vma=self.tracked, **specs)
+
+
+def surroundings(axis: Axis) -> Surroundings:
+    """The mesh around a reduction over ``axis``; no other axis where no mesh has it."""
+    names, mesh, tracked = axis.names, get_abstract_mesh(), axis.tracked
+    if not set(names) & set(mesh.manual_axes):  # `jax.vmap`
+        return Surroundings(names, {}, {}, tracked)
+    kinds = {
+        name: kind
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if name not in names and mesh.shape[name] > 1
+    }
+    return Surroundings(names, dict(mesh.shape), kinds, tracked)
+
+
+def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
+    """`Surroundings.specs` of a tree with buckets; refuses where nobody told."""
+    opened = around.specs(tree, specs)
+    if opened is not None:
+        return opened
+    leaf = grouping.buckets[0].leaves[0]
+    sizes = {name: around.sizes[name] for name in around.of_kind(AxisType.Auto)}
+    raise ValueError(
+        f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) is to be compressed, and how it "
+        f"is sharded over the automatic axes {sizes} cannot be seen while a program is traced; "
+        "without that every device would gather whole leaves over them. Pass specs=, a tree of "
+        "PartitionSpecs as of the parameters, or specs=P() if all leaves are replicated there"
+    )
+
+
+def check_whole(grouping: Grouping, axis: Axis) -> None:
+    """Refuses buckets under a map that left axes open, for collectives that take no specs."""
+    around = surroundings(axis)
+    if not grouping.buckets or not around.open:
+        return
+    leaf = grouping.buckets[0].leaves[0]
+    sizes = {name: around.sizes[name] for name in around.open}
+    raise NotImplementedError(
+        f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) is to be compressed where "
+        f"jax.shard_map left the axes {sizes} automatic or explicit: every device would gather "
+        "whole leaves over them. Map over all axes, or differentiate with "
+        "dq.value_and_grad(specs=...), which scatters the gradients of sharded parameters"
+    )
+
+
+def placed_leaves(tree: Any, mesh: Mesh | None, specs: Any) -> tuple[list[Leaf], dict[str, int]]:
+    """The part of every leaf that one device holds, and the sizes of axes that may be split.
+
+    Args:
+      tree: whole leaves; inside `jax.shard_map`, whole but for its manual axes.
+      mesh: `None` is the surrounding one.
+      specs: PartitionSpecs over axes that are not reduced over, or `None`.
+    """
+    leaves = describe_leaves(tree)
+    if specs is None:
+        return leaves, {}
+    around = get_abstract_mesh() if mesh is None else mesh
+    if around.empty:
+        raise ValueError(f"specs={specs!r} are over the axes of a mesh; pass mesh=, too")
+    manual = get_abstract_mesh().manual_axes if mesh is None else ()
+    split = [name for name in around.axis_names if name not in manual]
+    sizes = {name: around.shape[name] for name in split}
+    return [
+        dataclasses.replace(
+            part(leaf, only(spec, split), sizes),
+            axes=leaf.axes | {name for name in axes_of(spec) if around.shape[name] > 1},
+        )
+        for leaf, spec in zip(leaves, flat_specs(specs, tree, around.axis_names), strict=True)
+    ], sizes
+
+
+def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
+    """The PartitionSpec of every leaf of ``tree``; ``specs`` is a prefix of it, `None` is P()."""
+
+    def is_spec(x) -> bool:
+        return x is None or isinstance(x, P)
+
+    wrong = [x for x in jax.tree.leaves(specs, is_leaf=is_spec) if not is_spec(x)]
+    if wrong:
+        raise ValueError(
+            f"specs has a leaf {wrong[0]!r} of type {type(wrong[0]).__name__}; expected a tree of "
+            "PartitionSpecs, as jax.tree.map(lambda x: x.sharding.spec, params) makes it"
+        )
+    specs = jax.tree.map(lambda x: P() if x is None else x, specs, is_leaf=is_spec)
+    try:
+        spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
+    except ValueError as error:
+        raise ValueError(
+            f"specs is no prefix of the tree: {error}; pass a PartitionSpec for every leaf, or one "
+            "for all"
+        ) from error
+    flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
+    unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
+    if unknown:
+        raise ValueError(
+            f"specs name the axis {unknown[0]!r}, which is not in the mesh; it has "
+            f"{tuple(mesh_axes)}"
+        )
+    return flat
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The axes that split one dimension."""
+    return () if entry is None else axis_names(entry)
+
+
+def axes_of(spec: P) -> frozenset[str]:
+    """The axes that split any dimension."""
+    return frozenset(name for entry in spec for name in names_of(entry))
+
+
+def only(spec: P, names: Collection[str]) -> P:
+    """The spec over some axes; over others the leaf counts as whole."""
+    kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
+    return P(*(entry or None for entry in kept))
+
+
+def bucket_axes(bucket: Bucket, names: Collection[str]) -> tuple[str, ...]:
+    """The axes among ``names`` over which the parts of a bucket differ, in that order."""
+    return tuple(name for name in names if name in bucket.axes)
+
+
+def n_parts(axes: Collection[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts these axes split a leaf."""
+    return math.prod(sizes[name] for name in axes)
+
+
+def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
+    """The shard of a leaf that one device holds.
+
+    Raises:
+      ValueError: a dimension is missing, or does not divide by the axes that split it.
+    """
+    shape = list(leaf.shape)
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"specs: leaf {leaf.name} has shape {leaf.shape} and {spec} has {len(spec)} entries; "
+            "pass one for each dimension at most"
+        )
+    for dimension, entry in enumerate(spec):
+        count = n_parts(names_of(entry), sizes)
+        if shape[dimension] % count:
+            raise ValueError(
+                f"specs: leaf {leaf.name} has {shape[dimension]} entries along dimension "
+                f"{dimension}, which is no multiple of the {count} devices on {entry!r}; pad it, "
+                "or replicate it over them"
+            )
+        shape[dimension] //= count
+    return dataclasses.replace(leaf, shape=tuple(shape))
