@@ -26,8 +26,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "liec", "packets",
-    "by path", "by step", "metrics",
+    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "packets", "by path",
+    "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
         "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2, "loss scaling": 1,
-        "weight": 1, "budget": 1, "grid": 1, "liec": 2, "packets": 2, "by path": 0, "by step": 3,
+        "weight": 1, "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3,
         "metrics": 0,
     }  # fmt: skip
 
@@ -235,13 +235,6 @@ def test_a_grid(run, capsys):
     )
     assert all(np.array_equal(other, model) for other in others)
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
-
-
-@pytest.mark.release
-def test_errors_into_ones_own_model(run, capsys):
-    run("liec")
-    (promised,) = re.findall(r"# (loss .* apart)$", RECIPES[NAMES.index("liec")], re.MULTILINE)
-    assert capsys.readouterr().out == f"{promised}\n"
 
 
 @pytest.mark.release

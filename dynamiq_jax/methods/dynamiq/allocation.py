@@ -27,7 +27,8 @@ Floor = int | Literal["auto"] | None
 NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
 LARGEST_RELATIVE_ERROR = {False: 0.35, True: 0.12}
 """By whether there is dither, whose noise does not shrink with the coordinate: beyond this,
-training with Adam lost 0.5% of validation loss and more, see docs/training-quality.md."""
+training with Adam lost 0.5% of validation loss and more (losses of least squared error in
+benchmarks/evidence/results/training.md)."""
 LARGEST_DITHERED_ERROR = 2.0
 """Beyond this, dither without a floor had more squared error than no dither: on rings of 32 workers
 as much, of 64 ten times as much (docs/algorithm.md, section 7)."""
