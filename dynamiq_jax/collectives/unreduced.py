@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.checks import Op
@@ -96,7 +96,8 @@ def reduce_unreduced(
       state: `Compression.init_state`'s with ``stacked=True``.
 
     Raises:
-      ValueError: a leaf is unreduced over other axes than ``axis``.
+      ValueError: a leaf is unreduced over other axes than ``axis``, or the state is for other
+        leaves.
     """
     mesh = mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -118,6 +119,12 @@ def reduce_unreduced(
     terms = [P(*spec, unreduced=frozenset(axis.names)) for spec in partitions]
     own, _ = placed_leaves(moving(leaves), mesh, specs)
     buckets = compression.group(own, sizes).buckets
+    if state is not None and len(state) != len(buckets):
+        raise ValueError(
+            f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
+            "some leaves in ways that leave JAX no choice but to sum them: exclude these from the "
+            "request, Compression(exclude=...), and take its init_state(..., stacked=True)"
+        )
     parts = [bucket_axes(bucket, mesh.axis_names) for bucket in buckets]
     of_states = tuple(P(axis.name, axes) if axes else P(axis.name) for axes in parts)
 
@@ -133,6 +140,9 @@ def reduce_unreduced(
         return found._replace(state=tuple(after))
 
     of_state = None if state is None else of_states
+    if state is not None:  # as it comes from `init_state`, say
+        pairs = zip(state, of_states, strict=True)
+        state = tuple(jax.reshard(own, NamedSharding(mesh, spec)) for own, spec in pairs)
     mapped = jax.shard_map(
         local,
         mesh=mesh,

@@ -25,7 +25,7 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.sharded_parameters import Reduction, split_of
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, only, placed_leaves
+from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
 
 class Deferred(NamedTuple):
@@ -71,6 +71,16 @@ class Deferred(NamedTuple):
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
+        own = {*self.axis.names}
+        if any(map(own.intersection, map(axes_of, placed))) and (
+            self.metrics or state is not None or not self.reduces
+        ):
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {self.axis.names}, and scattering "
+                "their gradients keeps no state, has no metrics and is not put off; pass "
+                "metrics=False, reduce=True, no state, and a method without memory, or replicate "
+                "the parameters over these axes"
+            )
         chosen = self._large(params, placed)
         trace = functools.partial(self._differentiate, treedef=treedef, call=call)
         chosen = self._deferrable(params, data, placed, chosen, trace)
@@ -222,7 +232,7 @@ class Deferred(NamedTuple):
                 functools.partial(own, splits=[splits[i] for i in some]),
                 mesh=self.mesh,
                 in_specs=(terms, P()),
-                out_specs={i: placed[i] for i in some},
+                out_specs={i: self._scattered(placed[i]) for i in some},
                 check_vma=False,
             )
             summed = mapped(some, key)
@@ -240,6 +250,12 @@ class Deferred(NamedTuple):
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
         return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
+
+    def _scattered(self, spec: P) -> P:
+        """The spec after data axes have split what each device had: they come last."""
+        own = {*self.axis.names}
+        entries = map(names_of, spec)
+        return P(*(tuple(sorted(entry, key=own.__contains__)) or None for entry in entries))
 
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""

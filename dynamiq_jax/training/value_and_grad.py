@@ -1,5 +1,6 @@
 """Gradients for pjit'd training steps, where there is no psum to replace."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,8 +135,11 @@ def value_and_grad(
         def reduced(*args, key=None, state=None, **kwargs):
             called = args, kwargs, key, state
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(called))
-            with jax.sharding.use_abstract_mesh(abstract):
-                return (differentiate if traced else compiled)(*called)
+            if traced:
+                with jax.sharding.use_abstract_mesh(abstract):
+                    return differentiate(*called)
+            with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+                return compiled(*called)
 
         return reduced
 
