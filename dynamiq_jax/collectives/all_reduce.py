@@ -22,7 +22,6 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.collectives.unreduced import check_outside, is_outside, reduce_unreduced
 from dynamiq_jax.compression import AnyTopology, ByPath, Compression, as_compression, first_states
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.compat import inlined, zero_tangent
@@ -74,6 +73,9 @@ def psum(
     and `pmean` warns. A warning also names large leaves that are not compressed because of a limit
     (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
 
+    Outside of maps, on a mesh of Explicit axes, it sums leaves that JAX's types call unreduced over
+    these axes; other leaves are sums already. `value_and_grad` makes such gradients.
+
     Args:
       x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
@@ -97,7 +99,8 @@ def psum(
         device reduces its own part of a leaf, and JAX shows nobody how leaves are split. Axes other
         than these may be in it and do not count. Explicit axes are seen without it. With
         ``check_vma=False`` it tells which leaves are copies over other manual axes; leaves of which
-        that is not known travel one by one.
+        that is not known travel one by one. Outside of maps it says how sums are to be sharded, the
+        axes that are summed over included; by default they are sharded as their terms.
 
     Returns:
       A tree like ``x``.
@@ -106,7 +109,7 @@ def psum(
       ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
         axes around it and no ``specs``; ``key`` varies over ``axis_name``; or an argument is
         malformed.
-      NameError: ``axis_name`` is not mapped.
+      NameError: ``axis_name`` is not mapped, and no axis of an Explicit mesh.
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis = check_axis(axis_name, axis_index_groups)
@@ -193,10 +196,12 @@ def reduce_over(
     weight: Array | float | None = None,
 ) -> Reduced:
     """`reduce` over workers that may be groups, with its arguments as one request."""
+    from dynamiq_jax.collectives.unreduced import check_outside, is_outside, reduce_unreduced
+
     if is_outside(axis, tree):
-        check_outside(tree, axis, op, specs, weight)
+        check_outside(tree, axis, op, weight)
         run = functools.partial(reduce_over, axis, op=op, compression=compression)
-        options = {"key": key, "state": state, "metrics": metrics}
+        options = {"key": key, "state": state, "metrics": metrics, "specs": specs}
         return reduce_unreduced(run, tree, axis, compression, **options)
     sizes = axis_sizes(axis)
     n_workers = math.prod(sizes)
