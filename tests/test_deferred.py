@@ -357,6 +357,20 @@ def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
     assert sizes["all-reduce"] <= WIDTH + 2
 
 
+def test_jax_stacks_unreduced_gradients_wrongly():
+    """The recipes warn of it; where this fails, JAX has mended it, and they need not."""
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=F32, reduce=False)
+
+    def summed(join):
+        own = jax.jit(lambda p, b: dq.psum(join(f(p, b)[1]["up"]), "data", method=F32))
+        return own(params, batch)[0]
+
+    expected = plain(masked)[1]["up"]
+    assert_close(summed(lambda g: lax.concatenate([g[None], g[None]], 0)), expected)
+    assert_close(summed(lambda g: jnp.stack([g, g])), 8 * expected)
+
+
 def test_errors_of_psum_outside_of_maps():
     grads = unreduced()
     with pytest.raises(ValueError, match="op='mean' over axis 'data' outside of maps.*op='sum'"):
