@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression import as_compression
-from dynamiq_jax.configuration import TOPOLOGIES, methods
+from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.request.configuration import TOPOLOGIES, methods
 from pallas_kernels import resolve_backend
 
 FIELDS = [

@@ -19,7 +19,8 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.comparators import liec
+from dynamiq_jax.comparators.local_error import LocalError
+from dynamiq_jax.optax import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -38,9 +39,9 @@ def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback
     return dq.ErrorFeedback(method(**options), kind=kind)
 
 
-def _liec(bits: float = 4, **options: Any) -> liec.LocalError:
-    """What `dynamiq_jax.comparators.liec` sends gradients by, around MinMax of ``bits``."""
-    return liec.LocalError(dq.comparators.MinMax(bits=int(bits), **options))
+def _liec(bits: float = 4, **options: Any) -> LocalError:
+    """What `dynamiq_jax.optax.liec` sends gradients by, around MinMax of ``bits``."""
+    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {

@@ -10,20 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.agreement import compare_first
 from dynamiq_jax.collectives.checks import (
     Fixed,
-    Op,
-    axis_sizes,
-    check_axis,
-    check_groups,
     check_state,
     check_varying,
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.compression import AnyTopology, ByPath, Compression, as_compression, first_states
 from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.lax.compat import inlined, zero_tangent
 from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import Method, State
@@ -37,7 +32,15 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
-from dynamiq_jax.tree.explanation import explain_grouping
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import (
+    AnyTopology,
+    ByPath,
+    Compression,
+    as_compression,
+    first_states,
+)
+from dynamiq_jax.request.explanation import explain_grouping
 from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import (
     Surroundings,
@@ -214,7 +217,8 @@ def reduce_over(
         grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
     split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
     counts = [n_parts(axes, around.sizes) for axes in split_over]
-    states = check_state(state, functools.partial(first_states, grouping, counts), grouping)
+    expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
+    states = check_state(state, expected, grouping)
     if weight is not None:
         values = _weighted(values, leaves, fixed, op, weight, axis, n_workers)
     compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
@@ -332,8 +336,8 @@ def _reduce_leaves(
 def _reduce_bucket(
     x: Array, seed: Seed, state: State, *, axis: Axis, bucket: Bucket, divisor: int, metrics: bool
 ) -> tuple[Array, tuple[State, BucketMetrics | None]]:
-    call = Call(axis, None, seed, divisor, state, metrics)
-    outcome = bucket.route.all_reduce(bucket, x, call)
+    call = Call(axis, bucket.route.flat, seed, divisor, state, metrics)
+    outcome = bucket.route.of_bucket(bucket).all_reduce(x, call)
     known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
     return outcome.value, (outcome.state, known)
 

@@ -27,9 +27,9 @@ from dynamiq_jax.commands.bench import (
 )
 from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.commands.simulate import Case, study
-from dynamiq_jax.compression import Compression
-from dynamiq_jax.configuration import SUFFIXES, parse
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.request.configuration import SUFFIXES, parse
 from pallas_kernels import resolve_backend
 
 CPU_DEVICES = 8

@@ -16,9 +16,9 @@ from jaxtyping import UInt
 
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.halves import psum_scatter
-from dynamiq_jax.compression import AnyTopology, Compression
 from dynamiq_jax.lax.seeds import fold_seed, key_words
 from dynamiq_jax.methods import BF16, F32
+from dynamiq_jax.request.compression import AnyTopology, Compression
 from dynamiq_jax.topologies import Hierarchical
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
 from dynamiq_jax.tree.placement import names_of

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 

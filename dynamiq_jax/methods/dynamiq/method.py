@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from dynamiq_jax.methods.base import (
     Call,
     Collective,
     Limits,
-    Outcome,
     ShardedMethod,
     State,
     check_choice,
@@ -370,18 +368,11 @@ class DynamiQ(HopMethod, ShardedMethod):
             error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
         )
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        """See `TellsLosses`."""
-        self._warn(call, "all_reduce")
-        return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
-
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
-        self._warn(call, "reduce_scatter")
+        self.warn(call, "reduce_scatter")
         layout = self.layout(size, n, call.topology, "reduce_scatter")
         with jax.named_scope("dynamiq_reduce_scatter"):
             pad = -size % self.super_group_size
@@ -403,7 +394,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         With ``invarying`` JAX counts the result as replicated.
         """
         size, n, axis = x.shape[0], call.n_workers, call.axis
-        self._warn(call._replace(topology=Direct()), "all_gather")
+        self.warn(call._replace(topology=Direct()), "all_gather")
         layout = self.gather_layout(size, n)
         gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
@@ -414,12 +405,6 @@ class DynamiQ(HopMethod, ShardedMethod):
             everyone = Encoder(0, owners, owners)
             result, _ = codec.decode(gather(payload), owners, everyone, None, ())
             return result.reshape(n, -1)[:, :size]
-
-    def _warn(self, call: Call, collective: Collective) -> None:
-        assert call.topology is not None
-        advice = self.advice(call.n_workers, call.topology, collective)
-        if advice is not None:
-            warnings.warn(advice, stacklevel=2)
 
 
 def _stages(n_workers: int, topology: Topology, collective: Collective) -> tuple[Stage, ...]:

@@ -54,14 +54,10 @@ class Route:
         """One worker's first state of a bucket."""
         return self.of_bucket(bucket).init(bucket.size, self.n_workers)
 
-    def all_reduce(self, bucket: Bucket, x: Float[Array, " d"], call: Call) -> Outcome:
-        """`Method.all_reduce` of a bucket's flat array, over this topology."""
-        return self.of_bucket(bucket).all_reduce(x, call._replace(topology=self._flat))
-
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and those of them on the outer axes."""
         method, n = self.of_bucket(bucket), self.n_workers
-        own = bucket.size, n, self._flat
+        own = bucket.size, n, self.flat
         return method.wire_bits(*own), method.outer_wire_bits(*own)
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
@@ -76,20 +72,20 @@ class Route:
                 f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
                 "pass a method without error feedback"
             )
-        return method, self._flat
+        return method, self.flat
 
     @property
     def relative_error(self) -> float | None:
         """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
-        return self.runner.relative_error(self.n_workers, self._flat)
+        return self.runner.relative_error(self.n_workers, self.flat)
 
     @property
     def advice(self) -> str | None:
         """A remedy where the relative error is too large."""
-        return self.runner.advice(self.n_workers, self._flat)
+        return self.runner.advice(self.n_workers, self.flat)
 
     @property
-    def _flat(self) -> Topology | None:
+    def flat(self) -> Topology | None:
         """The topology of one level; a hierarchy has its own in `TwoLevels`."""
         return None if isinstance(self.runner, TwoLevels) else cast(Topology | None, self.topology)
 
@@ -211,7 +207,7 @@ class TwoLevels(Method):
         if call.n_workers > self.n_inner:
             own_seed = fold_seed(seeds[1], inner.index)
             across = call._replace(axis=outer, topology=self.outer, seed=own_seed)
-            mine, state, facts = self.method.all_reduce(mine, across)
+            mine, state, facts, _ = self.method.all_reduce(mine, across)
             if call.metrics:
                 facts = jax.tree.map(inner.psum, facts)
             if self.inner is not None:

@@ -14,15 +14,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dynamiq_jax import configuration
-from dynamiq_jax.collectives import agreement
-from dynamiq_jax.collectives.checks import Op, axis_counts, check_axis
-from dynamiq_jax.collectives.routes import Route, TwoLevels
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_counts, check_axis
 from dynamiq_jax.lax.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits, check_not_negative
+from dynamiq_jax.request import agreement, configuration
+from dynamiq_jax.request.explanation import Explanation, explain_grouping
+from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.topologies import (
     Hierarchical,
     Topology,
@@ -33,7 +33,6 @@ from dynamiq_jax.topologies import (
     fast_links,
     with_transport,
 )
-from dynamiq_jax.tree.explanation import Explanation, explain_grouping
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Grouping,
@@ -230,7 +229,8 @@ class Compression:
                 for leaf in with_scale_axes(own, method.scale_axis)
                 if leaf.index not in without
             ]
-            found = group_leaves(own, **limits_of(route)._asdict(), declines=method.declines)
+            declined = {leaf.index: method.declines(leaf) for leaf in own}
+            found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
             buckets += [bucket._replace(route=route) for bucket in found.buckets]
             exact += found.exact
         exact.sort(key=lambda entry: entry[0].index)
