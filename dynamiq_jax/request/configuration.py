@@ -26,7 +26,7 @@ from typing import Any
 
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Method
 from dynamiq_jax.methods.base import Limits
-from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
+from dynamiq_jax.topologies import AnyTopology, Butterfly, Direct, Hierarchical, Ring
 
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 
@@ -136,7 +136,7 @@ def _method(where: str, values: Any) -> Method:
     return _build(where, values, methods(), within)
 
 
-def _topology(where: str, values: Any) -> Topology | Hierarchical:
+def _topology(where: str, values: Any) -> AnyTopology:
     """The topology, of a hierarchy with both levels."""
     levels = {}
     if isinstance(values, Mapping):

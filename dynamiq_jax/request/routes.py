@@ -14,7 +14,7 @@ from jaxtyping import Float
 from dynamiq_jax.lax.seeds import fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
 from dynamiq_jax.methods.metrics import PayloadFacts
-from dynamiq_jax.topologies import Hierarchical, Topology
+from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket, ScaleAxis
 
 UNIT = 1024
@@ -35,11 +35,42 @@ class Route:
     """
 
     method: Method
-    topology: Topology | Hierarchical | None
+    topology: AnyTopology | None
     sizes: tuple[int, ...]
     runner: Method
     limits: Limits
     reason: str = field(compare=False)
+
+    @classmethod
+    def over(
+        cls,
+        method: Method,
+        topology: AnyTopology | None,
+        sizes: tuple[int, ...],
+        *,
+        limits: Limits,
+        reason: str,
+    ) -> Self:
+        """The route of a method over a topology of one level or of two.
+
+        Raises:
+          ValueError, NotImplementedError: the method does not go with these.
+        """
+        runner = method
+        if topology is not None:
+            inner, outer, n_inner = topology.levels(sizes)
+            if n_inner > 1:
+                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
+        route = cls(
+            method=method,
+            topology=topology,
+            sizes=sizes,
+            runner=runner,
+            limits=limits,
+            reason=reason,
+        )
+        runner.check(route.n_workers, route.flat)
+        return route
 
     @property
     def n_workers(self) -> int:

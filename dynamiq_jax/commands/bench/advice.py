@@ -304,7 +304,6 @@ def bench_settings(
         with compiled_by(options):
             said = setting.explain(leaves, sizes, verbose=False)
             route: Any = setting.route(sizes).topology
-        route = route.outer if isinstance(route, dq.Hierarchical) else route
         method: Any = setting.method
         rows.append(
             SettingRow(
@@ -315,7 +314,7 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=route.transport,
+                transport=route.levels(sizes).outer.transport,
                 tree=name,
                 **_times(timing),
             )
