@@ -444,7 +444,8 @@ CONFIGURATIONS = {
     "native": dq.Compression(dq.BF16()),
     "direct": dq.Compression(dq.DynamiQ(bits=3.5), topology=dq.Direct()),
     "fields": dq.Compression(
-        dq.DynamiQ(widths=(2, 4, 8), levels="uniform", floor=4), topology=dq.Ring(streams=1)
+        dq.DynamiQ(widths=(2, 4, 8), format=dq.Format(levels="uniform"), floor=4),
+        topology=dq.Ring(streams=1),
     ),
     "levels": dq.Compression(
         dq.comparators.MXFP8(),

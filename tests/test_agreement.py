@@ -238,7 +238,7 @@ FIRST = {
     "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "bits=5.0", "bits=4.5"),
     "levels": (
         "method",
-        {"method": dq.DynamiQ(levels="uniform")},
+        {"method": dq.DynamiQ(format=dq.Format(levels="uniform"))},
         "levels=None",
         "levels='uniform'",
     ),

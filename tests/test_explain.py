@@ -44,7 +44,7 @@ def test_smallest_bucket_grows_with_workers_unless_given():
 
     found = [smallest(dq.DynamiQ(), n) for n in (1, 2, 8, 64)]
     assert found == [65536, 65536, 2**18, 2**21]
-    assert smallest(dq.DynamiQ(super_group_size=1024), 8) == 2**20
+    assert smallest(dq.DynamiQ(format=dq.Format(super_group_size=1024)), 8) == 2**20
     given = dq.Compression(dq.DynamiQ(), min_bucket_size=70_000)
     assert smallest(given, 64) == 70_000
     rows = dq.explain(TREE, 64, method=given, verbose=False).rows

@@ -31,7 +31,7 @@ MIN_LEAF_SIZE = 4096
 """Smaller leaves are summed exactly, by every method."""
 
 EXACT, BF16 = "exact", "bf16-psum"
-DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
+DITHER_AXIS = partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto"))
 
 
 def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
@@ -46,19 +46,23 @@ def _liec(bits: float = 4, **options: Any) -> LocalError:
 
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
-    "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
+    "dynamiq-piecewise": partial(dq.DynamiQ, format=dq.Format(levels="piecewise")),
     "dynamiq-memory": partial(contenders.remembered, "ef14"),
     "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
     "mxfp4-ef21m": partial(_around, dq.comparators.MXFP4, "ef21m"),
     "mxfp4-econtrol": partial(_around, dq.comparators.MXFP4, "econtrol"),
-    "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
+    "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-axis": DITHER_AXIS,
-    "dynamiq-dither-axis-companded": partial(DITHER_AXIS, levels="companded"),
+    "dynamiq-dither-axis-companded": partial(
+        DITHER_AXIS, format=dq.Format(scale_axis="auto", levels="companded")
+    ),
     "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
-    "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
-    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
+    "dynamiq-dither-companded": partial(
+        dq.DynamiQ, dither=True, format=dq.Format(levels="companded")
+    ),
+    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, format=dq.Format(levels="uniform")),
     "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
     "topk-chunked-memory": partial(
         contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]

@@ -43,7 +43,7 @@ def reduce_in_backward(
       map: the derivative of a loss that is averaged already has a 1 / n of its own. `jax.grad`
       around a `jax.shard_map` with ``check_vma=True`` is refused.
     * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
-      with a whole layer. ``DynamiQ(scale_axis="auto")`` looks at these leaves alone.
+      with a whole layer. ``Format(scale_axis="auto")`` looks at these leaves alone.
     * Parameters that are used twice pass once, above both uses.
     * Not inside `dq.value_and_grad`, which reduces by itself. What runs outside of any map, such as
       an evaluation, takes the model without it.

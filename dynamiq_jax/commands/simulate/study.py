@@ -68,9 +68,9 @@ class Case:
                 f"of {self.inner_workers}; pass more workers, or a divisor of theirs"
             )
         method = self.method
-        if isinstance(method, DynamiQ) and method.super_group_size != SUPER_GROUP:
+        if isinstance(method, DynamiQ) and method.format.super_group_size != SUPER_GROUP:
             raise ValueError(
-                f"super_group_size={method.super_group_size}, but magnitudes are drawn for "
+                f"super_group_size={method.format.super_group_size}, but magnitudes are drawn for "
                 f"super-groups of {SUPER_GROUP}; pass super_group_size={SUPER_GROUP}"
             )
         if self._levels.inner is not None:
