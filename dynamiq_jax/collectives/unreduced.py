@@ -6,7 +6,7 @@ it. JAX types gradients so where parameters are typed as reduced, see `training.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,13 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.checks import Op
+from dynamiq_jax.collectives.in_maps import reduce_over
 from dynamiq_jax.collectives.scattered import Reduction, split_of
-from dynamiq_jax.compression import Compression
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.checks import Op
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import bucket_axes, flat_specs, names_of, placed_leaves
 
 
@@ -43,11 +44,19 @@ def is_outside(axis: Axis, tree: Any) -> bool:
     return is_explicit(mesh) and set(axis.names) <= set(mesh.axis_names)
 
 
-def check_outside(tree: Any, axis: Axis, op: Op, weight: Any) -> None:
-    """Refuses arguments that mean nothing outside of maps; warns where there is nothing to sum.
+def reduce_outside(
+    axis: Axis,
+    tree: Any,
+    op: Op,
+    compression: Compression,
+    *,
+    weight: Array | float | None = None,
+    **options: Any,
+) -> Reduced:
+    """`reduce` outside of maps; warns where there is nothing to sum.
 
     Raises:
-      ValueError: a mean, or a weight.
+      ValueError: a mean or a weight, or as for `reduce_unreduced`.
     """
     if op != "sum" or weight is not None:
         raise ValueError(
@@ -61,8 +70,9 @@ def check_outside(tree: Any, axis: Axis, op: Op, weight: Any) -> None:
             "already and are returned as they are. Take gradients by dq.value_and_grad("
             "reduce=False), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
             "are small; or call this under jax.shard_map",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return reduce_unreduced(tree, axis, compression, **options)
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -71,29 +81,26 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def reduce_unreduced(
-    run: Callable[..., Reduced],
     tree: Any,
     axis: Axis,
     compression: Compression,
     *,
-    key: Array | None,
-    state: State | None,
-    metrics: bool,
-    specs: Any,
+    key: Array | None = None,
+    state: State | None = None,
+    metrics: bool = False,
+    specs: Any = None,
 ) -> Reduced:
     """Sums leaves that are unreduced over ``axis``, under a map over the whole mesh.
 
     JAX has summed other leaves; they are only sharded as ``specs`` say.
 
     Args:
-      run: ``(tree, specs=, key=, state=, metrics=) -> Reduced``, a sum of one device's terms. Its
-        ``specs`` say which axes split leaves.
       tree: leaves with types of an Explicit mesh.
       axis: the workers.
-      compression: the request that ``run`` follows.
+      compression: the request.
       key: as for `psum`.
       state: `Compression.init_state`'s with ``stacked=True``.
-      metrics: whether ``run`` returns them.
+      metrics: as for `reduce`.
       specs: how sums are sharded, a tree like ``tree`` or a prefix of it; `None`: as their terms.
         What the axes of ``axis`` split is scattered over these.
 
@@ -136,8 +143,8 @@ def reduce_unreduced(
         )
         found = Reduced(mapped(moving(leaves), key), None, None)
     elif any(moves) or state is not None or metrics:
-        own = functools.partial(_mapped, run, axis, compression, mesh, metrics=metrics)
-        found = own(moving(leaves), moving(terms), moving(unreduced), key, state)
+        parts = moving(leaves), moving(terms), moving(unreduced)
+        found = _mapped(*parts, axis, compression, mesh, key, state, metrics)
     done = iter(jax.tree.leaves(found.tree))
     sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
     pairs = zip(sums, targets, strict=True)
@@ -170,19 +177,18 @@ def _scattered(spec: P, axis: Axis) -> P:
 
 
 def _mapped(
-    run: Callable[..., Reduced],
-    axis: Axis,
-    compression: Compression,
-    mesh: AbstractMesh,
     tree: Any,
     specs: Any,
     unreduced: Any,
+    axis: Axis,
+    compression: Compression,
+    mesh: AbstractMesh,
     key: Array | None,
     state: State | None,
-    *,
     metrics: bool,
 ) -> Reduced:
-    """``run`` on every device, with its own part of the states."""
+    """`reduce_over` on every device, with its own part of the states."""
+    run = functools.partial(reduce_over, axis, op="sum", compression=compression)
     sizes = tuple(mesh.shape[name] for name in axis.names)
     buckets = compression.group(placed_leaves(tree, mesh, specs)[0], sizes).buckets
     if state is not None and len(state) != len(buckets):

@@ -17,12 +17,11 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.all_reduce import reduce_over
 from dynamiq_jax.collectives.unreduced import reduce_unreduced, resharded
-from dynamiq_jax.compression import Compression
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -233,10 +232,9 @@ class Deferred(NamedTuple):
         self, grads: Any, placed: list[P], key: Array | None, state: State | None
     ) -> Reduced:
         """Sums what is unreduced, and shards gradients as parameters are."""
-        run = functools.partial(reduce_over, self.axis, op="sum", compression=self.compression)
         specs = jax.tree.structure(grads).unflatten(placed)
         options = {"key": key, "state": state, "metrics": self.metrics, "specs": specs}
-        return reduce_unreduced(run, grads, self.axis, self.compression, **options)
+        return reduce_unreduced(grads, self.axis, self.compression, **options)
 
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
