@@ -292,7 +292,7 @@ def test_errors():
         dq.value_and_grad(masked, axis_name="rows")(params, batch)
     with pytest.raises(TypeError, match=r"loss has shape \(32,\)"):
         dq.value_and_grad(lambda p, b: b["mask"] * p["scale"], **options)(params, batch)
-    with pytest.raises(ValueError, match="types of arrays on Explicit axes.*leave specs out"):
+    with pytest.raises(ValueError, match="specs=.* is for Auto axes.*leave it out"):
         dq.value_and_grad(masked, specs=P(), mesh=mesh, **options)
     mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match="reduce=False"):

@@ -167,6 +167,7 @@ def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
         axis_name="data",
         method=as_compression(METHOD, LOOP),
         has_aux=True,
+        aux={"largest": "mean", "mean": "mean", "examples": "sum"},
     )
     params, batch = placed(mesh, *problem())
     with compilations() as compiled:

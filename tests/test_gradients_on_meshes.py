@@ -27,8 +27,6 @@ SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
 KINDS = {
     "automatic": (AxisType.Auto, AxisType.Auto),
     "explicit": (AxisType.Explicit, AxisType.Explicit),
-    "data explicit": (AxisType.Auto, AxisType.Explicit),
-    "model explicit": (AxisType.Explicit, AxisType.Auto),
 }
 """Types of the axes that are not data axes, and of those that are."""
 
@@ -125,16 +123,8 @@ def assert_as_plain(found, params):
         np.testing.assert_allclose(grad, plain[name], rtol=1e-4, atol=1e-6)
 
 
-CASES = [
-    (kind, name)
-    for kind, (others, data) in KINDS.items()
-    for name in LAYOUTS
-    # JAX knows no type of a dimension that is split over axes of both types.
-    if name != "both in one dimension" or others == data
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, name):
     layout = LAYOUTS[name]
     mesh = layout.make(kind)

@@ -86,7 +86,7 @@ def reduce_over(
     expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
     states = check_state(state, expected, grouping)
     if weight is not None:
-        values = _weighted(values, leaves, fixed, op, weight, axis, n_workers)
+        values = _weighted(values, leaves, fixed, op, weight, axis)
     compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
     for i in fixed.keys() - compressed:
         if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
@@ -117,7 +117,6 @@ def _weighted(
     op: Op,
     weight: Array | float,
     axis: Axis,
-    n_workers: int,
 ) -> list[Array]:
     """Scales the leaves so that their plain mean is the weighted one.
 
@@ -136,20 +135,28 @@ def _weighted(
             f"weight: leaf {wrong[0].name} is {wrong[0].dtype.name}, which has no weighted mean; "
             "reduce such leaves apart, or cast them to f32"
         )
+    share = share_of(weight, axis)
+    alike = {i for i, why in fixed.items() if why != "native"}
+    return [x if i in alike else weigh(jnp.asarray(x), share) for i, x in enumerate(values)]
+
+
+def share_of(weight: Array | float, axis: Axis) -> Array:
+    """This worker's weight over the mean of all; 0 where all are 0, NaN where one is wrong."""
     own = axis.to_varying(jnp.asarray(weight, jnp.float32))
     own = jnp.where((own >= 0) & (own < jnp.inf), own, jnp.nan)
     # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
     largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(own)))
     own = own / jnp.where(largest > 0, largest, 1.0)
     total = axis.psum(own)
-    share = jnp.where(total == 0, 0.0, own * (n_workers / jnp.where(total == 0, 1.0, total)))
+    return jnp.where(total == 0, 0.0, own * (axis.size / jnp.where(total == 0, 1.0, total)))
 
-    def weigh(x: Array) -> Array:
-        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
-    alike = {i for i, why in fixed.items() if why != "native"}
-    return [x if i in alike else weigh(jnp.asarray(x)) for i, x in enumerate(values)]
+def weigh(x: Array, share: Array | None) -> Array:
+    """``x`` times the share; 0 for a share of 0, whatever ``x`` is."""
+    if share is None:
+        return x
+    wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+    return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
 
 def _exact(axis: Axis, op: Op) -> Callable:

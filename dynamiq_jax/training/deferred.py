@@ -47,17 +47,17 @@ class Deferred(NamedTuple):
 
     def __call__(
         self,
-        call: Callable[..., Any],
+        loss: Callable[[Any, Any], Any],
         params: Any,
         data: Any,
         *,
-        key: Array | None,
-        state: State | None,
+        key: Array | None = None,
+        state: State | None = None,
     ) -> tuple[Any, Any]:
-        """The value and the gradients of ``call(params)``.
+        """The value and the gradients of ``loss(params, data)``.
 
         Args:
-          call: ``params -> loss`` or ``-> (loss, aux)``.
+          loss: ``(params, data) -> loss`` or ``-> (loss, aux)``.
           params: all that is differentiated.
           data: the other arguments of the loss.
           key: as for `psum`.
@@ -70,7 +70,8 @@ class Deferred(NamedTuple):
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         chosen = self._large(params, placed)
-        trace = functools.partial(self._differentiate, treedef=treedef, call=call)
+        call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
+        trace = functools.partial(call, treedef=treedef)
         chosen = self._deferrable(params, data, placed, chosen, trace)
         value, grads = trace(self._held(leaves, placed, chosen))
         grads = treedef.unflatten(grads)
@@ -102,26 +103,26 @@ class Deferred(NamedTuple):
         return [whole(i, x) for i, x in enumerate(leaves)]
 
     def _differentiate(
-        self, held: list[Array], *, treedef: Any, call: Callable[..., Any]
+        self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
     ) -> tuple[Any, list[Array]]:
         """The value, and the gradient of every held leaf."""
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
-            found = call(treedef.unflatten(held))
-            loss, aux = found if self.has_aux else (found, None)
-            loss = jnp.asarray(loss)
-            if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            found = loss(treedef.unflatten(held))
+            value, aux = found if self.has_aux else (found, None)
+            value = jnp.asarray(value)
+            if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
                 raise TypeError(
-                    f"the loss has shape {loss.shape} and dtype {loss.dtype}; return a scalar of "
+                    f"the loss has shape {value.shape} and dtype {value.dtype}; return a scalar of "
                     "floating-point numbers, such as the mean over all examples"
                 )
             # A loss that is a function of deferred parameters alone is typed as reduced, and its
             # cotangent would be unreduced: a 1 on every device.
-            return self._plain(loss), jax.tree.map(self._plain, aux)
+            return self._plain(value), jax.tree.map(self._plain, aux)
 
-        loss, back, aux = jax.vjp(loss_of, held, has_aux=True)
-        (grads,) = back(self._seed(loss.dtype))
-        return ((loss, aux) if self.has_aux else loss), grads
+        value, back, aux = jax.vjp(loss_of, held, has_aux=True)
+        (grads,) = back(self._seed(value.dtype))
+        return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.

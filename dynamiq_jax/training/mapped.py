@@ -1,76 +1,118 @@
-"""Gradients on meshes with automatic axes: the loss runs mapped over the data axes."""
+"""Gradients on meshes of Auto axes: the loss runs mapped over the data axes."""
 
 import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.in_maps import share_of, weigh
 from dynamiq_jax.collectives.scattered import Reduction, gather, split_of
 from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import flat_specs, only, part, surroundings
+from dynamiq_jax.tree.placement import flat_specs, n_parts, names_of, only, part, surroundings
+
+WORDS = ("mean", "sum", "rows", "same")
+"""How a leaf of aux becomes one of all workers."""
+
+
+class Told(NamedTuple):
+    """The arguments of the loss that are not differentiated, but for the values of arrays."""
+
+    structure: Any
+    arrays: tuple[bool, ...]
+    """Of every leaf: whether it is an array."""
+    constants: tuple[Hashable, ...]
+    """Of every leaf: its value, or `None` for an array."""
+
+    @classmethod
+    def of(cls, data: Any) -> tuple["Told", list[Any]]:
+        """What is known of ``data`` while programs are compiled, and its arrays."""
+        leaves, structure = jax.tree.flatten(data)
+        arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
+        pairs = list(zip(leaves, arrays, strict=True))
+        constants = tuple(None if array else x for x, array in pairs)
+        return cls(structure, arrays, constants), [x for x, array in pairs if array]
+
+    def join(self, arrays: list[Any]) -> Any:
+        """The arguments, with these arrays."""
+        found = iter(arrays)
+        pairs = zip(self.arrays, self.constants, strict=True)
+        return self.structure.unflatten([next(found) if own else x for own, x in pairs])
 
 
 def mapped_value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss: Callable[[Any, Any], Any],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis: Axis,
     compression: Compression,
     has_aux: bool,
     metrics: bool,
     specs: Any,
+    batch_specs: Any,
+    aux: Any,
+    weight: Callable[[Any, Any], Any] | None,
+    suspicious: bool,
 ) -> Callable[..., Any]:
-    """`value_and_grad` on meshes that have automatic axes; see there for arguments and errors.
+    """`value_and_grad` on meshes of Auto axes; see there for arguments and errors.
 
-    ``loss_fn`` runs under `jax.shard_map` over the data axes, on every worker with its examples.
+    Returns:
+      ``f(params, data, *, key, state)``, of ``loss(params, data)``.
     """
     axes, axis_name = axis.names, axis.name
     sizes = tuple(mesh.shape[name] for name in axes)
-    n_workers = compression.route(sizes).n_workers
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = tuple(name for name in mesh.axis_names if types[name] == AxisType.Explicit)
-    hidden = {name: mesh.shape[name] for name in others if name not in explicit}
-    # All but the loss sees automatic axes only: what maps over some axes and leaves others Explicit
-    # would gather over these at its boundaries (JAX 0.10, and 0.12 where axes are of both types).
-    plain = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(types))
+    hidden = {name: mesh.shape[name] for name in others}
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit and mesh.shape[name] > 1
+    ]
+    if explicit:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
+            "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
+        )
     reduction = Reduction(axes, sizes, compression, "mean")
 
-    @functools.partial(jax.jit, inline=True, static_argnames="placed")
-    def mapped(params, key, state, *batch, placed: tuple[P, ...]):
+    @functools.partial(jax.jit, inline=True, static_argnames=("placed", "told", "split", "folded"))
+    def mapped(params, key, state, arrays, *, placed, told, split, folded):
         tree = jax.tree.structure(params)
         over_data = tree.unflatten(only(spec, axes) for spec in placed)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
         splits = [split_of(spec, axes) for spec in placed]
-        differentiate: Callable[..., Any] = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        seen = tuple(name for name in others if name in explicit)
-        if seen:  # the loss has the types that it would have without us
-            typed = functools.partial(_beyond_first, names=seen, first=P(None))
-            of_batch = (jax.tree.map(typed, x) for x in batch)
-            in_sharding = tree.unflatten(only(spec, seen) for spec in placed), *of_batch
-            differentiate = jax.sharding.explicit_axes(
-                differentiate, axes=seen, in_sharding=in_sharding
-            )
+        words: list[str] = []
+        aux_tree: list[Any] = []
 
-        def local(params, key, state, *batch):
+        def local(params, key, state, arrays):
             around = surroundings(axis)
             if any(splits):
                 whole = functools.partial(gather, splits=splits)
                 params = around.per_part(whole, (over_others,), over_others)(params)
             params = axis.to_varying(params)
-            value, grads = differentiate(params, *batch)
+            own = zip(arrays, folded, strict=True)
+            arrays = [jax.random.fold_in(x, axis.index) if fold else x for x, fold in own]
+            data = told.join(arrays)
+            with constraints_without(manual):
+                if suspicious:
+                    _check_closure(lambda p, x: loss(p, told.join(x)), params, arrays)
+                value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, data)
+                share = None if weight is None else share_of(weight(params, data), axis)
+            grads = jax.tree.map(lambda x: weigh(x, share), grads)
             if any(splits):
                 mean = functools.partial(reduction, splits=splits)
                 grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
@@ -80,34 +122,36 @@ def mapped_value_and_grad(
                 stateful = {"key": key, "state": own, "metrics": metrics, "specs": over_others}
                 found = reduce(grads, axis_name, method=compression, **stateful)
             after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-            value = jax.tree.map(lambda x: _reduce_value(x, axis), value)
-            return value, found._replace(state=after)
+            value, rest = value if has_aux else (value, None)
+            leaves, structure = jax.tree.flatten(rest)
+            aux_tree.append(structure)
+            words.extend(_words(rest, aux))
+            pairs = list(zip(leaves, words, strict=True))
+            alike = [_reduce_value(x, word, share, axis) for x, word in pairs if word != "rows"]
+            rows = [axis.to_varying(x) for x, word in pairs if word == "rows"]
+            value = _reduce_value(value, "mean", share, axis)
+            return value, alike, rows, found._replace(state=after)
 
         spec_of: Any = Reduced
-        in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
-        out_specs = P(), spec_of(over_data, P(axis_name), P())
+        in_specs = over_data, P(), P(axis_name), list(split)
+        out_specs = P(), P(), P(axis_name), spec_of(over_data, P(axis_name), P())
         maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
+        value, alike, rows, found = jax.shard_map(local, mesh=mesh, **maps)(
+            params, key, state, arrays
+        )
+        if others:  # or the compiler would choose
+            shardings = tree.unflatten(NamedSharding(mesh, spec) for spec in placed)
+            grads = lax.with_sharding_constraint(found.tree, shardings)
+            found = found._replace(tree=grads)
+        if has_aux:
+            parts = {True: iter(rows), False: iter(alike)}
+            value = value, aux_tree[0].unflatten(next(parts[word == "rows"]) for word in words)
+        return value, found
 
-        def program(*args):
-            value, found = jax.shard_map(local, mesh=plain, **maps)(*args)
-            if others:  # or the compiler would choose
-                shardings = tree.unflatten(NamedSharding(plain, spec) for spec in placed)
-                grads = lax.with_sharding_constraint(found.tree, shardings)
-                found = found._replace(tree=grads)
-            return value, found
-
-        args = params, key, state, *batch
-        if explicit:
-            of_grads = tree.unflatten(only(spec, explicit) for spec in placed)
-            first = functools.partial(_beyond_first, names=explicit, first=only(P(axes), explicit))
-            out = P(), spec_of(of_grads, jax.tree.map(first, state), P())
-            out = jax.tree.map(functools.partial(NamedSharding, mesh), out)
-            viewed: Any = jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)
-            return viewed(*args)
-        return program(*args)
-
-    def reduced(params, *batch, key=None, state=None):
-        _check_batch(batch, n_workers, axis_name)
+    def reduced(params, data, *, key=None, state=None):
+        told, arrays = Told.of(data)
+        split, folded = _specs_of(data, batch_specs, axis)
+        _check_batch(data, split, mesh, axis_name)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
         if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
@@ -116,13 +160,105 @@ def mapped_value_and_grad(
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "
                 "without memory, or replicate the parameters over these axes"
             )
-        value, found = mapped(params, key, state, *batch, placed=placed)
+        value, found = mapped(
+            params, key, state, arrays, placed=placed, told=told, split=split, folded=folded
+        )
         return value, found if metrics or state is not None else found.tree
 
     return reduced
 
 
-def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tuple[P, ...]:
+def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
+    """Of every array: its spec over the data axes, and whether it is a key that workers fold."""
+    positional, _ = data
+    leaves = jax.tree.leaves(data)
+    given: list[P | None] = [None] * len(leaves)
+    if batch_specs is not None:
+        spread = flat_specs(batch_specs, positional, axis.names)
+        given[: len(spread)] = spread
+    specs, folded = [], []
+    for x, spec in zip(leaves, given, strict=True):
+        if not isinstance(x, Array | np.ndarray | np.generic):
+            continue
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        whole = P() if key or jnp.ndim(x) == 0 else P(axis.name)
+        specs.append(whole if spec is None else spec)
+        folded.append(key and spec is None)
+    return tuple(specs), tuple(folded)
+
+
+def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a function's closure has values of a program that is being traced, used or not."""
+    function = inspect.unwrap(loss_fn)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(cells))
+
+
+def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
+    """Refuses a loss that uses arrays of the program around it.
+
+    Raises:
+      ValueError: it does: every worker would use all of them.
+    """
+    used = [x for x in jax.make_jaxpr(loss)(params, arrays).consts if isinstance(x, Tracer)]
+    found = [str(jax.typeof(x)) for x in used if jnp.ndim(x)]
+    if found:
+        raise ValueError(
+            f"the loss closes over {len(found)} arrays of the traced program around it "
+            f"({', '.join(found[:4])}), and every worker would use all of each. Pass them as "
+            "arguments: the leading axis of an argument is split over workers, and its entry P() "
+            "in batch_specs leaves it whole"
+        )
+
+
+def _words(aux_tree: Any, told: Any) -> list[str]:
+    """What becomes of every leaf of aux.
+
+    Raises:
+      ValueError: a word is unknown, or a leaf that is not a floating-point scalar has none.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(aux_tree)
+    try:
+        spread = told if told is None else jax.tree.broadcast(told, aux_tree)
+    except ValueError as error:
+        raise ValueError(
+            f"aux={told!r} is no prefix of the loss's aux: {error}; pass a word for every leaf, or "
+            "one for all"
+        ) from error
+    given = [None] * len(paths) if told is None else jax.tree.leaves(spread)
+    words = []
+    for (path, x), word in zip(paths, given, strict=True):
+        kind = jax.typeof(x)
+        scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
+        word = "mean" if word is None and scalar else word
+        if word not in WORDS:
+            raise ValueError(
+                f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
+                f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "
+                "like it of 'mean', 'sum', 'rows' (every worker's, one after the other), or 'same' "
+                "(on all workers)"
+            )
+        words.append(word)
+    return words
+
+
+def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
+    """One value of all workers; sums and means of low precision are taken in f32."""
+    x = axis.to_varying(jnp.asarray(x))
+    if word == "same":
+        return axis.assume_invarying(x)
+    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    wide = x.astype(jnp.float32) if low else x
+    if word == "sum":
+        return axis.psum(wide).astype(x.dtype)
+    return axis.pmean(weigh(wide, share)).astype(x.dtype)
+
+
+def _placed(
+    params: Any, specs: Any, mesh: Mesh | AbstractMesh, hidden: dict[str, int]
+) -> tuple[P, ...]:
     """How every parameter is sharded over the mesh; over hidden axes tracers do not show it."""
     leaves = jax.tree.leaves(params)
     if specs is None and hidden and any(isinstance(x, Tracer) for x in leaves):
@@ -138,23 +274,13 @@ def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tupl
     return placed
 
 
-def _spec_of(x: Any, mesh: Mesh) -> P:
+def _spec_of(x: Any, mesh: Mesh | AbstractMesh) -> P:
     """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
     traced = isinstance(x, Tracer)
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
         return P()
     return sharding.spec
-
-
-def _beyond_first(x: Any, names: tuple[str, ...], first: P) -> P:
-    """How some axes split an array: along its first dimension as told, then as its type says."""
-    return P(*first, *only(jax.typeof(x).sharding.spec, names)[1:])
-
-
-def _reduce_value(x: Any, axis: Axis) -> Array:
-    x = axis.to_varying(jnp.asarray(x))
-    return axis.pmean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else axis.psum(x)
 
 
 def _check_stacked(state, sizes: tuple[int, ...]) -> None:
@@ -170,11 +296,18 @@ def _check_stacked(state, sizes: tuple[int, ...]) -> None:
         )
 
 
-def _check_batch(batch, n_workers: int, axis_name: AxisName) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % n_workers:
-            raise ValueError(
-                f"batch argument {jax.tree_util.keystr(path)} has shape {shape}; its leading axis "
-                f"must be a multiple of the {n_workers} workers on axis {axis_name!r}"
-            )
+def _check_batch(
+    data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axis_name: AxisName
+) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    arrays = [own for own in leaves if isinstance(own[1], Array | np.ndarray | np.generic)]
+    for (path, x), spec in zip(arrays, split, strict=True):
+        shape, name = jnp.shape(x), jax.tree_util.keystr(path[1:])
+        for dimension, entry in enumerate(spec):
+            count = n_parts(names_of(entry), mesh.shape)
+            if dimension >= len(shape) or shape[dimension] % count:
+                raise ValueError(
+                    f"batch argument {name} has shape {shape}; its dimension {dimension} must be "
+                    f"a multiple of the {count} workers on axis {axis_name!r}, or its entry in "
+                    "batch_specs P(), to be whole on every worker"
+                )

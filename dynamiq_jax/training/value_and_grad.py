@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.lax.axis import AxisName
@@ -16,7 +16,7 @@ from dynamiq_jax.lax.checks import check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred
-from dynamiq_jax.training.mapped import mapped_value_and_grad
+from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
 
 
 def value_and_grad(
@@ -30,6 +30,9 @@ def value_and_grad(
     metrics: bool = False,
     reduce: bool = True,
     specs: Any = None,
+    batch_specs: Any = None,
+    weight: Callable[..., Any] | None = None,
+    aux: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for data-parallel steps; compresses the sum of the gradient's terms.
 
@@ -40,9 +43,11 @@ def value_and_grad(
     does not take stay as they are, and JAX sums their gradients. A warning names large parameters
     that the loss uses in ways for which JAX has no rule; they stay as they are, too.
 
-    **On a mesh with Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes
-    its worker's examples, and parameters that are whole over the data axes. It returns a mean over
-    these examples. All other axes are there as they are in the mesh.
+    **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
+    worker's examples, and parameters that are whole over the data axes. It returns a mean over
+    these examples; ``weight`` says how much they count. Its sharding constraints forget the data
+    axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
+    there as they are in the mesh.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Parameters that
     are sharded over a data axis (FSDP) are gathered over it, exactly, before the loss takes them;
@@ -70,6 +75,18 @@ def value_and_grad(
         over automatic axes. There ``specs`` is needed if the mesh has such axes besides
         ``axis_name``. It is also needed for parameters that are sharded over ``axis_name`` (FSDP):
         without it every device gathers them and returns whole gradients.
+      batch_specs: how the other positional arguments are split over Auto data axes: a tuple of
+        PartitionSpecs, or of trees of them, one for each argument. P() leaves an argument whole,
+        and a PRNG key the same on all workers. Default, also for keywords: arrays are split along
+        their leading axis; scalars and keys are whole. Numbers, strings and `None` are constants of
+        the program.
+      weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
+        worker's examples count, such as the number of their tokens. Loss, gradients and means of
+        aux are then weighted, see `reduce`.
+      aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
+        "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
+        workers; nobody checks that). Floating-point scalars are means by default, and all other
+        leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -78,20 +95,41 @@ def value_and_grad(
       compiled once for all calls with the same shapes, dtypes and shardings. ``key`` and ``state``
       are as for `reduce`; ``loss_fn`` does not get them. Gradients are sharded as parameters are. A
       state is `Compression.init_state`'s with ``stacked=True``, then that of the step before: its
-      leading axis is that of the workers. On Auto axes every array of the batch is split along its
-      leading axis, and brought there however it is sharded; loss, gradients and the floating-point
-      leaves of aux are means over workers, other leaves of aux are sums.
+      leading axis is that of the workers.
 
     Raises:
-      ValueError: there is no mesh, ``axis_name`` is not in it, nothing of the batch is sharded over
-        it (Explicit axes), a batch axis does not divide by its size, or ``specs`` are missing or do
-        not fit.
+      ValueError: there is no mesh, it has axes of both types, ``axis_name`` is not in it or is that
+        of a map around the call, nothing of the batch is sharded over it (Explicit axes), a batch
+        axis does not divide by its size, ``specs`` are missing or do not fit, a leaf of aux has no
+        word, or the loss closes over traced arrays (Auto axes).
       TypeError: the loss is not a scalar of floating-point numbers.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
         data axes.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
     options = {"axis": axis, "compression": compression, "has_aux": has_aux, "metrics": metrics}
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
+
+    def split(args: tuple) -> tuple[Any, tuple]:
+        own = {i % len(args) for i in numbers}
+        params = tuple(args[i] for i in numbers)
+        others = tuple(x for i, x in enumerate(args) if i not in own)
+        return params[0] if isinstance(argnums, int) else params, others
+
+    def joined(params: Any, others: tuple) -> list[Any]:
+        rest = iter(others)
+        params = (params,) if isinstance(argnums, int) else params
+        count = len(params) + len(others)
+        own = {i % count: value for i, value in zip(numbers, params, strict=True)}
+        return [own[i] if i in own else next(rest) for i in range(count)]
+
+    def loss(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
+        return loss_fn(*joined(params, data[0]), **data[1])
+
+    def weigh(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
+        assert weight is not None
+        return weight(*joined(params, data[0]), **data[1])
 
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
@@ -100,59 +138,60 @@ def value_and_grad(
             raise ValueError(
                 f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
             )
-        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
         compression.route(tuple(mesh.shape[name] for name in axis.names))  # refuses what cannot be
-        if isinstance(mesh, Mesh) and not is_explicit(abstract):
-            if not reduce:
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        if is_explicit(abstract):
+            given = [name for name, value in for_auto.items() if value is not None]
+            if given:
                 raise ValueError(
-                    "reduce=False leaves gradients unreduced, a type that only Explicit axes have, "
-                    f"and the mesh has {mesh.axis_types}; pass jax.make_mesh(shape, names)"
+                    f"{given[0]}={for_auto[given[0]]!r} is for Auto axes. On Explicit ones types "
+                    "say how arrays are sharded, and loss and aux are those of all examples; leave "
+                    "it out"
                 )
-            return mapped_value_and_grad(loss_fn, mesh=mesh, specs=specs, **options)
-        if specs is not None:
+            deferred = Deferred(mesh=abstract, reduces=reduce, **options)
+            return _in_context(functools.partial(deferred, loss), mesh)
+        if not reduce:
             raise ValueError(
-                f"specs={specs!r}: the types of arrays on Explicit axes say how they are sharded; "
-                "leave specs out"
+                "reduce=False leaves gradients unreduced, a type that only Explicit axes have, "
+                f"and the mesh has {mesh.axis_types}; pass jax.make_mesh(shape, names)"
             )
-        deferred = Deferred(mesh=abstract, reduces=reduce, **options)
+        own = for_auto | {"weight": weigh if weight is not None else None}
+        suspicious = closes_over_tracers(loss_fn)
+        return mapped_value_and_grad(loss, mesh=mesh, suspicious=suspicious, **own, **options)
 
-        def differentiate(args: tuple, kwargs: dict, key: Any, state: Any) -> Any:
-            numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-            def call(params: Any) -> Any:
-                given = list(args)
-                values = (params,) if isinstance(argnums, int) else params
-                for number, value in zip(numbers, values, strict=True):
-                    given[number] = value
-                return loss_fn(*given, **kwargs)
-
-            params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in numbers)
-            own = {i % len(args) for i in numbers}
-            data = [x for i, x in enumerate(args) if i not in own], kwargs
-            return deferred(call, params, data, key=key, state=state)
-
-        compiled = jax.jit(differentiate)
-
-        def reduced(*args, key=None, state=None, **kwargs):
-            _check_names(loss_fn, args, key=key, state=state)
-            called = args, kwargs, key, state
-            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(called))
-            if traced:
-                with jax.sharding.use_abstract_mesh(abstract):
-                    return differentiate(*called)
-            with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
-                return compiled(*called)
-
-        return reduced
+    def reduced(*args, key=None, state=None, **kwargs):
+        _check_names(loss_fn, args, key=key, state=state)
+        if axis.mapped:
+            raise ValueError(
+                f"value_and_grad is called inside of a map over axis {axis.name!r}; call "
+                "jax.value_and_grad there, and dq.pmean of the gradients"
+            )
+        params, others = split(args)
+        run = on(_mesh_around(params) if mesh is None else mesh)
+        return run(params, (others, kwargs), key=key, state=state)
 
     if mesh is not None:
-        return on(mesh)
-
-    def reduced(*args, **kwargs):
-        params = args[argnums] if isinstance(argnums, int) else [args[i] for i in argnums]
-        return on(_mesh_around(params))(*args, **kwargs)
-
+        on(mesh)  # refuses what does not go together
     return reduced
+
+
+def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """``run`` with the mesh around it; one compiled program where nothing is traced."""
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def compiled(told, arrays, params, **options):
+        return run(params, told.join(arrays), **options)
+
+    def runs(params: Any, data: Any, **options: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, data, options))):
+            with jax.sharding.use_abstract_mesh(abstract):
+                return run(params, data, **options)
+        told, arrays = Told.of(data)
+        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+            return compiled(told, arrays, params, **options)
+
+    return runs
 
 
 def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
@@ -182,7 +221,7 @@ def _mesh_around(params: Any) -> Mesh | AbstractMesh:
       ValueError: there is none.
     """
     found = mesh_of(params)
-    if is_explicit(found):
+    if is_explicit(found) or not get_abstract_mesh().empty:
         return found
     for x in jax.tree.leaves(params):
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)

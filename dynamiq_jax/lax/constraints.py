@@ -1,0 +1,71 @@
+"""Sharding constraints inside of a map: they forget the axes that the map has taken."""
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+
+_forgotten: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "dynamiq_jax_forgotten_axes", default=frozenset()
+)
+_lock = threading.Lock()
+_users = 0
+_of_jax = jax.lax.with_sharding_constraint
+
+
+@contextlib.contextmanager
+def constraints_without(names: Collection[str]) -> Iterator[None]:
+    """While it lasts, `jax.lax.with_sharding_constraint` forgets axes, in this thread alone.
+
+    A loss that is written for `jax.jit` says how its activations are sharded, over data axes, too.
+    Under a map over these JAX refuses that. A constraint over other axes stays.
+    """
+    global _users
+    token = _forgotten.set(frozenset(names))
+    with _lock:
+        _users += 1
+        jax.lax.with_sharding_constraint = _constrain
+    try:
+        yield
+    finally:
+        _forgotten.reset(token)
+        with _lock:
+            _users -= 1
+            if not _users:
+                jax.lax.with_sharding_constraint = _of_jax
+
+
+@functools.wraps(_of_jax)
+def _constrain(x: Any, shardings: Any, *args: Any, **options: Any) -> Any:
+    names = _forgotten.get()
+    if not names:
+        return _of_jax(x, shardings, *args, **options)
+
+    def is_leaf(s: Any) -> bool:
+        return s is None or isinstance(s, PartitionSpec | jax.sharding.Sharding)
+
+    def one(sharding: Any, part: Any) -> Any:
+        if isinstance(sharding, NamedSharding):
+            sharding = sharding.spec
+        if not isinstance(sharding, PartitionSpec):
+            return part if sharding is None else _of_jax(part, sharding, *args, **options)
+        mesh = get_abstract_mesh()
+        if set(mesh.axis_names) <= set(mesh.manual_axes):
+            return part  # the map has taken all axes
+        spec = PartitionSpec(*(_without(entry, names) for entry in sharding))
+        return _of_jax(part, NamedSharding(mesh, spec), *args, **options)
+
+    return jax.tree.map(one, shardings, x, is_leaf=is_leaf)
+
+
+def _without(entry: Any, names: frozenset[str]) -> Any:
+    """One entry of a PartitionSpec over the other axes."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    axes = (entry,) if isinstance(entry, str) else entry
+    return tuple(name for name in axes if name not in names) or None

@@ -1,0 +1,276 @@
+"""`value_and_grad` on Auto meshes: losses written for `jax.jit` against JAX's own gradients."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CHEAP, auto_mesh, small
+from flax import linen
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.lax.constraints import constraints_without
+
+F32 = small(dq.F32())
+OPTIONS = {"axis_name": "data", "method": F32}
+
+
+@functools.cache
+def arrays():
+    """Parameters, and examples of which another part counts on every worker."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (16, 64)) / 4,
+        "down": jax.random.normal(keys[1], (64, 16)) / 8,
+    }
+    x = jax.random.normal(keys[2], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
+    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
+    return jax.device_get((params, {"x": x, "mask": mask}))
+
+
+@functools.cache
+def mesh_of(*sizes):
+    names = ("data", "model", "one")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def errors(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["up"]) @ params["down"] - x), axis=-1)
+
+
+def loss(params, batch):
+    return jnp.mean(errors(params, batch["x"]))
+
+
+def masked(params, batch):
+    """The mean over tokens that count."""
+    own = errors(params, batch["x"]) * batch["mask"]
+    return jnp.sum(own) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+def assert_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == plain.dtype
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_are_those_of_jax_value_and_grad():
+    """Parameters anywhere among the arguments; a flag, a scalar and a tree that stays whole."""
+    params, batch = arrays()
+    frozen = {"table": np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(3, 16)}
+
+    def own(up, frozen, batch, down, *, scale, squared):
+        assert isinstance(squared, bool)
+        assert frozen["table"].shape == (3, 16)
+        found = loss({"up": up, "down": down}, batch) + jnp.sum(frozen["table"]) * scale
+        return found**2 if squared else found
+
+    args = params["up"], frozen, batch, params["down"]
+    kwargs = {"scale": np.float32(0.1), "squared": True}
+    for argnums in ((0, 3), 3, -1):
+        expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
+        rest = 2 if isinstance(argnums, tuple) else 3
+        specs = (P(), None) if rest == 2 else (P(), P(), None)
+        f = dq.value_and_grad(own, argnums=argnums, mesh=auto_mesh(), batch_specs=specs, **OPTIONS)
+        assert_close(f(*args, **kwargs), expected)
+        with_flag = functools.partial(f, squared=True)
+        assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
+
+
+@pytest.mark.parametrize("source", ["context", "parameters"])
+def test_the_mesh_may_come_from_around(source):
+    params, batch = arrays()
+    f = dq.value_and_grad(loss, **OPTIONS)
+    expected = jax.value_and_grad(loss)(params, batch)
+    if source == "context":
+        with jax.set_mesh(mesh_of(8)):
+            assert_close(jax.jit(f)(params, batch), expected)
+            assert_close(f(params, batch), expected)
+    else:
+        placed = jax.device_put(params, NamedSharding(mesh_of(8), P()))
+        assert_close(f(placed, batch), expected)
+        with pytest.raises(ValueError, match="there is no mesh"):
+            jax.jit(f)(placed, batch)
+
+
+def test_keys_are_each_workers_own_unless_told():
+    params, batch = arrays()
+    key = jax.random.key(5)
+
+    def noise(params, batch, key):
+        return loss(params, batch), jax.random.normal(key, (1,))
+
+    f = functools.partial(dq.value_and_grad, noise, mesh=auto_mesh(), has_aux=True, aux="rows")
+    own = jax.jit(f(**OPTIONS))(params, batch, key)[0][1]
+    assert len({*np.asarray(own).tolist()}) == 8
+    same = jax.jit(f(batch_specs=(None, P()), **OPTIONS))(params, batch, key)[0][1]
+    np.testing.assert_array_equal(same, np.full(8, jax.random.normal(key, (1,))[0]))
+
+
+def test_weights_make_a_masked_mean_exact():
+    params, batch = arrays()
+    expected = jax.value_and_grad(masked)(params, batch)
+    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
+    f = functools.partial(dq.value_and_grad, masked, mesh=auto_mesh())
+    assert_close(f(weight=tokens, **OPTIONS)(params, batch), expected)
+    unweighted = f(**OPTIONS)(params, batch)
+    assert abs(float(unweighted[0] - expected[0])) > 1e-3  # the reason for weight=
+    sharded = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    placed = jax.device_put(params, NamedSharding(sharded, P("data")))
+    assert_close(f(weight=tokens, mesh=sharded, **OPTIONS)(placed, batch), expected)
+    nothing = batch | {"mask": np.zeros(32, np.float32)}
+    assert_close(
+        f(weight=tokens, **OPTIONS)(params, nothing)[1], jax.tree.map(np.zeros_like, params)
+    )
+
+
+def test_aux_becomes_what_its_words_say():
+    params, batch = arrays()
+    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
+
+    def with_aux(params, batch):
+        own = errors(params, batch["x"])
+        low = jnp.sum(own).astype(jnp.bfloat16)
+        return masked(params, batch), {
+            "loss": masked(params, batch), "low": low, "rows": own, "step": jnp.int32(7),
+            "tokens": jnp.sum(batch["mask"]).astype(jnp.int32),
+        }  # fmt: skip
+
+    words = {"loss": None, "low": "sum", "rows": "rows", "step": "same", "tokens": "sum"}
+    words = {name: word or "mean" for name, word in words.items()}
+    f = dq.value_and_grad(
+        with_aux, mesh=auto_mesh(), has_aux=True, aux=words, weight=tokens, **OPTIONS
+    )
+    (_, found), _ = jax.jit(f)(params, batch)
+    (_, expected), _ = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
+    low = found.pop("low")
+    assert low.dtype == jnp.bfloat16
+    assert float(low) == pytest.approx(float(expected.pop("low")), rel=0.02)
+    assert_close(found, expected)
+    assert found["rows"].shape == (32,)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "aux", "match"),
+    [
+        (lambda: jnp.int32(7), None, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'"),
+        (lambda: jnp.ones(3), None, r"float32\[3\]"),
+        (lambda: jnp.ones(3), "average", "aux='average'"),
+        (lambda: jnp.ones(3), {"other": "mean"}, "no prefix of the loss's aux"),
+    ],
+)
+def test_aux_without_a_word_is_refused(leaf, aux, match):
+    params, batch = arrays()
+    f = dq.value_and_grad(
+        lambda p, b: (loss(p, b), {"leaf": leaf()}), mesh=auto_mesh(), has_aux=True, aux=aux,
+        **OPTIONS,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=match):
+        f(params, batch)
+
+
+def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
+    """Every worker would use all examples. What is closed over and not used is no reason."""
+    params, batch = arrays()
+
+    @functools.partial(jax.jit, static_argnames="uses")
+    def step(params, batch, uses):
+        state = {"batch": batch, "apply": errors}
+
+        def closing(params, own):
+            x = state["batch"]["x"] if uses else own["x"]
+            return jnp.mean(state["apply"](params, x))
+
+        return dq.value_and_grad(closing, mesh=auto_mesh(), **OPTIONS)(params, batch)
+
+    assert_close(step(params, batch, False), jax.value_and_grad(loss)(params, batch))
+    with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):
+        step(params, batch, True)
+
+
+class Net(linen.Module):
+    """Says how activations and parameters are sharded, over the data axis, too."""
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.lecun_normal()
+        up = self.param("up", linen.with_partitioning(init, (None, "model")), (16, 64))
+        down = self.param("down", linen.with_partitioning(init, ("model", None)), (64, 16))
+        hidden = lax.with_sharding_constraint(jnp.tanh(x @ up), P("data", "model"))
+        hidden = linen.with_logical_constraint(hidden, ("batch", "width"))
+        return lax.with_sharding_constraint({"y": hidden @ down}, {"y": P(("data", "one"))})["y"]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
+def test_constraints_of_the_loss_forget_the_data_axes(sizes):
+    mesh = mesh_of(*sizes)
+    _, batch = arrays()
+    with jax.set_mesh(mesh):
+        boxed = Net().init(jax.random.key(0), batch["x"])
+    specs = linen.get_partition_spec(boxed)
+    params = jax.device_put(
+        linen.unbox(boxed), jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    )
+
+    def net_loss(params, x):
+        out = Net().apply(params, x)
+        out = lax.with_sharding_constraint(out, NamedSharding(mesh, P("data", None)))
+        return jnp.mean(jnp.square(out - x))
+
+    axes = ("data", "one") if sizes[2] > 1 else "data"
+    f = dq.value_and_grad(net_loss, mesh=mesh, axis_name=axes, method=F32, specs=specs)
+    rules = (("batch", "data"), ("width", "model"))
+    with jax.set_mesh(mesh), linen.logical_axis_rules(rules):
+        found = jax.jit(f)(params, batch["x"])
+        expected = jax.jit(jax.value_and_grad(net_loss))(params, batch["x"])
+    assert_close(found, expected)
+    for name, leaf in found[1]["params"].items():
+        assert leaf.sharding.is_equivalent_to(params["params"][name].sharding, 2)
+
+
+def test_constraints_are_jax_own_in_other_threads_and_afterwards():
+    of_jax = lax.with_sharding_constraint
+    mesh, seen = mesh_of(8), []
+
+    def elsewhere():
+        with jax.set_mesh(mesh):
+            y = jax.jit(lambda x: lax.with_sharding_constraint(x, P("data")))(jnp.ones(8))
+        seen.append(y.sharding.spec)
+
+    with constraints_without({"data"}):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert seen == [P("data")]
+    with pytest.raises(KeyError), constraints_without({"data"}):
+        raise KeyError("in the loss")
+    assert lax.with_sharding_constraint is of_jax
+
+
+def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
+    params, batch = arrays()
+    types = AxisType.Auto, AxisType.Explicit
+    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    with pytest.raises(ValueError, match=r"\('data', 'model'\) of types.*all axes Explicit"):
+        dq.value_and_grad(loss, mesh=mixed, **OPTIONS)
+    inside = jax.shard_map(
+        dq.value_and_grad(loss, mesh=mesh_of(8), **OPTIONS), mesh=mesh_of(8),
+        in_specs=(P(), P("data")), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="inside of a map over axis 'data'.*jax.value_and_grad"):
+        inside(params, batch)
+
+
+def test_compressed_gradients_of_a_weighted_loss():
+    params, batch = arrays()
+    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
+    f = dq.value_and_grad(masked, mesh=auto_mesh(), axis_name="data", method=CHEAP, weight=tokens)
+    _, grads = jax.jit(f)(params, batch)
+    expected = jax.grad(masked)(params, batch)
+    assert 1e-6 < float(dq.vnmse(jax.device_get(grads), expected)) < 0.1
