@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MatrixMethod, ShardedMethod
+from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
