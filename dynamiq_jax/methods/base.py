@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.fields import Options
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.metrics import PayloadFacts
@@ -101,7 +102,7 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
 
-class Method(ABC):
+class Method(Options, ABC):
     """How one flat array is reduced over one axis; the seam between pytrees and methods.
 
     There are two kinds. A hop method (`methods.hops.HopMethod`) is a codec that runs over

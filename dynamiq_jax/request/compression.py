@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.checks import Op, axis_counts, check_axis
 from dynamiq_jax.lax.seeds import key_words
@@ -50,7 +50,7 @@ EXCLUDED = "excluded"
 
 
 @dataclass(frozen=True, slots=True)
-class Compression:
+class Compression(Options):
     """How a tree is reduced: which method compresses which leaf, and how payloads travel.
 
     ::

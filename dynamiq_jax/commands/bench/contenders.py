@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -282,6 +282,11 @@ def make_method(
         except ValueError as error:
             raise ValueError(f"method {text!r}: {error}") from None
     return known[name](**options)
+
+
+def in_full(options: Any) -> str:
+    """All fields of a dataclass, for the keys of kept figures: defaults may change."""
+    return "None" if options is None else f"{type(options).__name__}{asdict(options)}"
 
 
 def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
