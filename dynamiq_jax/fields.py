@@ -20,8 +20,9 @@ class Options:
             cls.__repr__ = Options.__repr__
 
     def __repr__(self) -> str:
-        fields = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        changed = (f"{field.name}={value!r}" for field, value in fields if value != field.default)
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        values = ((field, getattr(self, field.name)) for field in fields)
+        changed = (f"{field.name}={value!r}" for field, value in values if value != field.default)
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
