@@ -1,4 +1,4 @@
-"""Whether the fields of a method or a topology hold what they are annotated with."""
+"""Dataclasses of options: how they print, and whether fields hold what they are annotated with."""
 
 import dataclasses
 from types import NoneType, UnionType
@@ -7,6 +7,23 @@ from typing import Any, Literal, Union, get_args, get_origin
 import numpy as np
 
 _PLAIN = (bool, int, float, str, NoneType)
+
+
+class Options:
+    """The base of dataclasses of options; prints the fields that are not at their defaults."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls):
+        """Keeps `dataclasses.dataclass` from adding a `__repr__` of all fields."""
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = Options.__repr__
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        values = ((field, getattr(self, field.name)) for field in fields)
+        changed = (f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 def check_fields(options: Any) -> None:

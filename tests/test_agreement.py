@@ -235,11 +235,11 @@ def together(*functions):
 ALIKE, OTHER = traces(**CHEAP), traces(tree=TREE, **CHEAP)
 FIRST = {
     "topology": ("topology", {"topology": dq.Ring()}, "Direct(", "Ring("),
-    "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "bits=5.0", "bits=4.5"),
+    "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "DynamiQ()", "DynamiQ(bits=4.5)"),
     "levels": (
         "method",
         {"method": dq.DynamiQ(format=dq.Format(levels="uniform"))},
-        "levels=None",
+        "DynamiQ()",
         "levels='uniform'",
     ),
     "op": ("op", {"op": "sum"}, "'mean'", "'sum'"),

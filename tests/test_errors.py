@@ -127,6 +127,17 @@ def test_no_field_takes_a_value_of_another_type(name):
                 OPTIONS[name](**needed | {field.name: value})
 
 
+def test_options_print_what_is_not_at_its_default():
+    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, format=dq.Format(levels="uniform")), kind="ef21")
+    inner = "DynamiQ(bits=4, format=Format(levels='uniform'))"
+    assert repr(method) == f"ErrorFeedback(method={inner}, kind='ef21')"
+    assert repr(dq.Hierarchical(outer=dq.Ring())) == "Hierarchical(outer=Ring())"
+    assert repr(dq.Compression(exclude="norm")) == "Compression(exclude='norm')"
+    for name, kind in OPTIONS.items():
+        if name != "ErrorFeedback":
+            assert repr(kind()) == f"{name}()"
+
+
 def test_numbers_of_numpy_become_those_of_python():
     """So that methods of equal numbers print alike, and can be saved."""
     given = dq.DynamiQ(

@@ -30,6 +30,7 @@ from rich.console import Console
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import error
+from dynamiq_jax.commands.bench.contenders import in_full
 from dynamiq_jax.commands.bench.error import load_gradients, rate_distortion
 from dynamiq_jax.commands.simulate import PUBLISHED, Case, study
 from dynamiq_jax.commands.simulate.study import PUBLISHED_WORKERS
@@ -301,9 +302,11 @@ def simulated(note: Notebook, simulation: Simulation, seeds: int) -> Sequence[fl
         return [found.vnmse, found.lowest, found.highest]
 
     name = f"{simulation.topology} | {simulation.label}"
-    return note(f"simulation | {name} | {simulation.case!r} | {seeds}", compute)
+    return note(f"simulation | {name} | {in_full(simulation.case)} | {seeds}", compute)
 
 
 def _key(section: str, source: Source, row: Row) -> str:
     """The name of a kept figure: all it depends on."""
-    return f"{section} | {source.name} | {row.label} | {row.method!r} {row.topology!r}"
+    return (
+        f"{section} | {source.name} | {row.label} | {in_full(row.method)} {in_full(row.topology)}"
+    )

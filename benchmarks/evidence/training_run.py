@@ -167,7 +167,9 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
         own = request.explain(grads, n_workers, verbose=False).bits_per_coord
         return own + (32 / period if period else 0)
 
-    options = f"{method!r} {route!r}" + (f" period={period}" if period else "")
+    options = f"{contenders.in_full(method)} {contenders.in_full(route)}" + (
+        f" period={period}" if period else ""
+    )
     return Mean(name, topology, options, average, bits_per_coord, init_state, period)
 
 

@@ -120,8 +120,8 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
         warnings.warn(
             f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
             f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
-            "DynamiQ(min_bucket_bytes=0) to compress small buckets, too, or set one of these "
-            "limits to what you want",
+            "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
+            "these limits",
             stacklevel=4,
         )
 

@@ -25,20 +25,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from dynamiq_jax.comparators.native import ROUNDING, MatrixMethod, Wire, native_sum
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.seeds import Seed, seed_of
-from dynamiq_jax.methods.base import (
-    LARGEST,
-    ROUNDING,
-    Call,
-    MatrixMethod,
-    Outcome,
-    State,
-    TellsLosses,
-    Wire,
-    clipped,
-    native_sum,
-)
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 
 
@@ -62,7 +52,7 @@ class ARCTopK(MatrixMethod, TellsLosses):
       rank: columns of the sketch, which takes ``rank / columns`` numbers for each coordinate.
         Matrices with less than twice as many rows or columns are summed exactly.
       wire: the floats that rows are summed in, "bf16" or "f32"; the sketch is in bf16.
-      matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
+      matrix: see `comparators.native.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     density: float = 0.2

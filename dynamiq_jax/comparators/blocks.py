@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from dynamiq_jax.comparators.native import NativeSumMethod
 from dynamiq_jax.comparators.thc_codec import scale_of
 from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.methods.base import LARGEST, Call, NativeSumMethod, TellsLosses, clipped
+from dynamiq_jax.methods.base import LARGEST, Call, TellsLosses, clipped
 
 
 class BlockMethod(NativeSumMethod, TellsLosses):

@@ -20,19 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer
 
+from dynamiq_jax.comparators.native import ROUNDING, NativeSumMethod, native_sum
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.methods.base import (
-    LARGEST,
-    ROUNDING,
-    Call,
-    NativeSumMethod,
-    Outcome,
-    State,
-    TellsLosses,
-    clipped,
-    native_sum,
-)
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256

@@ -31,13 +31,14 @@ from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
 from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.comparators.noise import chunk_noise, uniform
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.fingerprint import assert_same_on_workers
 from dynamiq_jax.lax.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, chunk_noise, sent_bits, uniform
+from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, sent_bits
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt32
 
 from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.methods.plain import uniform
+from dynamiq_jax.comparators.noise import uniform
 
 Rounding = Literal["nearest", "stochastic", "shift"]
 """To the nearest level (biased); up or down at random; or to the nearest level of a grid that is

@@ -27,18 +27,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from dynamiq_jax.comparators.native import MatrixMethod, Wire, native_sum
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.seeds import Seed, seed_of
-from dynamiq_jax.methods.base import (
-    Call,
-    MatrixMethod,
-    Outcome,
-    State,
-    TellsLosses,
-    Wire,
-    clipped,
-    native_sum,
-)
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
@@ -68,7 +60,7 @@ class PowerSGD(MatrixMethod, TellsLosses):
         up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
         little where the factor is warm, more where it was drawn at random and P's are nearly
         parallel.
-      matrix: see `methods.base.MatrixMethod`; `psum` sets it for every leaf.
+      matrix: see `comparators.native.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     rank: int = 4

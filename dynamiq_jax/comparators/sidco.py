@@ -31,8 +31,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax.comparators.blocks import BlockMethod
+from dynamiq_jax.comparators.native import ROUNDING
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import ROUNDING, Call, Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25

@@ -50,6 +50,8 @@ def is_constant(x) -> bool:
 
 def is_transposed(x) -> bool:
     """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
+    # The tracer's class is private. No public way was found: a linear function is transposed by
+    # partial evaluation, and the types of its arguments are as anywhere else.
     return isinstance(x, partial_eval.JaxprTracer)
 
 
@@ -104,6 +106,8 @@ inlined = functools.partial(jax.jit, inline=getattr(jax, "Inline", _Inline).JAX_
 
 def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
+    # A batch tracer's slot is private. No public way was found: an axis has a name and a size
+    # whichever map it belongs to, and batching rules are asked only after a collective is bound.
     return hasattr(lax.axis_index(name), "batch_dim")
 
 

@@ -2,7 +2,6 @@
 
 from dynamiq_jax.methods.base import (
     Limits,
-    MatrixMethod,
     Method,
     ShardedMethod,
     State,
@@ -19,7 +18,6 @@ __all__ = [
     "F32",
     "Format",
     "Limits",
-    "MatrixMethod",
     "Method",
     "ShardedMethod",
     "State",

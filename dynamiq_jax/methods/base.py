@@ -4,16 +4,15 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.fields import Options
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.metrics import PayloadFacts
@@ -26,13 +25,8 @@ if nothing."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
-Wire = Literal["bf16", "f32"]
-"""Floats that native sums are in."""
-
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 """Where sums of memories end: finite in bf16, too."""
-ROUNDING = 1e-9
-"""By which a part of a whole number may miss another one, as 0.07 of 100 does."""
 
 
 class Call(NamedTuple):
@@ -97,18 +91,6 @@ def check_choice(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r}; expected one of {allowed}")
 
 
-def check_not_negative(**values: float) -> None:
-    """Raises ValueError for the first field that is negative (or NaN)."""
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative; pass 0")
-
-
-def half_precision(dtype) -> jnp.dtype:
-    """The 16-bit floats for gradients of ``dtype``: f16 for f16, else bf16."""
-    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
-
-
 def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """f32 values up to `LARGEST`, which infinities become; NaN stays."""
     return jnp.clip(x, -LARGEST, LARGEST)
@@ -120,18 +102,7 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
 
-def native_sum(
-    x: Float[Array, "*shape"], wire: Wire, axis: Axis
-) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """The rounded ``x`` of this worker, and the sum over all workers, both f32."""
-    if wire == "f32":
-        return x, axis.psum(x)
-    # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
-    sent = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return sent, axis.psum(sent.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
-class Method(ABC):
+class Method(Options, ABC):
     """How one flat array is reduced over one axis; the seam between pytrees and methods.
 
     There are two kinds. A hop method (`methods.hops.HopMethod`) is a codec that runs over
@@ -177,8 +148,8 @@ class Method(ABC):
         """Raises ValueError or NotImplementedError where the method cannot serve."""
 
     def native_dtype(self, dtype) -> jnp.dtype:
-        """The wire dtype for gradients of ``dtype`` on links so fast that compression costs."""
-        return half_precision(dtype)
+        """The wire dtype for gradients of ``dtype`` where compression costs: 16 bits."""
+        return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """The method for one bucket; a method of matrices learns the shape of its leaf."""
@@ -224,77 +195,6 @@ class TellsLosses(Method):
     """
 
     __slots__ = ()
-
-
-class NativeSumMethod(Method):
-    """The base of methods that sum by `lax.psum` alone."""
-
-    __slots__ = ()
-
-    @property
-    def native_by_default(self) -> bool:
-        """It sums by `lax.psum`."""
-        return True
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
-                "topology=None"
-            )
-
-
-class MatrixMethod(NativeSumMethod):
-    """The base of methods that take leaves as matrices, each alone, by native collectives.
-
-    A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
-    the part that one device holds. Vectors and small matrices are summed exactly.
-    The members of `Method` see the matrix as a flat array, row after row, and know its shape from
-    the field ``matrix``, which `of_matrix` fills in for every bucket. Where it is `None` an array
-    is a single row.
-    """
-
-    __slots__ = ()
-
-    matrix: tuple[int, int] | None
-    """Rows and columns."""
-
-    @property
-    def min_side(self) -> int:
-        """Matrices with fewer rows or columns are summed exactly."""
-        raise NotImplementedError
-
-    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """The least size of a leaf; every leaf is a bucket by itself."""
-        return Limits(given.get("min_leaf_size", MIN_LEAF_SIZE), 0, 0, 0)
-
-    def declines(self, leaf: Leaf) -> str | None:
-        """Vectors and matrices that are too small."""
-        if len(leaf.shape) < 2:
-            return "no matrix"
-        rows, columns = leaf.matrix
-        if min(rows, columns) < self.min_side:
-            return f"matrix of {rows} x {columns} < min_side {self.min_side}"
-        return None
-
-    def of_bucket(self, bucket: Bucket) -> Self:
-        """The method for one leaf, whose rows and columns it knows."""
-        (leaf,) = bucket.leaves
-        return replace(self, matrix=leaf.matrix)  # type: ignore[type-var]
-
-    def shape_of(self, size: int) -> tuple[int, int]:
-        """Rows and columns of a flat array of ``size`` coordinates."""
-        rows, columns = self.matrix or (1, size)
-        assert rows * columns == size
-        return rows, columns
-
-    def headroom(self, size: int, n_workers: int) -> float:
-        """A power of two: over it, rows and columns times unit vectors have finite sums.
-
-        Those of all workers, however large their finite numbers are.
-        """
-        return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))
 
 
 class ShardedMethod(Method):

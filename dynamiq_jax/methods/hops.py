@@ -9,7 +9,6 @@ import warnings
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -51,17 +50,8 @@ class HopMethod(TellsLosses):
     agreement: ClassVar[Literal["sum", "max"]] = "sum"
     """How the workers' messages are put together."""
 
-    @property
-    def native_by_default(self) -> bool:
-        """`None` chooses a topology by the mesh."""
-        return False
-
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """Static sizes for ``size`` coordinates."""
-        raise NotImplementedError
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
         raise NotImplementedError
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
@@ -70,7 +60,7 @@ class HopMethod(TellsLosses):
 
     def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
         """The shared facts that follow from the message of all, and from the seed."""
-        raise NotImplementedError
+        return ()
 
     def codec(
         self,
@@ -84,13 +74,9 @@ class HopMethod(TellsLosses):
     ) -> ChunkCodec:
         """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype.
 
-        With ``keep_error`` the carry has what every encoding lost, see `kept`.
+        With ``keep_error`` the carry is a `plain.Kept`.
         """
         raise NotImplementedError
-
-    def kept(self, carry: Carry) -> tuple[Carry, Array]:
-        """Splits a ``keep_error`` carry into the plain carry and the lost values, in x's order."""
-        return carry.carry, carry.lost
 
     def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
         """The next step's state, from the last carry."""
@@ -115,7 +101,7 @@ class HopMethod(TellsLosses):
             result, carry = all_reduce(call.topology, codec, call.axis, streams)
             lost = None
             if call.keep_error:
-                carry, lost = self.kept(carry)
+                carry, lost = carry
                 lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
                 assert_same_on_workers(result, call.axis, "the result")
@@ -141,8 +127,3 @@ class HopMethod(TellsLosses):
         if self.debug_checks:
             assert_same_on_workers(shared, call.axis, "the plan")
         return shared
-
-    def merge(self, a: Message, b: Message) -> Message:
-        """Combines two messages, or sums of them, as `agreed` does, in f32: for simulations."""
-        combine = jnp.add if self.agreement == "sum" else jnp.maximum
-        return jax.tree.map(combine, a, b)

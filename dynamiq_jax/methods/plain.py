@@ -12,11 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt, UInt32
+from jaxtyping import Float
 
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Stage, Topology
-from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ class Kept(NamedTuple):
 
     carry: Carry
     """The carry without kept errors."""
-    lost: Float[Array, "C m"]
+    lost: Float[Array, "rows m"]
     """The losses of this worker's encodings, one of each chunk, f32 in the gradient's units and
     order."""
 
@@ -161,28 +160,6 @@ def _add(values, arrived: Arrived, decode) -> Float[Array, "c m"]:
     k = jax.tree.leaves(arrived.payloads)[0].shape[0]
     numbers = jnp.arange(k, dtype=jnp.int32)
     return lax.scan(add, values, (numbers, arrived.payloads), unroll=min(k, 16))[0]
-
-
-def chunk_noise(
-    seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
-) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
-    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
-
-    Chunks are multiples of 4 coordinates.
-    """
-    rows = slot_noise(seed, n_slots, "independent")
-
-    def words(chunk, slot):
-        within = jnp.arange(layout.chunk_size, dtype=jnp.uint32)
-        quad = jnp.asarray(chunk, jnp.uint32) * (layout.chunk_size // 4) + within // 4
-        return noise_words(quad, within % 4 * 8, Noise(*rows[slot]), "independent")
-
-    return words
-
-
-def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Numbers in [0, 1) from uniform words, multiples of 2^-23."""
-    return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:

@@ -12,11 +12,9 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.executors import ChunkCodec
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.base import Call, Outcome
-from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
+from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
+from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout, wire_bits
 from dynamiq_jax.topologies import Topology
 
 UNIT = 16
@@ -26,10 +24,6 @@ UNIT = 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Uncompressed(HopMethod):
     wire_dtype: ClassVar = jnp.float32
-
-    def __post_init__(self):
-        """Checks the fields."""
-        check_fields(self)
 
     @property
     def native_by_default(self) -> bool:
@@ -57,11 +51,7 @@ class _Uncompressed(HopMethod):
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """See `HopMethod`."""
-        return Bound(self._layout(size, n_workers, topology), topology, n_workers)
-
-    def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
-        """Nothing has to be known."""
-        return ()
+        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
 
     def codec(
         self,
@@ -84,10 +74,7 @@ class _Uncompressed(HopMethod):
         if topology is None:
             bits = 8 * jnp.dtype(self.wire_dtype).itemsize
             return 2 * (n_workers - 1) * size * bits // n_workers
-        return wire_bits(self._codec(), self._layout(size, n_workers, topology), topology)
-
-    def _layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
-        return chunk_layout(size, n_workers, topology, unit=UNIT)
+        return wire_bits(self._codec(), self.bind(size, n_workers, topology).layout, topology)
 
     def _codec(self) -> PlainCodec:
         """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""

@@ -14,12 +14,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.checks import Op, axis_counts, check_axis
 from dynamiq_jax.lax.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
-from dynamiq_jax.methods.base import Limits, check_not_negative
+from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route
@@ -50,7 +50,7 @@ EXCLUDED = "excluded"
 
 
 @dataclass(frozen=True, slots=True)
-class Compression:
+class Compression(Options):
     """How a tree is reduced: which method compresses which leaf, and how payloads travel.
 
     ::
@@ -99,7 +99,9 @@ class Compression:
             check_method(self.method)
         check_topology(self.topology)
         check_fields(self)
-        check_not_negative(**self.limits)
+        for name, value in self.limits.items():
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative; pass 0")
         if self.exclude is not None:
             try:
                 re.compile(self.exclude)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self, cast
 
@@ -15,7 +14,7 @@ from dynamiq_jax.lax.seeds import fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import AnyTopology, Topology
-from dynamiq_jax.tree.leaves import Bucket, ScaleAxis
+from dynamiq_jax.tree.leaves import Bucket
 
 UNIT = 1024
 """Coordinates that stay together in a slice: whole super-groups and blocks of every method."""
@@ -146,25 +145,6 @@ class TwoLevels(Method):
     inner: Topology | None
     outer: Topology
     n_inner: int
-
-    @property
-    def native_by_default(self) -> bool:
-        """It has topologies of its own."""
-        return True
-
-    @property
-    def needs_state(self) -> bool:
-        """As the method has it."""
-        return self.method.needs_state
-
-    @property
-    def scale_axis(self) -> ScaleAxis:
-        """As the method has it."""
-        return self.method.scale_axis
-
-    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """As the method has them."""
-        return self.method.limits(given, n_workers, fast_links=fast_links)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses what does not go together, on both axes."""

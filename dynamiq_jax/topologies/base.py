@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.fields import Options, check_fields
 
 Worker = Any
 """The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
@@ -163,7 +163,7 @@ class Levels(NamedTuple):
     """Workers on the inner level; 1 where there is no such level."""
 
 
-class AnyTopology(ABC):
+class AnyTopology(Options, ABC):
     """A topology of one level (`Topology`) or of two (`Hierarchical`), as a caller passes it."""
 
     __slots__ = ()

@@ -67,7 +67,7 @@ class Hierarchical(AnyTopology):
         return None
 
     def with_transport(self, transport: Transport) -> "Hierarchical":
-        """The hierarchy with that of both levels filled in."""
+        """The hierarchy with the transport of both levels filled in."""
         inner, outer = (
             level and level.with_transport(transport) for level in (self.inner, self.outer)
         )

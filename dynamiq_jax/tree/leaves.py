@@ -50,12 +50,6 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns: all axes but the last, and the last one; a vector is a single row."""
-        columns = self.shape[-1] if self.shape else 1
-        return math.prod(self.shape[:-1]), columns
-
-    @property
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.size * self.dtype.itemsize

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.base import MatrixMethod, Outcome
+from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.request.compression import as_compression
 
 N = 4
@@ -89,7 +90,7 @@ def test_matrices_are_reduced_alone_and_all_else_exactly():
         "kernel": (1, "compressed"),
         "small": (None, "exact: size 9 < min_leaf_size 10"),
         "thin": (None, "exact: matrix of 40 x 2 < min_side 3"),
-        "vector": (None, "exact: no matrix"),
+        "vector": (None, "exact: not a matrix"),
     }
     exact_bits = 32 * (80 + 9 + 80 + 50) * 2 * (N - 1) // N
     assert wire_bits(METHOD)(abstract(SHAPES), N) == exact_bits + 607 + 508

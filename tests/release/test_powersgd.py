@@ -296,7 +296,7 @@ def test_wire_bits_and_memory():
     assert wide == 4 * 2 * (n - 1) / n * 16 * 4 * (1024 + 4096)
     state = jax.eval_shape(lambda: as_compression(PowerSGD()).init_state(leaf, n))
     assert sum(4 * s.size for s in jax.tree.leaves(state)) == 4 * 1024 * 4096 + 4 * 4 * 4096
-    routes = {(7, 5000): "matrix of 7 x 5000 < min_side 8", (9999,): "no matrix"}
+    routes = {(7, 5000): "matrix of 7 x 5000 < min_side 8", (9999,): "not a matrix"}
     for shape, why in routes.items():
         told = dq.explain(
             jax.ShapeDtypeStruct(shape, jnp.float32),

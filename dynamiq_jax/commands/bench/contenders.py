@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MatrixMethod, ShardedMethod
+from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
@@ -281,6 +282,11 @@ def make_method(
         except ValueError as error:
             raise ValueError(f"method {text!r}: {error}") from None
     return known[name](**options)
+
+
+def in_full(options: Any) -> str:
+    """All fields of a dataclass, for the keys of kept figures: defaults may change."""
+    return "None" if options is None else f"{type(options).__name__}{asdict(options)}"
 
 
 def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:

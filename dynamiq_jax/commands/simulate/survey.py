@@ -96,7 +96,8 @@ def survey_workers(workers: Workers, source: Source, totals: Totals, first, last
 
         sums = lax.fori_loop(0, k, exactly, (totals.high, totals.low))
         own = _message(workers, contribution(source, worker, k))
-        return Totals(sums[0], sums[1], workers.method.merge(totals.message, own))
+        together = jnp.add if workers.method.agreement == "sum" else jnp.maximum
+        return Totals(sums[0], sums[1], jax.tree.map(together, totals.message, own))
 
     return lax.fori_loop(first, last, one, totals)
 

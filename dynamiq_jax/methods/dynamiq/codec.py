@@ -13,6 +13,7 @@ from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
+from dynamiq_jax.methods.plain import Kept
 
 
 class SharedPlan(NamedTuple):
@@ -76,7 +77,7 @@ def chunk_codec(
       dtype: of the result.
       divisor: the decoded sum is divided by this (n for a mean).
       slice_start: number of this worker's first super-group, for `ChunkCodec.finish`.
-      keep_error: whether the carry, f32[rows, S], keeps what every encoding lost.
+      keep_error: whether the carry is `Kept`, with f32[rows, S].
       backend: which kernels run.
     """
     plan, noise = shared
@@ -119,7 +120,8 @@ def chunk_codec(
             sent = pk.decompress(payloads, target.tiles, chunks, less_means(), known, **common)
             rows = plan.order[chunks].reshape(-1)
             lost = (total - sent).at[rows].get(mode="clip")
-            return payloads, carry.at[rows].set(lost, mode="drop", unique_indices=True)
+            kept = carry.lost.at[rows].set(lost, mode="drop", unique_indices=True)
+            return payloads, carry._replace(lost=kept)
         if not arrived:
             return pk.compress(so_far(total), chunks, target, skip, **common), carry
         return pk.decompress_accumulate_recompress(
@@ -135,8 +137,8 @@ def chunk_codec(
         result = summed(layout.shard_rows, slice_start, into)
         return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common), carry
 
-    carry = jnp.zeros((layout.rows, layout.super_group_size), jnp.float32) if keep_error else ()
-    return ChunkCodec(encode, add, decode, finish, carry)
+    nothing_lost = Kept((), jnp.zeros((layout.rows, layout.super_group_size), jnp.float32))
+    return ChunkCodec(encode, add, decode, finish, nothing_lost if keep_error else ())
 
 
 def expected_error(

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.tree.leaves import ScaleAxis
 from pallas_kernels.format import GroupScale, Levels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
+class Format(Options):
     """How coordinates share scales, widths and means, and which levels codes stand for.
 
     ::

@@ -327,10 +327,6 @@ class DynamiQ(HopMethod, ShardedMethod):
         options = {"keep_error": keep_error, "backend": self.backend}
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
 
-    def kept(self, carry: Carry) -> tuple[Carry, Array]:
-        """See `HopMethod`."""
-        return (), carry
-
     def facts(
         self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
     ) -> PayloadFacts:
