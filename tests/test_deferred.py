@@ -470,6 +470,29 @@ def test_linen_with_loss_scaling_and_apply_if_finite():
         assert_close(train(ours, scales), train(jax.value_and_grad, scales))
 
 
+def test_boxed_parameters_of_linen_are_gathered():
+    """Linen says of a parameter that data axes shard how it is sharded, where the loss takes it."""
+    mesh = mesh_of()
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("data", None))
+    model = linen.Dense(WIDTH, use_bias=False, kernel_init=init)
+    x = put(arrays()[1]["x"], mesh, "data")
+    boxed = model.init(jax.random.key(0), arrays()[1]["x"])
+    specs = linen.get_partition_spec(boxed)
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    boxed = jax.tree.map(
+        lambda box, own: box.replace_boxed(jax.device_put(box.unbox(), own)), boxed,
+        shardings, is_leaf=lambda box: isinstance(box, linen.Partitioned),
+    )  # fmt: skip
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(boxed, x)
+    plain = jax.device_get((linen.unbox(boxed), x))
+    assert_close((found[0], linen.unbox(found[1])), jax.value_and_grad(loss)(*plain))
+
+
 def test_gradients_of_masters_are_f32_where_the_loss_casts_them():
     params, batch = placed()
 

@@ -190,6 +190,13 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
         return dq.value_and_grad(closing, mesh=auto_mesh(), **OPTIONS)(params, batch)
 
     assert_close(step(params, batch, False), jax.value_and_grad(loss)(params, batch))
+    keyed = jax.jit(
+        lambda p, b, key: dq.value_and_grad(
+            lambda p, b: loss(p, b) * jax.random.uniform(key), mesh=auto_mesh(), **OPTIONS
+        )(p, b)
+    )
+    with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
+        keyed(params, batch, jax.random.key(0))
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):
         step(params, batch, True)
 
@@ -248,6 +255,9 @@ def test_constraints_are_jax_own_in_other_threads_and_afterwards():
         thread.start()
         thread.join()
     assert seen == [P("data")]
+    with constraints_without(()):
+        elsewhere()
+    assert seen == [P("data")] * 2
     with pytest.raises(KeyError), constraints_without({"data"}):
         raise KeyError("in the loss")
     assert lax.with_sharding_constraint is of_jax

@@ -56,18 +56,23 @@ class Reduction(NamedTuple):
     compression: Compression
     op: Op
 
-    def __call__(self, grads: Any, key: Array | None, splits: list[Split]) -> Any:
+    def __call__(
+        self, grads: Any, key: Array | None, splits: list[Split], others: list[frozenset[str]]
+    ) -> Any:
         """Reduces gradients of whole parameters; every device gets its shards of the result.
 
-        Leaves that are split alike and have the same method are reduced together.
+        Leaves that are split alike and have the same method are reduced together. Of ``others``,
+        the axes beside the data axes that split a leaf, the same holds: copies of a leaf stay
+        equal only if no part of another leaf shares their widths.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         methods = self.compression.methods_of(describe_leaves(grads))
-        kinds = list(zip(methods, splits, strict=True))
-        for method, split in dict.fromkeys(kinds):
-            alike = [i for i, kind in enumerate(kinds) if kind == (method, split)]
+        kinds = list(zip(methods, splits, others, strict=True))
+        for kind in dict.fromkeys(kinds):
+            method, split, _ = kind
+            alike = [i for i, own in enumerate(kinds) if own == kind]
             part = {names[i]: leaves[i] for i in alike}
             own = dataclasses.replace(self.compression, method=method, exclude=None)
             own = own if method is not None else dataclasses.replace(own, exclude="")

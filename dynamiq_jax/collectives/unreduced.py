@@ -21,7 +21,7 @@ from dynamiq_jax.lax.checks import Op
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.tree.placement import bucket_axes, flat_specs, names_of, placed_leaves
+from dynamiq_jax.tree.placement import axes_of, bucket_axes, flat_specs, names_of, placed_leaves
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
@@ -132,10 +132,11 @@ def reduce_unreduced(
     if scattered:
         sizes = tuple(mesh.shape[name] for name in axis.names)
         own = Reduction(axis.names, sizes, compression, "sum")
-        some = [split for split, moved in zip(splits, moves, strict=True) if moved]
+        some = [i for i, moved in enumerate(moves) if moved]
+        others = [axes_of(targets[i]) - {*axis.names} for i in some]
         after = moving([_scattered(spec, axis) for spec in targets])
         mapped = jax.shard_map(
-            functools.partial(own, splits=some),
+            functools.partial(own, splits=[splits[i] for i in some], others=others),
             mesh=mesh,
             in_specs=(moving(unreduced), P()),
             out_specs=after,

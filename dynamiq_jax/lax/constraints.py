@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
 _forgotten: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "dynamiq_jax_forgotten_axes", default=frozenset()
@@ -22,8 +22,10 @@ _of_jax = jax.lax.with_sharding_constraint
 def constraints_without(names: Collection[str]) -> Iterator[None]:
     """While it lasts, `jax.lax.with_sharding_constraint` forgets axes, in this thread alone.
 
-    A loss that is written for `jax.jit` says how its activations are sharded, over data axes, too.
-    Under a map over these JAX refuses that. A constraint over other axes stays.
+    A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
+    a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
+    the loss says. Constraints over other axes stay. On Explicit axes constraints are assertions,
+    and those that name one of the axes are dropped.
     """
     global _users
     token = _forgotten.set(frozenset(names))
@@ -54,10 +56,12 @@ def _constrain(x: Any, shardings: Any, *args: Any, **options: Any) -> Any:
             sharding = sharding.spec
         if not isinstance(sharding, PartitionSpec):
             return part if sharding is None else _of_jax(part, sharding, *args, **options)
-        mesh = get_abstract_mesh()
-        if set(mesh.axis_names) <= set(mesh.manual_axes):
-            return part  # the map has taken all axes
         spec = PartitionSpec(*(_without(entry, names) for entry in sharding))
+        if spec == sharding:
+            return _of_jax(part, spec, *args, **options)
+        mesh = get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types or not any(spec):
+            return part
         return _of_jax(part, NamedSharding(mesh, spec), *args, **options)
 
     return jax.tree.map(one, shardings, x, is_leaf=is_leaf)

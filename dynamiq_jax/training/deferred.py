@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.unreduced import reduce_unreduced, resharded
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
@@ -120,8 +121,9 @@ class Deferred(NamedTuple):
             # cotangent would be unreduced: a 1 on every device.
             return self._plain(value), jax.tree.map(self._plain, aux)
 
-        value, back, aux = jax.vjp(loss_of, held, has_aux=True)
-        (grads,) = back(self._seed(value.dtype))
+        with constraints_without(self.axis.names):
+            value, back, aux = jax.vjp(loss_of, held, has_aux=True)
+            (grads,) = back(self._seed(value.dtype))
         return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:

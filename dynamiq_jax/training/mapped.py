@@ -22,7 +22,15 @@ from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import flat_specs, n_parts, names_of, only, part, surroundings
+from dynamiq_jax.tree.placement import (
+    axes_of,
+    flat_specs,
+    n_parts,
+    names_of,
+    only,
+    part,
+    surroundings,
+)
 
 WORDS = ("mean", "sum", "rows", "same")
 """How a leaf of aux becomes one of all workers."""
@@ -114,7 +122,8 @@ def mapped_value_and_grad(
                 share = None if weight is None else share_of(weight(params, data), axis)
             grads = jax.tree.map(lambda x: weigh(x, share), grads)
             if any(splits):
-                mean = functools.partial(reduction, splits=splits)
+                apart = [axes_of(spec) - {*axes} for spec in placed]
+                mean = functools.partial(reduction, splits=splits, others=apart)
                 grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
                 found = Reduced(grads, None, None)
             else:
@@ -180,11 +189,15 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     for x, spec in zip(leaves, given, strict=True):
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
-        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        key = _is_key(x)
         whole = P() if key or jnp.ndim(x) == 0 else P(axis.name)
         specs.append(whole if spec is None else spec)
         folded.append(key and spec is None)
     return tuple(specs), tuple(folded)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
@@ -203,13 +216,13 @@ def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays:
       ValueError: it does: every worker would use all of them.
     """
     used = [x for x in jax.make_jaxpr(loss)(params, arrays).consts if isinstance(x, Tracer)]
-    found = [str(jax.typeof(x)) for x in used if jnp.ndim(x)]
+    found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or _is_key(x)]
     if found:
         raise ValueError(
             f"the loss closes over {len(found)} arrays of the traced program around it "
             f"({', '.join(found[:4])}), and every worker would use all of each. Pass them as "
             "arguments: the leading axis of an argument is split over workers, and its entry P() "
-            "in batch_specs leaves it whole"
+            "in batch_specs leaves it whole. Keys become each worker's own then"
         )
 
 
