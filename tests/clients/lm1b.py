@@ -1,0 +1,63 @@
+"""flax/examples/lm1b: a Flax Linen transformer with logical axes, dropout and a masked loss."""
+
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+from clients.client import Client, Trained
+from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
+
+ROWS, LENGTH, VOCABULARY = 16, 32, 256
+
+OWN = Client(
+    repository="google/flax",
+    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/lm1b",
+    mesh="8 data × 1 fsdp × 1 tensor, Auto",
+    step="jit_train_step",
+    patch=(),
+)
+VARIANTS = {"as it is": OWN}
+PARALLELISM = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}
+OVER = ["data"]
+
+
+def train(steps: int, parallelism: dict[str, int] = PARALLELISM, over: list[str] = OVER) -> Trained:
+    import flax.training.checkpoints  # noqa: F401  (it looks for TensorFlow)
+
+    stand_in("tensorflow", "tensorflow_datasets", "input_pipeline")
+    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    import train as trainer
+    from configs import default
+
+    inputs = token_rows(steps, ROWS, LENGTH, VOCABULARY)
+    losses: list[float] = []
+
+    def watch(seen: dict[str, Any]) -> None:
+        if "metrics" in seen:
+            losses.append(float(seen["metrics"]["loss"] / seen["metrics"]["denominator"]))
+
+    batches = ({"inputs": rows, "targets": rows} for rows in inputs)
+    batches = Batches(batches, "train_and_evaluate", watch)
+    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, tokenize=_tokenize)
+    pipeline: Any = sys.modules["input_pipeline"]
+    pipeline.get_datasets = lambda **_: (batches, None, None, encoder)
+    config = default.get_config()
+    config.update(parallelism | {"data_sharding": over})
+    config.update(num_layers=2, qkv_dim=128, emb_dim=128, mlp_dim=512, num_heads=4)
+    config.update(max_target_length=LENGTH, max_eval_target_length=LENGTH, use_bfloat16=False)
+    config.update(save_checkpoints=False, num_train_steps=steps + 2)
+    config.update(eval_every_steps=10**9, max_predict_length=4)
+    config.update(warmup_steps=5, learning_rate=0.005)
+    config.update(per_device_batch_size=ROWS // 8, restore_checkpoints=False)
+    trainer.evaluate = lambda **_: {"loss": 0.0}
+    trainer.generate_prediction = lambda **_: ""
+    found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())
+    return Trained(losses, found["state"])
+
+
+def _tokenize(_: str) -> SimpleNamespace:
+    import numpy as np
+
+    return SimpleNamespace(numpy=lambda: np.array([1, 2, 0]))

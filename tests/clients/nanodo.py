@@ -1,0 +1,52 @@
+"""google-deepmind/nanodo: a Flax Linen transformer, FSDP by the shardings of `jax.jit`."""
+
+import tempfile
+from typing import Any
+
+from clients.client import Client, Trained
+from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
+
+ROWS, LENGTH, VOCABULARY = 16, 32, 256
+
+OWN = Client(
+    repository="google-deepmind/nanodo",
+    commit="10aefdeed40a63293daf112b91a5538cd24fa3a4",
+    folder="nanodo",
+    mesh="8 data, Auto, FSDP",
+    step="jit__train_step",
+    patch=(),
+)
+VARIANTS = {"as it is": OWN}
+
+
+def train(steps: int) -> Trained:
+    stand_in("tensorflow_datasets", "sentencepiece", "grain", "grain.python")
+    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    from nanodo import data, evaluate
+    from nanodo import train as trainer
+    from nanodo.configs import default
+
+    batches = token_rows(steps, ROWS, LENGTH, VOCABULARY)
+    losses: list[Any] = []
+    watched = Batches(batches, "train_and_evaluate", lambda seen: losses.extend(_new(seen)))
+    data.py_batched_tfds = lambda *, split, **_: watched if split == "train" else ()
+    data.get_py_tokenizer = lambda _: Tokenizer()
+    evaluate.Evaluator.eval = lambda self, params: {}
+    c = default.get_config()
+    c.model.update(D=128, H=4, L=LENGTH, N=2, F=512, dtype="float32")
+    c.opt.update(num_train_steps=steps, warmup_steps=5, peak_learning_rate=0.01)
+    c.update(batch_size=ROWS, checkpoint=False, workdir=tempfile.mkdtemp())
+    c.log_internal_metrics = False
+    found = locals_at_the_end(trainer.train_and_evaluate, c)
+    return Trained(losses, found["trainer"].state)
+
+
+def _new(seen: dict[str, Any]) -> list[float]:
+    return [float(m["train_loss"]) for m in seen["pending_microbatch_metrics"]]
+
+
+class Tokenizer:
+    """A tokenizer of which the trainer asks the number of ids alone."""
+
+    def GetPieceSize(self) -> int:
+        return VOCABULARY
