@@ -1,11 +1,13 @@
 """flax/examples/lm1b: a Flax Linen transformer with logical axes, dropout and a masked loss."""
 
+import dataclasses
 import sys
 import tempfile
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
@@ -18,12 +20,31 @@ OWN = Client(
     step="jit_train_step",
     patch=(),
 )
-VARIANTS = {"as it is": OWN}
-PARALLELISM = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}
-OVER = ["data"]
+FILE = "examples/lm1b/train.py"
+EXPLICIT = Change(
+    FILE,
+    "mesh = Mesh(devices_array, config.mesh_axes)",
+    "mesh = Mesh(devices_array, config.mesh_axes, (jax.sharding.AxisType.Explicit,) * 3)",
+)
+VARIANTS = {
+    "DP": OWN,
+    "FSDP": dataclasses.replace(
+        OWN,
+        mesh="1 data × 8 fsdp × 1 tensor, Auto",
+        options={"shape": (1, 8, 1), "over": ["data", "fsdp"]},
+    ),
+    "DP × TP": dataclasses.replace(
+        OWN, mesh="4 data × 1 fsdp × 2 tensor, Auto", options={"shape": (4, 1, 2)}
+    ),
+    "DP, Explicit": dataclasses.replace(
+        OWN, mesh="8 data × 1 fsdp × 1 tensor, Explicit", setting=(EXPLICIT,)
+    ),
+}
 
 
-def train(steps: int, parallelism: dict[str, int] = PARALLELISM, over: list[str] = OVER) -> Trained:
+def train(
+    steps: int, shape: tuple[int, ...] = (8, 1, 1), over: Sequence[str] = ("data",)
+) -> Trained:
     import flax.training.checkpoints  # noqa: F401  (it looks for TensorFlow)
 
     stand_in("tensorflow", "tensorflow_datasets", "input_pipeline")
@@ -44,8 +65,9 @@ def train(steps: int, parallelism: dict[str, int] = PARALLELISM, over: list[str]
     pipeline: Any = sys.modules["input_pipeline"]
     pipeline.get_datasets = lambda **_: (batches, None, None, encoder)
     config = default.get_config()
-    config.update(parallelism | {"data_sharding": over})
-    config.update(num_layers=2, qkv_dim=128, emb_dim=128, mlp_dim=512, num_heads=4)
+    names = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+    config.update(dict(zip(names, shape, strict=True)) | {"data_sharding": list(over)})
+    config.update(num_layers=2, qkv_dim=128, emb_dim=128, mlp_dim=512, num_heads=8)
     config.update(max_target_length=LENGTH, max_eval_target_length=LENGTH, use_bfloat16=False)
     config.update(save_checkpoints=False, num_train_steps=steps + 2)
     config.update(eval_every_steps=10**9, max_predict_length=4)

@@ -1,9 +1,10 @@
 """google-deepmind/nanodo: a Flax Linen transformer, FSDP by the shardings of `jax.jit`."""
 
+import dataclasses
 import tempfile
 from typing import Any
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
@@ -16,10 +17,31 @@ OWN = Client(
     step="jit__train_step",
     patch=(),
 )
-VARIANTS = {"as it is": OWN}
+FILE = "nanodo/train.py"
+EXPLICIT = (
+    Change(
+        FILE,
+        'mesh = Mesh(mesh_utils.create_device_mesh((jax.device_count(),)), ("data",))',
+        'jax.set_mesh(mesh := jax.make_mesh((jax.device_count(),), ("data",)))',
+    ),
+    Change(FILE, "in_BxL = jax.lax.with_sharding_constraint(", "in_BxL = jax.reshard("),
+    Change(
+        "nanodo/model.py",
+        "y_BxLxD = self.embed(y_BxL)",
+        "y_BxLxD = self.embed.embedding.at[y_BxL].get(out_sharding=jax.typeof(y_BxL).sharding.spec)",
+    ),
+)
+VARIANTS = {
+    "FSDP": OWN,
+    "DP": dataclasses.replace(OWN, mesh="8 data, Auto", options={"fsdp": False}),
+    "FSDP, Explicit": dataclasses.replace(OWN, mesh="8 data, Explicit, FSDP", setting=EXPLICIT),
+    "DP, Explicit": dataclasses.replace(
+        OWN, mesh="8 data, Explicit", setting=EXPLICIT, options={"fsdp": False}
+    ),
+}
 
 
-def train(steps: int) -> Trained:
+def train(steps: int, fsdp: bool = True) -> Trained:
     stand_in("tensorflow_datasets", "sentencepiece", "grain", "grain.python")
     stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
     from nanodo import data, evaluate
@@ -34,6 +56,7 @@ def train(steps: int) -> Trained:
     evaluate.Evaluator.eval = lambda self, params: {}
     c = default.get_config()
     c.model.update(D=128, H=4, L=LENGTH, N=2, F=512, dtype="float32")
+    c.model.fsdp_enabled = fsdp
     c.opt.update(num_train_steps=steps, warmup_steps=5, peak_learning_rate=0.01)
     c.update(batch_size=ROWS, checkpoint=False, workdir=tempfile.mkdtemp())
     c.log_internal_metrics = False
