@@ -22,6 +22,7 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
+from dynamiq_jax.collectives.unreduced import check_outside, is_outside, reduce_unreduced
 from dynamiq_jax.compression import AnyTopology, ByPath, Compression, as_compression, first_states
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.compat import inlined, zero_tangent
@@ -192,6 +193,10 @@ def reduce_over(
     weight: Array | float | None = None,
 ) -> Reduced:
     """`reduce` over workers that may be groups, with its arguments as one request."""
+    if is_outside(axis, tree):
+        check_outside(tree, axis, op, specs, weight)
+        run = functools.partial(reduce_over, axis, op=op, compression=compression, metrics=metrics)
+        return reduce_unreduced(run, tree, axis, compression, key=key, state=state)
     sizes = axis_sizes(axis)
     n_workers = math.prod(sizes)
     check_key(key, axis)

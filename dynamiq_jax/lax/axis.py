@@ -88,6 +88,15 @@ class Axis:
         return found[-1]
 
     @property
+    def mapped(self) -> bool:
+        """Whether the caller runs under a map over all of the axes."""
+        try:
+            list(map(lax.axis_size, self.names))
+        except NameError:
+            return False
+        return True
+
+    @property
     def vmapped(self) -> bool:
         """Whether one of the axes is `jax.vmap`'s, outside of `jax.jit`."""
         return any(map(vmapped, self.names))

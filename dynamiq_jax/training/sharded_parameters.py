@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt
 
 from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.checks import Op
 from dynamiq_jax.collectives.halves import psum_scatter
 from dynamiq_jax.compression import AnyTopology, Compression
 from dynamiq_jax.lax.seeds import fold_seed, key_words
@@ -46,15 +47,16 @@ def gather(params: Any, splits: list[Split]) -> Any:
 
 
 class Reduction(NamedTuple):
-    """How gradients become means over all data axes."""
+    """How gradients become sums or means over all data axes."""
 
     axes: tuple[str, ...]
     """The outermost first."""
     sizes: tuple[int, ...]
     compression: Compression
+    op: Op
 
-    def mean(self, grads: Any, key: Array | None, splits: list[Split]) -> Any:
-        """The mean of gradients of whole parameters, of which every device gets its shards.
+    def __call__(self, grads: Any, key: Array | None, splits: list[Split]) -> Any:
+        """Reduces gradients of whole parameters; every device gets its shards of the result.
 
         Leaves that are split alike and have the same method are reduced together.
         """
@@ -68,13 +70,13 @@ class Reduction(NamedTuple):
             part = {names[i]: leaves[i] for i in alike}
             own = dataclasses.replace(self.compression, method=method, exclude=None)
             own = own if method is not None else dataclasses.replace(own, exclude="")
-            part = self._replace(compression=own)._mean(part, key, split)
+            part = self._replace(compression=own)._alike(part, key, split)
             for i in alike:
                 leaves[i] = part[names[i]]
         return treedef.unflatten(leaves)
 
-    def _mean(self, part: dict[str, Array], key: Array | None, split: Split) -> dict[str, Array]:
-        """The mean of leaves that are split alike."""
+    def _alike(self, part: dict[str, Array], key: Array | None, split: Split) -> dict[str, Array]:
+        """Reduces leaves that are split alike."""
         dtypes = {name: leaf.dtype for name, leaf in part.items()}
         words = key_words(key)
         within = tuple(name for _, some in split for name in some)
@@ -86,14 +88,14 @@ class Reduction(NamedTuple):
             part = self._scatter(part, some, dimension, seed)
         if rest:
             own = dataclasses.replace(self.compression, topology=self._topology(rest))
-            part = reduce(part, rest, op="mean", method=own, key=key).tree
-        n = math.prod(lax.axis_size(name) for name in within)
+            part = reduce(part, rest, op=self.op, method=own, key=key).tree
+        n = math.prod(lax.axis_size(name) for name in within) if self.op == "mean" else 1
 
-        def mean(total: Array, dtype: Any) -> Array:
+        def over(total: Array, dtype: Any) -> Array:
             total = total.astype(jnp.float32) / n if n > 1 else total
             return total.astype(dtype)
 
-        return {name: mean(total, dtypes[name]) for name, total in part.items()}
+        return {name: over(total, dtypes[name]) for name, total in part.items()}
 
     def _scatter(
         self, tree: Any, names: tuple[str, ...], dimension: int, seed: UInt[Array, " 2"] | None

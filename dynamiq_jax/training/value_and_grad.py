@@ -1,39 +1,47 @@
 """Gradients for pjit'd training steps, where there is no psum to replace."""
 
+import contextlib
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.checks import check_axis
+from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.compression import ByPath, Compression, as_compression
-from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.axis import AxisName
 from dynamiq_jax.methods import Method
-from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.sharded_parameters import Reduction, gather, split_of
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import flat_specs, only, part, surroundings
+from dynamiq_jax.training.deferred import Deferred
+from dynamiq_jax.training.mapped import mapped_value_and_grad
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
-    mesh: Mesh,
     axis_name: AxisName,
-    method: Compression | Method | ByPath | None = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    method: Compression | Method | ByPath | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
+    reduce: bool = True,
     specs: Any = None,
 ) -> Callable[..., Any]:
-    """Data-parallel `jax.value_and_grad` whose gradient mean is compressed, on any mesh.
+    """`jax.value_and_grad` for data-parallel steps; compresses the sum of the gradient's terms.
+
+    **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
+    of global arrays, as it is for `jax.jit`: masks, token counts, aux, keys and closures mean what
+    they mean there. Large parameters are typed as reduced over the data axes, so that JAX leaves
+    their gradients unreduced, and one compressed collective sums these. Parameters that the method
+    does not take stay as they are, and JAX sums their gradients. A warning names large parameters
+    that the loss uses in ways for which JAX has no rule; they stay as they are, too.
+
+    **On a mesh with Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes
+    its worker's examples, and parameters that are whole over the data axes. It returns a mean over
+    these examples. All other axes are there as they are in the mesh.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Parameters that
     are sharded over a data axis (FSDP) are gathered over it, exactly, before the loss takes them;
@@ -41,182 +49,124 @@ def value_and_grad(
     (HSDP). With `Hierarchical` the last data axis scatters natively, in 16 bits.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch) -> loss``, a mean over the examples it is given; or
-        ``-> (loss, aux)`` with ``has_aux``. Pure, as for `jax.jit`. It runs under `jax.shard_map`
-        over the data axes: it sees its worker's examples and parameters that are whole over these
-        axes; all other axes are automatic or explicit there, as in ``mesh``.
-      mesh: a mesh with Auto or Explicit axes.
+      loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. Pure,
+        as for `jax.jit`.
       axis_name: the data-parallel axis, or a tuple of axes that together are, the outermost first:
-        "data", "fsdp" or ("replica", "fsdp").
-      method: as for `psum`.
+        "data", "fsdp" or ("replica", "fsdp"). On Explicit axes these are all the axes over which
+        the batch is sharded.
+      argnums: which arguments of ``loss_fn`` are parameters; see `jax.value_and_grad`.
       has_aux: whether ``loss_fn`` returns more than the loss.
-      metrics: whether ``f`` returns the `Metrics` of the mean.
-      specs: how parameters are sharded over ``mesh``: PartitionSpecs, a tree like ``params`` or a
-        prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit axes their
-        types. A program that is being traced does not see how its arguments are sharded over
-        automatic axes. There ``specs`` is needed if the mesh has such axes besides ``axis_name``.
-        It is also needed for parameters that are sharded over ``axis_name`` (FSDP): without it
-        every device gathers them and returns whole gradients.
+      method: as for `psum`.
+      mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
+        parameters.
+      metrics: whether ``f`` returns the `Metrics` of the gradient.
+      reduce: whether gradients are summed. Otherwise large ones come back unreduced, to be added to
+        others by ``+`` (gradient accumulation) and then summed by `psum`, outside of maps. Explicit
+        axes only.
+      specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
+        parameters or a prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit
+        axes their types. A program that is being traced does not see how its arguments are sharded
+        over automatic axes. There ``specs`` is needed if the mesh has such axes besides
+        ``axis_name``. It is also needed for parameters that are sharded over ``axis_name`` (FSDP):
+        without it every device gathers them and returns whole gradients.
 
     Returns:
-      ``f(params, *batch, key=None, state=None) -> (loss, grads)`` (``((loss, aux), grads)`` with
+      ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
       ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` stands in the place of ``grads``, as
       `reduce` returns it), to be called inside or outside `jax.jit`; outside it is one program,
-      compiled once for all calls with the same shapes, dtypes and shardings. Gradients are sharded
-      as parameters are. Every array of ``batch`` is split along its leading axis, and brought there
-      however it is sharded. A state is `Compression.init_state`'s with ``stacked=True``, then that
-      of the step before: its leading axis is that of the workers. Loss, gradients and the
-      floating-point leaves of aux are means over workers, other leaves of aux are sums.
+      compiled once for all calls with the same shapes, dtypes and shardings. ``key`` and ``state``
+      are as for `reduce`; ``loss_fn`` does not get them. Gradients are sharded as parameters are. A
+      state is `Compression.init_state`'s with ``stacked=True``, then that of the step before: its
+      leading axis is that of the workers. On Auto axes every array of the batch is split along its
+      leading axis, and brought there however it is sharded; loss, gradients and the floating-point
+      leaves of aux are means over workers, other leaves of aux are sums.
 
     Raises:
-      ValueError: ``axis_name`` is not in the mesh, a batch axis does not divide by its size, or
-        ``specs`` are missing or do not fit.
-      NotImplementedError: a state, or metrics, of parameters that are sharded over data axes.
+      ValueError: there is no mesh, ``axis_name`` is not in it, nothing of the batch is sharded over
+        it (Explicit axes), a batch axis does not divide by its size, or ``specs`` are missing or do
+        not fit.
+      TypeError: the loss is not a scalar of floating-point numbers.
+      NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
+        data axes.
     """
-    axis = check_axis(axis_name)
-    axes, axis_name, compression = axis.names, axis.name, as_compression(method)
-    missing = [name for name in axes if name not in mesh.shape]
-    if missing:
-        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
-    sizes = tuple(mesh.shape[name] for name in axes)
-    n_workers = compression.route(sizes).n_workers
-    others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
-    manual = {*mesh.axis_names} - {*others}
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = tuple(name for name in mesh.axis_names if types[name] == AxisType.Explicit)
-    hidden = {name: mesh.shape[name] for name in others if name not in explicit}
-    # All but the loss sees automatic axes only: what maps over some axes and leaves others Explicit
-    # would gather over these at its boundaries (JAX 0.10, and 0.12 where axes are of both types).
-    plain = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(types))
-    reduction = Reduction(axes, sizes, compression)
+    axis, compression = check_axis(axis_name), as_compression(method)
+    options = {"axis": axis, "compression": compression, "has_aux": has_aux, "metrics": metrics}
 
-    @functools.partial(jax.jit, inline=True, static_argnames="placed")
-    def mapped(params, key, state, *batch, placed: tuple[P, ...]):
-        tree = jax.tree.structure(params)
-        over_data = tree.unflatten(only(spec, axes) for spec in placed)
-        over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, axes) for spec in placed]
-        differentiate: Callable[..., Any] = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        seen = tuple(name for name in others if name in explicit)
-        if seen:  # the loss has the types that it would have without us
-            typed = functools.partial(_beyond_first, names=seen, first=P(None))
-            of_batch = (jax.tree.map(typed, x) for x in batch)
-            in_sharding = tree.unflatten(only(spec, seen) for spec in placed), *of_batch
-            differentiate = jax.sharding.explicit_axes(
-                differentiate, axes=seen, in_sharding=in_sharding
+    @functools.cache
+    def on(mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+        missing = [name for name in axis.names if name not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
             )
-
-        def local(params, key, state, *batch):
-            around = surroundings(axis)
-            if any(splits):
-                whole = functools.partial(gather, splits=splits)
-                params = around.per_part(whole, (over_others,), over_others)(params)
-            params = axis.to_varying(params)
-            value, grads = differentiate(params, *batch)
-            if any(splits):
-                mean = functools.partial(reduction.mean, splits=splits)
-                grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
-                found = Reduced(grads, None, None)
-            else:
-                own = jax.tree.map(lambda x: x[0], state)
-                stateful = {"key": key, "state": own, "metrics": metrics, "specs": over_others}
-                found = reduce(grads, axis_name, method=compression, **stateful)
-            after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-            value = jax.tree.map(lambda x: _reduce_value(x, axis), value)
-            return value, found._replace(state=after)
-
-        spec_of: Any = Reduced
-        in_specs = over_data, P(), P(axis_name), *(P(axis_name) for _ in batch)
-        out_specs = P(), spec_of(over_data, P(axis_name), P())
-        maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
-
-        def program(*args):
-            value, found = jax.shard_map(local, mesh=plain, **maps)(*args)
-            if others:  # or the compiler would choose
-                shardings = tree.unflatten(NamedSharding(plain, spec) for spec in placed)
-                grads = lax.with_sharding_constraint(found.tree, shardings)
-                found = found._replace(tree=grads)
-            return value, found
-
-        args = params, key, state, *batch
-        if explicit:
-            of_grads = tree.unflatten(only(spec, explicit) for spec in placed)
-            first = functools.partial(_beyond_first, names=explicit, first=only(P(axes), explicit))
-            out = P(), spec_of(of_grads, jax.tree.map(first, state), P())
-            out = jax.tree.map(functools.partial(NamedSharding, mesh), out)
-            viewed: Any = jax.sharding.auto_axes(program, axes=explicit, out_sharding=out)
-            return viewed(*args)
-        return program(*args)
-
-    def reduced(params, *batch, key=None, state=None):
-        _check_batch(batch, n_workers, axis_name)
-        _check_stacked(state, sizes)
-        placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
-        if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
-            raise NotImplementedError(
-                f"parameters are sharded over the data axes {axes}, and scattering their gradients "
-                "keeps no state and has no metrics; pass metrics=False, no state, and a method "
-                "without memory, or replicate the parameters over these axes"
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        compression.route(tuple(mesh.shape[name] for name in axis.names))  # refuses what cannot be
+        if isinstance(mesh, Mesh) and not is_explicit(abstract):
+            if not reduce:
+                raise ValueError(
+                    "reduce=False leaves gradients unreduced, a type that only Explicit axes have, "
+                    f"and the mesh has {mesh.axis_types}; pass jax.make_mesh(shape, names)"
+                )
+            return mapped_value_and_grad(loss_fn, mesh=mesh, specs=specs, **options)
+        if specs is not None:
+            raise ValueError(
+                f"specs={specs!r}: the types of arrays on Explicit axes say how they are sharded; "
+                "leave specs out"
             )
-        value, found = mapped(params, key, state, *batch, placed=placed)
-        return value, found if metrics or state is not None else found.tree
+        deferred = Deferred(mesh=abstract, reduces=reduce, **options)
+
+        def differentiate(args: tuple, kwargs: dict, key: Any, state: Any) -> Any:
+            numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+            def call(params: Any) -> Any:
+                given = list(args)
+                values = (params,) if isinstance(argnums, int) else params
+                for number, value in zip(numbers, values, strict=True):
+                    given[number] = value
+                return loss_fn(*given, **kwargs)
+
+            params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in numbers)
+            own = {i % len(args) for i in numbers}
+            data = [x for i, x in enumerate(args) if i not in own], kwargs
+            return deferred(call, params, data, key=key, state=state)
+
+        compiled = jax.jit(differentiate)
+
+        def reduced(*args, key=None, state=None, **kwargs):
+            called = args, kwargs, key, state
+            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(called))
+            if traced:
+                with jax.sharding.use_abstract_mesh(abstract):
+                    return differentiate(*called)
+            with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+                return compiled(*called)
+
+        return reduced
+
+    if mesh is not None:
+        return on(mesh)
+
+    def reduced(*args, **kwargs):
+        params = args[argnums] if isinstance(argnums, int) else [args[i] for i in argnums]
+        return on(_mesh_around(params))(*args, **kwargs)
 
     return reduced
 
 
-def _placed(params: Any, specs: Any, mesh: Mesh, hidden: dict[str, int]) -> tuple[P, ...]:
-    """How every parameter is sharded over the mesh; over hidden axes tracers do not show it."""
-    leaves = jax.tree.leaves(params)
-    if specs is None and hidden and any(isinstance(x, Tracer) for x in leaves):
-        raise ValueError(
-            f"how parameters are sharded over the automatic axes {hidden} cannot be seen inside "
-            "jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), "
-            "or specs=P() if they are replicated"
-        )
-    found = map(functools.partial(_spec_of, mesh=mesh), leaves)
-    placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
-    for leaf, spec in zip(describe_leaves(params), placed, strict=True):
-        part(leaf, spec, mesh.shape)  # refuses what does not fit
-    return placed
+def _mesh_around(params: Any) -> Mesh | AbstractMesh:
+    """The mesh of `jax.set_mesh`, or that of the parameters.
 
-
-def _spec_of(x: Any, mesh: Mesh) -> P:
-    """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
-    traced = isinstance(x, Tracer)
-    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return P()
-    return sharding.spec
-
-
-def _beyond_first(x: Any, names: tuple[str, ...], first: P) -> P:
-    """How some axes split an array: along its first dimension as told, then as its type says."""
-    return P(*first, *only(jax.typeof(x).sharding.spec, names)[1:])
-
-
-def _reduce_value(x: Any, axis: Axis) -> Array:
-    x = axis.to_varying(jnp.asarray(x))
-    return axis.pmean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else axis.psum(x)
-
-
-def _check_stacked(state, sizes: tuple[int, ...]) -> None:
-    n_workers = math.prod(sizes)
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
-    wrong = [shape for shape in shapes if shape[:1] != (n_workers,)]
-    if wrong:
-        raise ValueError(
-            f"state has a leaf of shape {wrong[0]}, whose leading axis is not that of the "
-            f"{n_workers} workers; pass "
-            "dq.Compression(method).init_state(params, "
-            f"{sizes if len(sizes) > 1 else n_workers}, stacked=True)"
-        )
-
-
-def _check_batch(batch, n_workers: int, axis_name: AxisName) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % n_workers:
-            raise ValueError(
-                f"batch argument {jax.tree_util.keystr(path)} has shape {shape}; its leading axis "
-                f"must be a multiple of the {n_workers} workers on axis {axis_name!r}"
-            )
+    Raises:
+      ValueError: there is none.
+    """
+    found = mesh_of(params)
+    if is_explicit(found):
+        return found
+    for x in jax.tree.leaves(params):
+        sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    raise ValueError(
+        "there is no mesh: none was set by jax.set_mesh, and no parameter is on one; pass "
+        "value_and_grad(mesh=mesh)"
+    )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.lax.axis import Axis, axis_names
@@ -123,7 +123,9 @@ def check_whole(grouping: Grouping, axis: Axis) -> None:
     )
 
 
-def placed_leaves(tree: Any, mesh: Mesh | None, specs: Any) -> tuple[list[Leaf], dict[str, int]]:
+def placed_leaves(
+    tree: Any, mesh: Mesh | AbstractMesh | None, specs: Any
+) -> tuple[list[Leaf], dict[str, int]]:
     """The part of every leaf that one device holds, and the sizes of axes that may be split.
 
     Args:

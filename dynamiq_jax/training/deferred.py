@@ -1,0 +1,276 @@
+"""Gradients on Explicit meshes: JAX leaves them unreduced, and one collective sums them.
+
+JAX's types say of a value on an Explicit mesh whether it is reduced or unreduced over an axis. The
+cotangent of a reduced value is unreduced: every device holds a term of it, and nobody has summed
+the terms. So a large parameter is typed as reduced ("deferred") before the loss takes it. The loss
+itself stays a function of global arrays.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.collectives.all_reduce import reduce_over
+from dynamiq_jax.collectives.unreduced import reduce_unreduced, unreduced_axes
+from dynamiq_jax.compression import Compression
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.methods import State
+from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.training.sharded_parameters import Reduction, split_of
+from dynamiq_jax.tree.leaves import describe_leaves
+from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
+
+
+class Deferred(NamedTuple):
+    """How to differentiate a loss of global arrays, and how to sum its gradients.
+
+    Attributes:
+      mesh: a mesh of Explicit axes.
+      axis: the data axes.
+      compression: which leaves are compressed, and how.
+      has_aux: whether the loss comes with more.
+      metrics: whether gradients come with `Metrics`.
+      reduces: whether gradients are summed; else those of deferred leaves stay unreduced.
+    """
+
+    mesh: AbstractMesh
+    axis: Axis
+    compression: Compression
+    has_aux: bool
+    metrics: bool
+    reduces: bool
+
+    def __call__(
+        self,
+        call: Callable[..., Any],
+        params: Any,
+        data: Any,
+        *,
+        key: Array | None,
+        state: State | None,
+    ) -> tuple[Any, Any]:
+        """The value and the gradients of ``call(params)``.
+
+        Args:
+          call: ``params -> loss`` or ``-> (loss, aux)``.
+          params: all that is differentiated.
+          data: the other arguments of the loss.
+          key: as for `psum`.
+          state: `Compression.init_state`'s with ``stacked=True``.
+
+        Returns:
+          The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
+          their place with metrics or a state.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        placed = [P(*_spec(x).partitions) for x in leaves]
+        own = {*self.axis.names}
+        if any(map(own.intersection, map(axes_of, placed))) and (
+            self.metrics or state is not None or not self.reduces
+        ):
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {self.axis.names}, and scattering "
+                "their gradients keeps no state, has no metrics and is not put off; pass "
+                "metrics=False, reduce=True, no state, and a method without memory, or replicate "
+                "the parameters over these axes"
+            )
+        chosen = self._large(params, placed)
+        trace = functools.partial(self._differentiate, treedef=treedef, call=call)
+        chosen = self._deferrable(params, data, placed, chosen, trace)
+        value, grads = trace(self._held(leaves, placed, chosen))
+        grads = treedef.unflatten(grads)
+        if not self.reduces:
+            return value, grads
+        found = self._reduce(grads, placed, key, state)
+        return value, found if self.metrics or state is not None else found.tree
+
+    def _large(self, params: Any, placed: list[P]) -> set[int]:
+        """The leaves that the request compresses."""
+        others = [name for name in self.mesh.axis_names if name not in self.axis.names]
+        specs = jax.tree.structure(params).unflatten(only(spec, others) for spec in placed)
+        leaves, _ = placed_leaves(params, self.mesh, specs)
+        sizes = tuple(self.mesh.shape[name] for name in self.axis.names)
+        grouping = self.compression.group(leaves, sizes)
+        return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+
+    def _held(self, leaves: list[Array], placed: list[P], deferred: Collection[int]) -> list[Array]:
+        """Leaves that are whole over the data axes, and typed as reduced where they are deferred.
+
+        A leaf that data axes shard (FSDP) is gathered.
+        """
+
+        def whole(i: int, x: Array) -> Array:
+            partitions = self._whole(placed[i])
+            reduced = self.axis.names if i in deferred else ()
+            return self._reshard(x, P(*partitions, reduced=frozenset(reduced)))
+
+        return [whole(i, x) for i, x in enumerate(leaves)]
+
+    def _differentiate(
+        self, held: list[Array], *, treedef: Any, call: Callable[..., Any]
+    ) -> tuple[Any, list[Array]]:
+        """The value, and the gradient of every held leaf."""
+
+        def loss_of(held: list[Array]) -> tuple[Array, Any]:
+            found = call(treedef.unflatten(held))
+            loss, aux = found if self.has_aux else (found, None)
+            loss = jnp.asarray(loss)
+            if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+                raise TypeError(
+                    f"the loss has shape {loss.shape} and dtype {loss.dtype}; return a scalar of "
+                    "floating-point numbers, such as the mean over all examples"
+                )
+            # A loss that is a function of deferred parameters alone is typed as reduced. Its seed
+            # has to be that of a plain loss, and the compiler must not merge it with other ones.
+            return self._plain(loss), jax.tree.map(self._plain, aux)
+
+        loss, back, aux = jax.vjp(loss_of, held, has_aux=True)
+        (grads,) = back(lax.optimization_barrier(jnp.ones_like(loss)))
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    def _deferrable(
+        self,
+        params: Any,
+        data: Any,
+        placed: list[P],
+        chosen: set[int],
+        trace: Callable[[list[Array]], Any],
+    ) -> set[int]:
+        """The chosen leaves that the loss takes as reduced; warns of the others.
+
+        JAX has rules for products, casts, slices and sums of reduced values, and none for some
+        other uses, such as elementwise products with data. Where the loss does not trace, leaves
+        are tried by class: a path without its numbers, and a shape. The warning is for leaves that
+        have more than a tenth of the bytes.
+        """
+        why: list[Exception] = []
+        leaves = jax.tree.leaves(params)
+
+        def traces(deferred: Collection[int]) -> bool:
+            try:
+                jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred)))
+            except Exception as error:
+                why.append(error)
+                return False
+            return True
+
+        if not chosen or traces(chosen):
+            return chosen
+        trace(self._held(leaves, placed, ()))  # raises what is wrong without us
+
+        def most(base: set[int], classes: list[set[int]]) -> set[int]:
+            together = base.union(*classes)
+            if not classes or traces(together):
+                return together
+            if len(classes) == 1:
+                return base
+            half = len(classes) // 2
+            return most(most(base, classes[:half]), classes[half:])
+
+        described = [leaf for leaf in describe_leaves(params) if leaf.index in chosen]
+        found: set[int] = set()
+        for matrices in (True, False):  # vectors are mostly biases and scales, used elementwise
+            classes: dict[tuple, set[int]] = {}
+            for leaf in described:
+                if (len(leaf.shape) > 1) == matrices:
+                    name = "".join(c for c in leaf.path if not c.isdigit())
+                    classes.setdefault((name, leaf.shape), set()).add(leaf.index)
+            found = most(found, list(classes.values()))
+        if not found:
+            self._check_split(data, why[0])
+        kept = [leaf for leaf in described if leaf.index not in found]
+        native = sum(leaf.nbytes for leaf in kept)
+        if native > sum(leaf.nbytes for leaf in described) / 10:
+            names = ", ".join(leaf.path for leaf in kept[:8]) + (", …" if len(kept) > 8 else "")
+            warnings.warn(
+                f"{len(kept)} leaves of {native:,} bytes are summed by JAX, uncompressed: {names}. "
+                f"The loss uses them in ways for which JAX has no rule if they are reduced over "
+                f"axis {self.axis.name!r}. Exclude them, so that they are not tried again, by "
+                "Compression(exclude=...), or take a mesh of Auto axes. The first error was "
+                f"{type(why[0]).__name__}: {_first_line(why[0])}",
+                stacklevel=5,
+            )
+        return found
+
+    def _check_split(self, data: Any, why: Exception) -> None:
+        """Refuses arguments of which every device has all examples.
+
+        Raises:
+          ValueError: there are arrays, and none is sharded over the data axes.
+        """
+        arrays = [x for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        if arrays and not any(axes_of(_spec(x)) & {*self.axis.names} for x in arrays):
+            raise ValueError(
+                f"no argument of the loss besides the parameters is sharded over axis "
+                f"{self.axis.name!r}: every device would compute all examples. Shard the batch, as "
+                f"jax.device_put(batch, NamedSharding(mesh, P({self.axis.name!r}))), or in "
+                f"jax.jit jax.reshard(batch, P({self.axis.name!r}))"
+            ) from why
+
+    def _reduce(
+        self, grads: Any, placed: list[P], key: Array | None, state: State | None
+    ) -> Reduced:
+        """Sums what is unreduced, and shards gradients as parameters are."""
+        leaves, treedef = jax.tree.flatten(grads)
+        splits = [split_of(spec, self.axis.names) for spec in placed]
+        moves = [bool(unreduced_axes(x)) for x in leaves]
+        if any(split for split, moved in zip(splits, moves, strict=True) if moved):
+            sizes = tuple(self.mesh.shape[name] for name in self.axis.names)
+            own = Reduction(self.axis.names, sizes, self.compression, "sum")
+            some = {i: x for i, x in enumerate(leaves) if moves[i]}
+            terms = {
+                i: P(*self._whole(placed[i]), unreduced=frozenset(self.axis.names)) for i in some
+            }
+            mapped = jax.shard_map(
+                functools.partial(own, splits=[splits[i] for i in some]),
+                mesh=self.mesh,
+                in_specs=(terms, P()),
+                out_specs={i: self._scattered(placed[i]) for i in some},
+                check_vma=False,
+            )
+            summed = mapped(some, key)
+            leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
+            found = Reduced(None, None, None)
+        else:
+            options = {"op": "sum", "compression": self.compression, "metrics": self.metrics}
+            run = functools.partial(reduce_over, self.axis, **options)
+            own = self.axis, self.compression
+            found = reduce_unreduced(run, grads, *own, key=key, state=state)
+            leaves = jax.tree.leaves(found.tree)
+        leaves = [self._reshard(x, spec) for x, spec in zip(leaves, placed, strict=True)]
+        return found._replace(tree=treedef.unflatten(leaves))
+
+    def _whole(self, spec: P) -> P:
+        """The spec over axes that are not data axes."""
+        return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
+
+    def _scattered(self, spec: P) -> P:
+        """The spec after data axes have split what each device had: they come last."""
+        own = {*self.axis.names}
+        entries = map(names_of, spec)
+        return P(*(tuple(sorted(entry, key=own.__contains__)) or None for entry in entries))
+
+    def _plain(self, x: Any) -> Any:
+        """``x``, typed as neither reduced nor unreduced."""
+        return self._reshard(x, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+
+    def _reshard(self, x: Any, spec: P) -> Array:
+        """``x`` as the spec says; nothing happens to an array that its type says is so."""
+        if isinstance(x, Array) and _spec(x) == spec and not jax.typeof(x).sharding.mesh.empty:
+            return x
+        return jax.reshard(x, NamedSharding(self.mesh, spec))
+
+
+def _spec(x: Any) -> P:
+    return jax.typeof(x).sharding.spec
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
