@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 
 FILE = "docs/the-training-cookbook.py"
 OWN = Client(
@@ -16,7 +16,14 @@ OWN = Client(
     folder=FILE,
     mesh="8 fsdp, Explicit, FSDP",
     step="jit_train_step",
-    patch=(),
+    patch=(
+        Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),
+        Change(
+            FILE,
+            "loss, grad = jax.value_and_grad(loss_fn)(params)",
+            "loss, grad = dq.value_and_grad(loss_fn, axis_name='fsdp', method=METHOD)(params)",
+        ),
+    ),
 )
 VARIANTS = {"FSDP": OWN}
 

@@ -1,25 +1,45 @@
 """flax/examples/gemma: a Flax NNX transformer, FSDP on Explicit axes."""
 
+import dataclasses
 import itertools
 import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
+FILE = "examples/gemma/train.py"
 OWN = Client(
     repository="google/flax",
     commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
     folder="examples/gemma",
     mesh="8 fsdp × 1 tensor, Explicit, FSDP",
     step="jit_jax_train_step",
-    patch=(),
+    patch=(
+        Change(
+            FILE,
+            "from absl import logging\n",
+            "from absl import logging\nimport dynamiq_jax as dq\n",
+        ),
+        Change(
+            FILE,
+            "grad_fn = jax.value_and_grad(loss_fn, has_aux=True)",
+            "grad_fn = dq.value_and_grad(loss_fn, has_aux=True, axis_name='fsdp', method=METHOD)",
+        ),
+    ),
 )
-VARIANTS = {"as it is": OWN}
+VARIANTS = {
+    "FSDP": OWN,
+    "FSDP × TP": dataclasses.replace(
+        OWN,
+        mesh="4 fsdp × 2 tensor, Explicit, FSDP",
+        options={"fsdp": 4, "tensor": 2},
+    ),
+}
 MODEL = {
     "num_layers": 2,
     "embed_dim": 128,

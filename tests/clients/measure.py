@@ -11,6 +11,7 @@ import numpy as np
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?.*{$")
+BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\].*? {(.*?)}")
 CALLED = re.compile(r"(?:calls|to_apply|condition|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations={(.*?)}")
 LOOP = re.compile(r"body=%?([\w.\-]+)")
@@ -44,11 +45,19 @@ def traffic(program: str) -> Traffic:
 def _sent(line: str, name: str, arrays: list[tuple[str, str]]) -> float:
     """Bytes that one device sends for one collective, as the usual algorithms do it."""
     total = sum(bits_of(*array) for array in arrays) / 8
-    groups = groups_of(line)
     if name == "collective-permute":
-        return total * any(source != target for source, target in groups)
-    size = len(groups[0])
+        return total * any(source != target for source, target in groups_of(line))
+    size = _group_size(line)
     return total * (size - 1) * {"all-reduce": 2 / size, "reduce-scatter": 1}.get(name, 1 / size)
+
+
+def _group_size(line: str) -> int:
+    """How many devices exchange something; a mesh's axis may stand there in part."""
+    if match := BY_AXES.search(line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in parts)
+    return len(groups_of(line)[0])
 
 
 def _computations(program: str) -> tuple[str, dict[str, list[str]]]:

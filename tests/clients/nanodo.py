@@ -22,21 +22,35 @@ EXPLICIT = (
     Change(
         FILE,
         'mesh = Mesh(mesh_utils.create_device_mesh((jax.device_count(),)), ("data",))',
-        'jax.set_mesh(mesh := jax.make_mesh((jax.device_count(),), ("data",)))',
+        'mesh = jax.make_mesh((jax.device_count(),), ("data",))',
     ),
     Change(FILE, "in_BxL = jax.lax.with_sharding_constraint(", "in_BxL = jax.reshard("),
     Change(
         "nanodo/model.py",
         "y_BxLxD = self.embed(y_BxL)",
-        "y_BxLxD = self.embed.embedding.at[y_BxL].get(out_sharding=jax.typeof(y_BxL).sharding.spec)",
+        "y_BxLxD = self.embed.embedding.at[y_BxL].get(out_sharding=jax.typeof(y_BxL).sharding)",
     ),
+)
+IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
+ON_EXPLICIT = (
+    IMPORT,
+    Change(
+        FILE,
+        "get_loss_fn(in_BxL, state.apply_fn, c), has_aux=True\n",
+        "get_loss_fn(in_BxL, state.apply_fn, c), has_aux=True, axis_name='data', method=METHOD\n",
+    ),
+    Change(FILE, "grad_fn = jax.value_and_grad(", "grad_fn = dq.value_and_grad("),
 )
 VARIANTS = {
     "FSDP": OWN,
     "DP": dataclasses.replace(OWN, mesh="8 data, Auto", options={"fsdp": False}),
     "FSDP, Explicit": dataclasses.replace(OWN, mesh="8 data, Explicit, FSDP", setting=EXPLICIT),
     "DP, Explicit": dataclasses.replace(
-        OWN, mesh="8 data, Explicit", setting=EXPLICIT, options={"fsdp": False}
+        OWN,
+        mesh="8 data, Explicit",
+        patch=ON_EXPLICIT,
+        setting=EXPLICIT,
+        options={"fsdp": False},
     ),
 }
 

@@ -1,5 +1,7 @@
 """JAX's tutorial of `jax.shard_map`: its data-parallel network, the gradient outside of the map."""
 
+import dataclasses
+
 from clients.client import Change, Client, Trained
 
 FILE = "docs/notebooks/shard_map.py"
@@ -32,7 +34,24 @@ def grad_dp(params, local_batch):
         ),
     ),
 )
-VARIANTS = {"pmean in the map": OWN}
+OUTSIDE = dataclasses.replace(
+    OWN,
+    patch=(
+        Change(
+            FILE,
+            f"{ABOVE}@jax.shard_map",
+            f"{ABOVE}import dynamiq_jax as dq\n@jax.shard_map",
+        ),
+        Change(
+            FILE,
+            "  return jax.lax.pmean(local_loss, 'batch')\n\n\n# -\n\n# We can",
+            "  return jax.lax.pmean(local_loss, 'batch')\n\n"
+            "grad_dp = dq.value_and_grad(loss_dp, axis_name='batch', method=METHOD)\n\n"
+            "# -\n\n# We can",
+        ),
+    ),
+)
+VARIANTS = {"pmean in the map": OWN, "gradient outside": OUTSIDE}
 
 
 def train(steps: int) -> Trained:

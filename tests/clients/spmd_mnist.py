@@ -1,6 +1,6 @@
 """JAX's example spmd_mnist_classifier_fromscratch: data parallelism on an Explicit axis."""
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 from clients.stubs import images, stand_in
 
 FILE = "examples/spmd_mnist_classifier_fromscratch.py"
@@ -10,7 +10,14 @@ OWN = Client(
     folder=FILE,
     mesh="8 batch, Explicit",
     step="jit_train_step",
-    patch=(),
+    patch=(
+        Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),
+        Change(
+            FILE,
+            "grads = grad(loss)(params, batch)",
+            "_, grads = dq.value_and_grad(loss, axis_name='batch', method=METHOD)(params, batch)",
+        ),
+    ),
 )
 VARIANTS = {"as it is": OWN}
 
