@@ -195,8 +195,9 @@ def reduce_over(
     """`reduce` over workers that may be groups, with its arguments as one request."""
     if is_outside(axis, tree):
         check_outside(tree, axis, op, specs, weight)
-        run = functools.partial(reduce_over, axis, op=op, compression=compression, metrics=metrics)
-        return reduce_unreduced(run, tree, axis, compression, key=key, state=state)
+        run = functools.partial(reduce_over, axis, op=op, compression=compression)
+        options = {"key": key, "state": state, "metrics": metrics}
+        return reduce_unreduced(run, tree, axis, compression, **options)
     sizes = axis_sizes(axis)
     n_workers = math.prod(sizes)
     check_key(key, axis)

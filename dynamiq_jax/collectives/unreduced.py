@@ -81,19 +81,21 @@ def reduce_unreduced(
     *,
     key: Array | None,
     state: State | None,
+    metrics: bool,
 ) -> Reduced:
     """Maps ``run`` over the whole mesh for leaves that are unreduced over ``axis``.
 
     Other leaves pass as they are: JAX has summed them.
 
     Args:
-      run: ``(tree, specs=, key=, state=) -> Reduced``, a sum of one device's terms. Its ``specs``
-        say which axes split leaves.
+      run: ``(tree, specs=, key=, state=, metrics=) -> Reduced``, a sum of one device's terms. Its
+        ``specs`` say which axes split leaves.
       tree: leaves with types of an Explicit mesh.
       axis: the workers.
       compression: the request that ``run`` follows.
       key: as for `psum`.
       state: `Compression.init_state`'s with ``stacked=True``.
+      metrics: whether ``run`` returns them.
 
     Raises:
       ValueError: a leaf is unreduced over other axes than ``axis``, or the state is for other
@@ -110,6 +112,9 @@ def reduce_unreduced(
                 f"{axis.name!r}; pass axis_name={tuple(n for n in mesh.axis_names if n in found)}"
             )
     moves = [bool(unreduced_axes(x)) for x in leaves]
+
+    if not any(moves) and state is None and not metrics:
+        return Reduced(tree, None, None)
 
     def moving(found: list) -> Any:
         return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
@@ -130,11 +135,11 @@ def reduce_unreduced(
 
     def local(tree: Any, key: Array | None, state: State | None) -> Reduced:
         if state is None:
-            return run(tree, specs=specs, key=key)
+            return run(tree, specs=specs, key=key, metrics=metrics)
         leading = [1 + bool(axes) for axes in parts]  # of workers, and of parts
         pairs = zip(leading, state, strict=True)
         mine = [jax.tree.map(lambda x, k=k: x.reshape(x.shape[k:]), own) for k, own in pairs]
-        found = run(tree, specs=specs, key=key, state=tuple(mine))
+        found = run(tree, specs=specs, key=key, state=tuple(mine), metrics=metrics)
         pairs = zip(leading, found.state, strict=True)
         after = [jax.tree.map(lambda x, k=k: x[(None,) * k], own) for k, own in pairs]
         return found._replace(state=tuple(after))

@@ -200,13 +200,23 @@ class Deferred(NamedTuple):
         return found
 
     def _check_split(self, data: Any, why: Exception) -> None:
-        """Refuses arguments of which every device has all examples.
+        """Refuses arguments of which devices hold other examples than ``axis_name`` says.
 
         Raises:
-          ValueError: there are arrays, and none is sharded over the data axes.
+          ValueError: there are arrays, and no leading axis is sharded over the data axes, or one is
+            sharded over more axes.
         """
-        arrays = [x for x in jax.tree.leaves(data) if jnp.ndim(x)]
-        if arrays and not any(axes_of(_spec(x)) & {*self.axis.names} for x in arrays):
+        own = {*self.axis.names}
+        arrays = [_spec(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        leading = [names_of(spec[0]) for spec in arrays]
+        more = [names for names in leading if own < {*names}]
+        if more:
+            raise ValueError(
+                f"an argument of the loss is sharded over {more[0]} along its leading axis, and "
+                f"axis_name={self.axis.name!r}; pass axis_name={more[0]}: gradients are summed "
+                "over all axes that split the batch, together"
+            ) from why
+        if arrays and not any(axes_of(spec) & own for spec in arrays):
             raise ValueError(
                 f"no argument of the loss besides the parameters is sharded over axis "
                 f"{self.axis.name!r}: every device would compute all examples. Shard the batch, as "
@@ -239,10 +249,10 @@ class Deferred(NamedTuple):
             leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
             found = Reduced(None, None, None)
         else:
-            options = {"op": "sum", "compression": self.compression, "metrics": self.metrics}
-            run = functools.partial(reduce_over, self.axis, **options)
             own = self.axis, self.compression
-            found = reduce_unreduced(run, grads, *own, key=key, state=state)
+            run = functools.partial(reduce_over, self.axis, op="sum", compression=self.compression)
+            options = {"key": key, "state": state, "metrics": self.metrics}
+            found = reduce_unreduced(run, grads, *own, **options)
             leaves = jax.tree.leaves(found.tree)
         leaves = [self._reshard(x, spec) for x, spec in zip(leaves, placed, strict=True)]
         return found._replace(tree=treedef.unflatten(leaves))

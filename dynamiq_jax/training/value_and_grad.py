@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ def value_and_grad(
         compiled = jax.jit(differentiate)
 
         def reduced(*args, key=None, state=None, **kwargs):
+            _check_names(loss_fn, args, key=key, state=state)
             called = args, kwargs, key, state
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(called))
             if traced:
@@ -151,6 +153,26 @@ def value_and_grad(
         return on(_mesh_around(params))(*args, **kwargs)
 
     return reduced
+
+
+def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
+    """Refuses a keyword that the loss and the reduction both take.
+
+    Raises:
+      ValueError: it was passed, and the loss did not get its own by position.
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+        filled = signature.bind_partial(*args).arguments
+    except (TypeError, ValueError):
+        return
+    taken = [x for x in own if own[x] is not None and x in signature.parameters and x not in filled]
+    if taken:
+        meaning = {"key": "the key of the rounding", "state": "the state of the method"}[taken[0]]
+        raise ValueError(
+            f"the loss takes {taken[0]}, and {taken[0]}= is {meaning}, which the loss does not "
+            "get; pass the loss its own by position, or under another name"
+        )
 
 
 def _mesh_around(params: Any) -> Mesh | AbstractMesh:

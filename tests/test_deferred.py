@@ -1,0 +1,422 @@
+"""Gradients that stay unreduced on Explicit meshes, against JAX's own of the same loss."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CHEAP, assert_same_bits, compilations, small
+from flax import linen, nnx
+from hlo import OPERATION, arrays_of, bits_of
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.collectives.unreduced import unreduced_axes
+
+F32 = small(dq.F32(), exclude="bias|scale")
+WIDTH = 64
+
+
+def put(tree, mesh, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+@functools.cache
+def mesh_of(*sizes):
+    return jax.make_mesh(sizes or (8,), ("data", "model")[: len(sizes) or 1])
+
+
+@functools.cache
+def arrays():
+    """Parameters, and a batch whose examples count differently on every worker."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "up": jax.random.normal(keys[0], (16, WIDTH)) / 4,
+        "bias": jax.random.normal(keys[1], (WIDTH,)),
+        "down": jax.random.normal(keys[2], (WIDTH, 16)) / 8,
+        "scale": jnp.float32(1.5),
+    }
+    x = jax.random.normal(keys[3], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
+    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
+    return jax.device_get((params, {"x": x, "mask": mask}))
+
+
+def placed(mesh=None):
+    mesh = mesh or mesh_of()
+    params, batch = arrays()
+    return put(params, mesh), put(batch, mesh, "data")
+
+
+def out(params, x):
+    return jnp.tanh(x @ params["up"] + params["bias"][None]) @ params["down"] * params["scale"]
+
+
+def masked(params, batch):
+    """The mean over tokens that count, which are not as many on every worker."""
+    errors = jnp.mean(jnp.square(out(params, batch["x"]) - batch["x"]), axis=-1)
+    return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def assert_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == plain.dtype
+        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=1e-6)
+
+
+def plain(loss, **options):
+    """The value and the gradient of the whole batch on one device."""
+    return jax.value_and_grad(loss, **options)(*arrays())
+
+
+LOSSES = {
+    "masked": masked,
+    "penalty": lambda p, b: masked(p, b) + 0.1 * jnp.sum(jnp.tanh(p["up"])),
+    "factor": lambda p, b: masked(p, b) * jnp.sum(jnp.tanh(p["up"] * p["scale"])),
+    "parameters alone": lambda p, b: jnp.sum(jnp.square(p["up"])) * jnp.sum(jnp.tanh(p["down"])),
+    "half unused": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["up"])),
+    "checkpointed": lambda p, b: jax.checkpoint(masked)(p, b),
+    "vmapped": lambda p, b: jnp.mean(jax.vmap(lambda x: jnp.sum(out(p, x[None])))(b["x"])),
+    "conditional": lambda p, b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b),
+    "transposed": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["down"].T @ p["up"].T)),
+    "cast": lambda p, b: masked(jax.tree.map(lambda w: w.astype(jnp.float32), p), b),
+    "in a row": lambda p, b: masked(p, b) + masked(p | {"up": p["up"] * 2}, b),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_are_those_of_the_global_loss(name):
+    params, batch = placed()
+    f = dq.value_and_grad(LOSSES[name], axis_name="data", method=F32)
+    assert_close(jax.jit(f)(params, batch), plain(LOSSES[name]))
+
+
+def test_jit_and_a_mesh_around_are_not_needed():
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=F32)
+    with compilations() as compiled:
+        found = f(params, batch)
+        assert 1 <= len(compiled) <= 3  # one program, not one for each operation
+        compiled.clear()
+        assert_same_bits(f(params, batch), found)
+        assert not compiled
+    assert_close(found, plain(masked))
+    with jax.set_mesh(mesh_of()):
+        assert_close(f(params, batch), found)
+        assert_close(jax.jit(f)(params, batch), found)
+    on = dq.value_and_grad(masked, axis_name="data", method=F32, mesh=mesh_of())
+    assert_close(on(arrays()[0], batch), found)  # parameters from nowhere
+
+
+def test_arguments_are_those_of_jax_value_and_grad():
+    params, batch = placed()
+    key = put(jax.random.key(3), mesh_of())
+
+    def loss(first, batch, second, *, dropout, power):
+        noise = jax.random.normal(dropout, (16,))
+        aux = {
+            "rows": batch["mask"] * 2,
+            "count": jnp.int32(7),
+            "key": dropout,
+            "own": second["up"],
+        }
+        both = jax.tree.map(jnp.add, first, second)
+        return masked(both, batch) ** power + jnp.mean(noise), aux
+
+    options = {"argnums": (0, 2), "has_aux": True}
+    args = (params, batch, params), {"dropout": key, "power": 2}
+    f = dq.value_and_grad(loss, axis_name="data", method=F32, **options)
+    found = jax.jit(f, static_argnames="power")(*args[0], **args[1])
+    expected = jax.value_and_grad(loss, **options)(
+        arrays()[0], arrays()[1], arrays()[0], dropout=jax.random.key(3), power=2
+    )
+    (value, aux), grads = found
+    (plain_value, plain_aux), plain_grads = expected
+    assert_close((value, grads), (plain_value, plain_grads))
+    assert aux.pop("key") == plain_aux.pop("key")
+    assert_close(aux, plain_aux)
+    assert aux["rows"].sharding.spec == P("data")
+    last = dq.value_and_grad(lambda b, p: masked(p, b), axis_name="data", argnums=-1, method=F32)
+    assert_close(last(batch, params)[1], plain(masked)[1])
+
+
+def collectives(function, *args):
+    """(name, coordinates) of every collective of the compiled function."""
+    hlo = jax.jit(function).lower(*args).compile().as_text()
+    return [
+        (match["name"], sum(bits_of(*array) for array in arrays_of(match["type"])) // 32)
+        for match in map(OPERATION.search, hlo.splitlines())
+        if match
+    ]
+
+
+def test_large_gradients_are_reduced_by_the_method_alone():
+    """JAX sums what the method does not take, and moves payloads of a quarter besides."""
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=small(CHEAP.method, exclude="bias"))
+    large = 16 * WIDTH
+    native = collectives(jax.value_and_grad(masked), params, batch)
+    assert max(size for name, size in native if name == "all-reduce") >= large
+    ours = collectives(f, params, batch)
+    assert max(size for name, size in ours if name == "all-reduce") < large / 4
+    assert {"all-to-all", "all-gather"} <= {name for name, _ in ours}
+
+
+def test_copies_of_compressed_gradients_are_equal_and_follow_the_key():
+    params, batch = placed()
+    f = jax.jit(dq.value_and_grad(masked, axis_name="data", method=CHEAP, metrics=True))
+    found = [f(params, batch, key=jax.random.key(i))[1] for i in (0, 0, 1)]
+    expected = plain(masked)[1]
+    for reduced in found:
+        assert 1e-6 < float(dq.vnmse(jax.device_get(reduced.tree), expected)) < 0.1
+        assert float(reduced.metrics.vnmse) > 0
+        for leaf in jax.tree.leaves(reduced.tree):
+            first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+            assert len(others) == 7
+            assert_same_bits(others, [first] * 7)
+    first, again, other = (reduced.tree for reduced in found)
+    assert_same_bits(first, again)
+    assert np.mean(np.asarray(first["up"]) != np.asarray(other["up"])) > 0.3
+
+
+def test_a_window_of_micro_batches_is_reduced_once():
+    """Unreduced gradients are added in a scan; zeros of their type begin it."""
+    params, batch = placed()
+    method = small(CHEAP.method, exclude="bias|scale")
+    micro = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), batch)
+    first = jax.tree.map(lambda x: x[0], micro)
+
+    def accumulate(reduce_grads, f, params, micro):
+        def add(total, batch):
+            loss, grads = f(params, batch)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(f, params, first)[1])
+        total, losses = lax.scan(add, zeros, micro)
+        return losses, reduce_grads(total)
+
+    def ours(method):
+        f = dq.value_and_grad(masked, axis_name="data", method=method, reduce=False)
+        reduce_grads = functools.partial(dq.psum, axis_name="data", method=method)
+        return functools.partial(accumulate, reduce_grads, f)
+
+    native = functools.partial(accumulate, lambda total: total, jax.value_and_grad(masked))
+    assert_close(jax.jit(ours(F32))(params, micro), jax.jit(native)(params, micro))
+    steps = collectives(ours(method), params, micro)
+    assert [name for name, _ in steps].count("all-gather") == 1  # of sums, outside of the loop
+    assert max(size for name, size in steps if name == "all-reduce") < 16 * WIDTH / 4
+
+
+def test_leaves_that_cannot_be_deferred_are_found_and_named():
+    """A table from which rows are taken by plain indexing, twice as large as all others."""
+    mesh = mesh_of()
+    params, batch = placed()
+    params = params | {"table": put(np.ones((256, 16), np.float32), mesh)}
+    rows = put(np.arange(32, dtype=np.int32), mesh, "data")
+
+    def loss(params, batch, rows):
+        taken = params["table"].at[rows].get(out_sharding=P("data", None))
+        return masked(params, batch | {"x": batch["x"] * taken + params["table"][:32]})
+
+    f = dq.value_and_grad(loss, axis_name="data", method=F32)
+    with pytest.warns(UserWarning, match=r"1 leaves of 16,384 bytes .*: table\..*exclude="):
+        found = jax.jit(f)(params, batch, rows)
+    with jax.set_mesh(mesh):
+        assert_close(found, jax.jit(jax.value_and_grad(loss))(params, batch, rows))
+    told = small(dq.F32(), exclude="table|bias|scale")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f = dq.value_and_grad(loss, axis_name="data", method=told)
+        assert_close(jax.jit(f)(params, batch, rows), found)
+
+
+def test_errors_of_the_loss_are_its_own():
+    params, batch = placed()
+
+    def wrong(params, batch):
+        raise KeyError("no such layer")
+
+    for f in (
+        dq.value_and_grad(wrong, axis_name="data", method=F32),
+        dq.value_and_grad(wrong, axis_name="data"),
+    ):
+        with pytest.raises(KeyError, match="no such layer"):
+            f(params, batch)
+
+
+def test_errors():
+    mesh = mesh_of()
+    params, batch = placed()
+    options = {"axis_name": "data", "method": F32}
+    f = dq.value_and_grad(masked, **options)
+    with pytest.raises(ValueError, match=r"sharded over axis 'data'.*jax.device_put"):
+        f(params, arrays()[1])
+    keyed = dq.value_and_grad(lambda p, b, key=None: masked(p, b), **options)
+    with pytest.raises(ValueError, match="takes key.*and key= is the key of the rounding"):
+        keyed(params, batch, key=jax.random.key(0))
+    keyed(params, batch, None, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="there is no mesh.*mesh=mesh"):
+        f(*arrays())
+    with pytest.raises(ValueError, match=r"axis_name='rows' is not in the mesh"):
+        dq.value_and_grad(masked, axis_name="rows")(params, batch)
+    with pytest.raises(TypeError, match=r"loss has shape \(32,\)"):
+        dq.value_and_grad(lambda p, b: b["mask"] * p["scale"], **options)(params, batch)
+    with pytest.raises(ValueError, match="types of arrays on Explicit axes.*leave specs out"):
+        dq.value_and_grad(masked, specs=P(), mesh=mesh, **options)
+    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ValueError, match="reduce=False"):
+        dq.value_and_grad(masked, mesh=mixed, reduce=False, **options)
+    sharded = params | {"up": put(params["up"], mesh, "data")}
+    with pytest.raises(NotImplementedError, match="sharded over the data axes"):
+        dq.value_and_grad(masked, reduce=False, **options)(sharded, batch)
+
+
+def test_a_batch_over_more_axes_than_those_reduced_is_refused():
+    mesh = mesh_of(4, 2)
+    params, batch = put(arrays()[0], mesh), put(arrays()[1], mesh, ("data", "model"))
+    f = dq.value_and_grad(masked, axis_name="data", method=F32)
+    with pytest.raises(ValueError, match=r"sharded over \('data', 'model'\).*axis_name='data'"):
+        f(params, batch)
+    both = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32)
+    assert_close(both(params, batch), plain(masked))
+
+
+# --- psum outside of maps -------------------------------------------------------------------------
+
+
+@functools.cache
+def unreduced():
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=F32, reduce=False)
+    return jax.jit(f)(params, batch)[1]
+
+
+def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
+    grads = unreduced()
+    assert unreduced_axes(grads["up"]) == {"data"}
+    assert not unreduced_axes(grads["bias"])
+    expected = plain(masked)[1]
+    assert_close(dq.psum(grads, "data", method=F32), expected)
+    assert_close(jax.jit(lambda g: dq.psum(g, "data", method=F32))(grads), expected)
+    found = dq.reduce(grads, "data", op="sum", method=CHEAP, metrics=True, key=jax.random.key(0))
+    assert 1e-6 < float(dq.vnmse(jax.device_get(found.tree), expected)) < 0.1
+    assert float(found.metrics.vnmse) > 0
+
+
+def test_errors_of_psum_outside_of_maps():
+    grads = unreduced()
+    with pytest.raises(ValueError, match="op='mean' over axis 'data' outside of maps.*op='sum'"):
+        dq.pmean(grads, "data")
+    with pytest.raises(ValueError, match="leave specs out"):
+        dq.psum(grads, "data", specs=P())
+    with pytest.warns(UserWarning, match="no leaf is unreduced over axis 'data'"):
+        dq.psum({"bias": grads["bias"]}, "data")
+    with pytest.raises(NameError, match="unbound axis"):
+        dq.psum(arrays()[0], "data")
+    with pytest.raises(NameError, match="unbound axis"):
+        dq.psum(grads, "rows")
+    mesh = mesh_of(4, 2)
+    params, batch = put(arrays()[0], mesh), put(arrays()[1], mesh, ("data", "model"))
+    f = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32, reduce=False)
+    grads = jax.jit(f)(params, batch)[1]
+    with pytest.raises(ValueError, match=r"\['data', 'model'\], and axis_name='data'; pass"):
+        dq.psum(grads, "data")
+
+
+# --- Flax and optax -------------------------------------------------------------------------------
+
+
+def test_scanned_layers_of_nnx_under_nnx_jit():
+    mesh = mesh_of()
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(16, WIDTH, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(WIDTH, 16, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.vmap(Block)(rngs.split(3))
+
+        def __call__(self, x):
+            return nnx.scan(
+                nnx.remat(lambda x, block: block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+            )(x, self.blocks)
+
+    x = put(arrays()[1]["x"], mesh, "data")
+    with jax.set_mesh(mesh):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        graph, params = nnx.split(model)
+        params = put(params, mesh)
+        nnx.update(model, params)
+
+        def loss(params, x):
+            return jnp.mean(jnp.square(nnx.merge(graph, params)(x) - jnp.sin(x)))
+
+        expected = jax.jit(jax.value_and_grad(loss))(params, x)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            value, grads = dq.value_and_grad(loss, axis_name="data", method=F32)(
+                nnx.state(model), x
+            )
+            optimizer.update(model, grads)
+            return value, grads
+
+        value, grads = step(model, optimizer, x)
+        assert_close((value, grads), expected)
+        after = jax.tree.map(lambda p, g: p - 0.1 * g, params, expected[1])
+        assert_close(nnx.state(model), after)
+
+
+def test_linen_with_loss_scaling_and_apply_if_finite():
+    mesh = mesh_of()
+    model = linen.Sequential(
+        [linen.Dense(WIDTH, use_bias=False), linen.tanh, linen.Dense(16, use_bias=False)]
+    )
+    x = put(arrays()[1]["x"], mesh, "data")
+    params = put(model.init(jax.random.key(0), arrays()[1]["x"]), mesh)
+    optimizer = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3)
+
+    def train(value_and_grad, scales):
+        @jax.jit
+        def step(params, state, x, scale):
+            def scaled(params):
+                return scale * jnp.mean(jnp.square(model.apply(params, x) - x))
+
+            loss, grads = value_and_grad(scaled)(params)
+            grads = jax.tree.map(lambda g: g / scale, grads)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        own, state = params, put(optimizer.init(params), mesh)
+        with jax.set_mesh(mesh):
+            for scale in scales:
+                own, state, _ = step(own, state, x, scale)
+        return own, state
+
+    ours = functools.partial(dq.value_and_grad, axis_name="data", method=F32)
+    for scales in ([1024.0, 512.0], [1024.0, jnp.inf]):
+        assert_close(train(ours, scales), train(jax.value_and_grad, scales))
+
+
+def test_gradients_of_masters_are_f32_where_the_loss_casts_them():
+    params, batch = placed()
+
+    def loss(params, batch):
+        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, batch))
+        return masked(*low).astype(jnp.float32)
+
+    _, grads = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(params, batch)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    expected = plain(masked)[1]
+    assert float(dq.vnmse(jax.device_get(grads), expected)) < 1e-3
