@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from clients.client import Client, Trained
+from clients.client import Change, Client, Trained
 from clients.stubs import images, stand_in
 
+FILE = "examples/mnist/train.py"
 OWN = Client(
     repository="google/flax",
     commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
@@ -13,7 +14,31 @@ OWN = Client(
     step="jit_train_step",
     patch=(),
 )
-EXPLICIT = dataclasses.replace(OWN, mesh="8 data, Explicit", options={"explicit": True})
+PURE = """  graphdef, params, rest = nnx.split((model, rngs), nnx.Param, ...)
+  def pure(params, rest, batch):
+    model, rngs = nnx.merge(graphdef, params, rest, copy=True)
+    loss, logits = loss_fn(model, batch, rngs)
+    return loss, (logits, nnx.state((model, rngs), nnx.Not(nnx.Param)))
+  grad_fn = dq.value_and_grad(pure, has_aux=True, axis_name='data', method=METHOD)
+  (loss, (logits, rest)), grads = grad_fn(params, rest, batch)
+  nnx.update((model, rngs), rest)
+"""
+EXPLICIT = dataclasses.replace(
+    OWN,
+    mesh="8 data, Explicit",
+    patch=(
+        Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),
+        Change(
+            FILE,
+            """  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+  (loss, logits), grads = grad_fn(model, batch, rngs)
+""",
+            PURE,
+        ),
+        Change(FILE, "optimizer.update(model, grads)", "optimizer.update(model, grads[0])"),
+    ),
+    options={"explicit": True},
+)
 VARIANTS = {"Auto": OWN, "Explicit": EXPLICIT}
 
 
