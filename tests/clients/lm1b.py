@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from clients.client import Change, Client, Trained
+from clients.client import Client, Trained
 from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
@@ -21,11 +21,6 @@ OWN = Client(
     patch=(),
 )
 FILE = "examples/lm1b/train.py"
-EXPLICIT = Change(
-    FILE,
-    "mesh = Mesh(devices_array, config.mesh_axes)",
-    "mesh = Mesh(devices_array, config.mesh_axes, (jax.sharding.AxisType.Explicit,) * 3)",
-)
 VARIANTS = {
     "DP": OWN,
     "FSDP": dataclasses.replace(
@@ -35,9 +30,6 @@ VARIANTS = {
     ),
     "DP × TP": dataclasses.replace(
         OWN, mesh="4 data × 1 fsdp × 2 tensor, Auto", options={"shape": (4, 1, 2)}
-    ),
-    "DP, Explicit": dataclasses.replace(
-        OWN, mesh="8 data × 1 fsdp × 1 tensor, Explicit", setting=(EXPLICIT,)
     ),
 }
 

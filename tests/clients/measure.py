@@ -19,27 +19,28 @@ TRIPS = re.compile(r'known_trip_count[\\"]*:{[\\"]*n[\\"]*:[\\"]*(\d+)')
 
 
 class Traffic(NamedTuple):
-    """Bytes that one device sends in a step, and the largest array of a native reduction."""
+    """Bytes that one device sends in a step, by collective; a native reduction's largest array."""
 
-    sent: float
+    sent: dict[str, float]
     largest: str
 
 
 def traffic(program: str) -> Traffic:
     """The traffic of a program, from its optimized HLO. Loops count as often as they run."""
     entry, bodies = _computations(program)
-    sent, largest = 0.0, (0, "none")
+    sent: collections.Counter[str] = collections.Counter()
+    largest = 0, "none"
     for name, times in _times(entry, bodies).items():
         for line in bodies[name]:
             match = OPERATION.search(line)
             if match is None or match["name"] in ("send", "recv"):
                 continue
             arrays = arrays_of(match["type"])
-            sent += times * _sent(line, match["name"], arrays)
+            sent[match["name"]] += times * _sent(line, match["name"], arrays)
             if match["name"] in ("all-reduce", "reduce-scatter"):
                 pairs = [(bits_of(*array), f"{array[0]}[{array[1]}]") for array in arrays]
                 largest = max(largest, *pairs)
-    return Traffic(sent, largest[1])
+    return Traffic(dict(sent), largest[1])
 
 
 def _sent(line: str, name: str, arrays: list[tuple[str, str]]) -> float:

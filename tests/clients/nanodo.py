@@ -22,7 +22,7 @@ EXPLICIT = (
     Change(
         FILE,
         'mesh = Mesh(mesh_utils.create_device_mesh((jax.device_count(),)), ("data",))',
-        'mesh = jax.make_mesh((jax.device_count(),), ("data",))',
+        'jax.set_mesh(mesh := jax.make_mesh((jax.device_count(),), ("data",)))',
     ),
     Change(FILE, "in_BxL = jax.lax.with_sharding_constraint(", "in_BxL = jax.reshard("),
     Change(
@@ -44,7 +44,6 @@ ON_EXPLICIT = (
 VARIANTS = {
     "FSDP": OWN,
     "DP": dataclasses.replace(OWN, mesh="8 data, Auto", options={"fsdp": False}),
-    "FSDP, Explicit": dataclasses.replace(OWN, mesh="8 data, Explicit, FSDP", setting=EXPLICIT),
     "DP, Explicit": dataclasses.replace(
         OWN,
         mesh="8 data, Explicit",

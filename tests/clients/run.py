@@ -58,7 +58,7 @@ def main() -> int:
         client = module.VARIANTS[variant]
         print(f"\n{options.client}, {variant}: {client.repository} {client.commit[:10]}")
         _check_commit(options.checkout, client.commit)
-        runs = [options.only] if options.only else list(METHODS)
+        runs = [options.only] if options.only else list(METHODS)[: None if client.patch else 1]
         found = {run: _run(options, variant, client, run) for run in runs}
         _report(options.client, variant, client, found)
         failed |= any("error" in result for result in found.values())
@@ -108,8 +108,8 @@ def _report(name: str, variant: str, client, found: dict[str, dict]) -> None:
         first, last = result["losses"][0], result["losses"][-1]
         print(
             f"{run}: loss {first:.6f} to {last:.6f} in {len(result['losses'])} steps, "
-            f"{result['megabytes']:.3f} MB sent per step, largest native all-reduce "
-            f"{result['largest']}, copies {'equal' if result['equal'] else 'DIFFER'}"
+            f"{result['megabytes']:.3f} MB sent per step {result['by']}, largest native "
+            f"all-reduce {result['largest']}, copies {'equal' if result['equal'] else 'DIFFER'}"
         )
     cells = [f"{name}, {variant}", client.commit[:10], client.mesh]
     cells.append(str(max(result.get("lines", 0) for result in found.values())))
@@ -136,7 +136,8 @@ def _train(module, client, steps: int, root: Path) -> None:
     sent, largest = measure.traffic(program)
     result = {
         "losses": [float(loss) for loss in trained.losses],
-        "megabytes": sent / 1e6,
+        "megabytes": sum(sent.values()) / 1e6,
+        "by": {name: round(n / 1e6, 3) for name, n in sorted(sent.items())},
         "largest": largest,
         "equal": measure.copies_equal(trained.state),
     }
