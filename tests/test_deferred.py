@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from cases import CHEAP, assert_same_bits, compilations, small
+from compiler import AS_USERS
 from flax import linen, nnx
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
@@ -66,7 +67,9 @@ def assert_close(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == plain.dtype
-        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            ours, plain, rtol=1e-4, atol=1e-5 * np.max(np.abs(plain), initial=0)
+        )
 
 
 def plain(loss, **options):
@@ -74,8 +77,27 @@ def plain(loss, **options):
     return jax.value_and_grad(loss, **options)(*arrays())
 
 
+def grad_norm(p, b):
+    """A penalty on derivatives: with respect to the examples."""
+    return jnp.mean(jnp.square(jax.grad(lambda x: jnp.sum(out(p, x)))(b["x"])))
+
+
 LOSSES = {
     "masked": masked,
+    "linear penalty": lambda p, b: masked(p, b) + jnp.sum(p["up"]) + 0.5 * jnp.sum(p["down"]),
+    "penalty in jit": lambda p, b: masked(p, b) + jax.jit(lambda w: jnp.sum(jnp.tanh(w)))(p["up"]),
+    "checkpointed penalty": lambda p, b: jax.checkpoint(
+        lambda p: masked(p, b) + jnp.sum(jnp.tanh(p["up"]))
+    )(p),
+    "penalty in a loop": lambda p, b: lax.scan(
+        lambda total, _: (total + jnp.sum(jnp.tanh(p["up"])), None),
+        masked(p, b) + jnp.sum(p["up"]),
+        None,
+        length=2,
+    )[0],
+    "hinge": lambda p, b: masked(p, b) + jnp.sum(jnp.maximum(p["up"], 0.0)),
+    "weight": lambda p, b: masked(p, b) * p["up"][0, 0],
+    "derivative": grad_norm,
     "penalty": lambda p, b: masked(p, b) + 0.1 * jnp.sum(jnp.tanh(p["up"])),
     "factor": lambda p, b: masked(p, b) * jnp.sum(jnp.tanh(p["up"] * p["scale"])),
     "parameters alone": lambda p, b: jnp.sum(jnp.square(p["up"])) * jnp.sum(jnp.tanh(p["down"])),
@@ -91,9 +113,11 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_gradients_are_those_of_the_global_loss(name):
+    """Compiled as users do: optimisations move types of unreduced values to constants."""
     params, batch = placed()
     f = dq.value_and_grad(LOSSES[name], axis_name="data", method=F32)
-    assert_close(jax.jit(f)(params, batch), plain(LOSSES[name]))
+    f = jax.jit(f, compiler_options=AS_USERS)
+    assert_close(f(params, batch), plain(LOSSES[name]))
 
 
 def test_jit_and_a_mesh_around_are_not_needed():
@@ -141,6 +165,7 @@ def test_arguments_are_those_of_jax_value_and_grad():
     assert aux.pop("key") == plain_aux.pop("key")
     assert_close(aux, plain_aux)
     assert aux["rows"].sharding.spec == P("data")
+    assert not any(jax.typeof(x).sharding.spec.reduced for x in jax.tree.leaves(aux))
     last = dq.value_and_grad(lambda b, p: masked(p, b), axis_name="data", argnums=-1, method=F32)
     assert_close(last(batch, params)[1], plain(masked)[1])
 
@@ -206,8 +231,9 @@ def test_a_window_of_micro_batches_is_reduced_once():
         return functools.partial(accumulate, reduce_grads, f)
 
     native = functools.partial(accumulate, lambda total: total, jax.value_and_grad(masked))
-    assert_close(jax.jit(ours(F32))(params, micro), jax.jit(native)(params, micro))
-    steps = collectives(ours(method), params, micro)
+    with jax.set_mesh(mesh_of()):
+        assert_close(jax.jit(ours(F32))(params, micro), jax.jit(native)(params, micro))
+        steps = collectives(ours(method), params, micro)
     assert [name for name, _ in steps].count("all-gather") == 1  # of sums, outside of the loop
     assert max(size for name, size in steps if name == "all-reduce") < 16 * WIDTH / 4
 

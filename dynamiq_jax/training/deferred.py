@@ -127,13 +127,29 @@ class Deferred(NamedTuple):
                     f"the loss has shape {loss.shape} and dtype {loss.dtype}; return a scalar of "
                     "floating-point numbers, such as the mean over all examples"
                 )
-            # A loss that is a function of deferred parameters alone is typed as reduced. Its seed
-            # has to be that of a plain loss, and the compiler must not merge it with other ones.
+            # A loss that is a function of deferred parameters alone is typed as reduced, and its
+            # cotangent would be unreduced: a 1 on every device.
             return self._plain(loss), jax.tree.map(self._plain, aux)
 
         loss, back, aux = jax.vjp(loss_of, held, has_aux=True)
-        (grads,) = back(lax.optimization_barrier(jnp.ones_like(loss)))
+        (grads,) = back(self._seed(loss.dtype))
         return ((loss, aux) if self.has_aux else loss), grads
+
+    def _seed(self, dtype: Any) -> Array:
+        """The cotangent of the loss: 1, in total.
+
+        XLA may move the type of an unreduced value to a constant that the value is made of, alone
+        or merged with other constants: then every device holds all of it, and the gradient is n
+        times too large. No type moves into a map.
+        """
+        seed = jax.shard_map(
+            lambda: lax.optimization_barrier(jnp.ones((), dtype)),
+            mesh=self.mesh,
+            in_specs=(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return seed()
 
     def _deferrable(
         self,
