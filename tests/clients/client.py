@@ -1,4 +1,4 @@
-"""What a client is: a trainer of others, our patch of it, and what 20 of its steps give."""
+"""Clients: trainers of others with our patches, and what their steps give."""
 
 import difflib
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
-    """Lines of one file and what stands in their place; METHOD stands for the method of a run."""
+    """A change replaces lines of one file; METHOD in the new ones becomes the method of a run."""
 
     file: str
     old: str

@@ -34,6 +34,7 @@ OWN = Client(
 )
 VARIANTS = {
     "FSDP": OWN,
+    "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
     "FSDP × TP": dataclasses.replace(
         OWN,
         mesh="4 fsdp × 2 tensor, Explicit, FSDP",
@@ -55,7 +56,7 @@ MODEL = {
 }
 
 
-def train(steps: int, fsdp: int = 8, tensor: int = 1) -> Trained:
+def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) -> Trained:
     stand_in("sentencepiece", "grain", "input_pipeline", "tokenizer", "sampler")
     stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
     import jax
@@ -86,7 +87,7 @@ def train(steps: int, fsdp: int = 8, tensor: int = 1) -> Trained:
         num_train_steps=steps + 2,
         warmup_steps=5,
         learning_rate=0.005,
-        use_bfloat16=False,
+        use_bfloat16=bfloat16,
         restore_checkpoints=False,
     )
     found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())

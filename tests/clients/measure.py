@@ -1,4 +1,4 @@
-"""What a step's compiled program sends, and whether copies of an array are equal."""
+"""Measurements read what a compiled step sends, and whether copies of an array are equal."""
 
 import collections
 import math
@@ -19,7 +19,12 @@ TRIPS = re.compile(r'known_trip_count[\\"]*:{[\\"]*n[\\"]*:[\\"]*(\d+)')
 
 
 class Traffic(NamedTuple):
-    """Bytes that one device sends in a step, by collective; a native reduction's largest array."""
+    """The traffic of a step.
+
+    Attributes:
+      sent: the bytes that one device sends, by the name of the collective.
+      largest: the largest array of a native all-reduce or reduce-scatter, as HLO writes it.
+    """
 
     sent: dict[str, float]
     largest: str
