@@ -4,7 +4,7 @@
 import dynamiq_jax as dq
 
 grads = dq.psum(grads, "data")  # inside shard_map or pmap: 5 bits per coordinate, not 16
-loss, grads = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, batch)  # in pjit
+loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # in pjit
 ```
 """
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
-from dynamiq_jax.compression import Compression, explain
 from dynamiq_jax.lax.xla import jit
-from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
+from dynamiq_jax.request.compression import Compression, explain
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
 from dynamiq_jax.training.pipeline import Scanned, sequential
@@ -30,6 +30,7 @@ __all__ = [
     "DynamiQ",
     "ErrorFeedback",
     "F32",
+    "Format",
     "Hierarchical",
     "Ring",
     "Scanned",

@@ -13,8 +13,8 @@ def check_fields(options: Any) -> None:
     """Refuses a field whose value is not of the annotated type; for ``__post_init__``.
 
     An int serves as a float, and a bool serves as neither. Scalars of NumPy become Python's, and
-    lists and ranges become tuples, so that every field can be hashed and saved. Annotations by
-    classes and protocols are not checked.
+    lists and ranges become tuples, so that every field can be hashed and saved. Of annotations by
+    classes only dataclasses are checked.
 
     Args:
       options: a dataclass whose annotations are not strings.
@@ -59,7 +59,8 @@ def _fits(value: Any, hint: Any) -> bool:
             return all(_fits(part, parts[0]) for part in value)
         return len(value) == len(parts) and all(map(_fits, value, parts))
     if hint not in _PLAIN:
-        return True
+        options = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        return isinstance(value, hint) if options else True
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)

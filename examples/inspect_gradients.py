@@ -140,7 +140,7 @@ def mean_widths(leaves: Leaves, bits: float, stage: int) -> dict[str, float]:
         plans = jax.vmap(lambda x: method.agreed(x, call, bound).plan, axis_name=AXIS)(flat)
         return plan_widths(jax.tree.map(lambda x: x[0], plans), stage)
 
-    each = np.repeat(np.asarray(widths(flat)), method.super_group_size)[: flat.shape[1]]
+    each = np.repeat(np.asarray(widths(flat)), method.format.super_group_size)[: flat.shape[1]]
     ends = np.cumsum([large[name].shape[1] for name in sorted(large)])[:-1]
     parts = dict(zip(sorted(large), np.split(each, ends), strict=True))
     return {name: float(parts[name].mean()) if name in parts else EXACT_WIDTH for name in leaves}

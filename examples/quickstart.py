@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 import dynamiq_jax as dq
 
-mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
 METHODS = {
     "bf16 psum": dq.BF16(),
     "5 bits": dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0),  # 0: however small
@@ -40,8 +40,8 @@ def loss_fn(params, x, y):
 
 @functools.partial(dq.jit, static_argnames="method")
 def step(params, x, y, method):
-    """One step of gradient descent; the gradient is the mean over workers."""
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)
+    """One step of gradient descent."""
+    grad_fn = dq.value_and_grad(loss_fn, axis_name="data", method=method)
     loss, grads = grad_fn(params, x, y)
     return jax.tree.map(lambda p, g: p - 2.0 * g, params, grads), loss
 
@@ -49,11 +49,14 @@ def step(params, x, y, method):
 keys = jax.random.split(jax.random.key(0), 3)
 start = {"up": jax.random.normal(keys[0], (256, 512)) / 16}
 start["down"] = jax.random.normal(keys[1], (512, 256)) / 22
+start = jax.device_put(start, jax.NamedSharding(mesh, jax.P()))
 x = jax.random.normal(keys[2], (64 * mesh.size, 256))
+x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+y = jnp.sin(x)
 print(f"{mesh.size} workers on {jax.default_backend()}\nmethod      loss    MB/step")
 for name, method in METHODS.items():
-    params, loss = step(start, x, jnp.sin(x), method)
+    params, loss = step(start, x, y, method)
     for _ in range(19):
-        params, loss = step(params, x, jnp.sin(x), method)
+        params, loss = step(params, x, y, method)
     megabytes = dq.explain(start, mesh.size, method=method, verbose=False).wire_bytes / 1e6
     print(f"{name:9}  {loss:.4f}  {megabytes:7.2f}")

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax import comparators
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.request.compression import as_compression
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
@@ -38,7 +38,7 @@ def low(method: Any = None, **options: Any) -> dq.Compression:
     return dq.Compression(method, **LOW_LIMITS, **options)
 
 
-CHEAP = small(dq.DynamiQ(widths=(4,), group_scale="bf16", bits=5.5))
+CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits=5.5))
 """For tests of what surrounds a method: one width compiles in a third of the default's time."""
 
 LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
@@ -56,29 +56,36 @@ TOPOLOGIES = {
 }
 """Topologies, and numbers of workers to try: of one stream, all below 10 that they serve."""
 
+
+def formatted(**fields: Any) -> dq.Compression:
+    """DynamiQ of this format with independent rounding, however small a leaf is."""
+    return small(dq.DynamiQ(format=dq.Format(**fields), **INDEPENDENT))
+
+
 INDEPENDENT: dict[str, Any] = {"rounding": "independent"}
+PIECEWISE = dq.Format(levels="piecewise")
+PAPER = dq.Format(group_size=16, levels="geometric", subtract_mean=True)
 METHODS = {
     "default": small(dq.DynamiQ()),
     "correlated": small(dq.DynamiQ(rounding="correlated")),
     "independent": small(dq.DynamiQ(**INDEPENDENT)),
-    "geometric": small(dq.DynamiQ(levels="geometric", **INDEPENDENT)),
-    "uniform": small(dq.DynamiQ(levels="uniform", **INDEPENDENT)),
-    "bf16_scales": small(dq.DynamiQ(group_scale="bf16", bits=6, **INDEPENDENT)),
-    "squared_error": small(dq.DynamiQ(floor=None, levels="piecewise", **INDEPENDENT)),
-    "mean": small(dq.DynamiQ(subtract_mean=True, **INDEPENDENT)),
+    "geometric": formatted(levels="geometric"),
+    "uniform": formatted(levels="uniform"),
+    "bf16_scales": small(dq.DynamiQ(format=dq.Format(group_scale="bf16"), bits=6, **INDEPENDENT)),
+    "squared_error": small(dq.DynamiQ(floor=None, format=PIECEWISE, **INDEPENDENT)),
+    "mean": formatted(subtract_mean=True),
     "paper": small(dq.DynamiQ(
-        widths=(2, 4, 8), floor=None, group_size=16, levels="geometric", rounding="correlated",
-        subtract_mean=True,
+        widths=(2, 4, 8), floor=None, rounding="correlated", format=PAPER,
     )),
-    "group_8": small(dq.DynamiQ(group_size=8, **INDEPENDENT)),
-    "group_64": small(dq.DynamiQ(group_size=64, group_scale="bf16", **INDEPENDENT)),
-    "super_128": small(dq.DynamiQ(super_group_size=128, **INDEPENDENT)),
-    "super_1024": small(dq.DynamiQ(super_group_size=1024, group_size=32, **INDEPENDENT)),
+    "group_8": formatted(group_size=8),
+    "group_64": formatted(group_size=64, group_scale="bf16"),
+    "super_128": formatted(super_group_size=128),
+    "super_1024": formatted(super_group_size=1024, group_size=32),
     "all_widths": small(dq.DynamiQ(widths=tuple(range(1, 17)), floor=None, bits=7, **INDEPENDENT)),
     "dither": small(dq.DynamiQ(dither=True, **INDEPENDENT)),
     "dither_all_widths": small(dq.DynamiQ(
-        dither=True, levels="companded", widths=(*range(1, 15), 16), floor=None, bits=7,
-        **INDEPENDENT,
+        dither=True, widths=(*range(1, 15), 16), floor=None, bits=7,
+        format=dq.Format(levels="companded"), **INDEPENDENT,
     )),
     "width_0": small(dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT)),
 }  # fmt: skip

@@ -36,9 +36,9 @@ from kernel_runs import payloads as arriving
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import make_plan, order_and_tiles
+from dynamiq_jax.request.compression import as_compression
 
 FILE = Path(__file__).with_name("golden.json")
 KEY = 7
@@ -123,10 +123,11 @@ def payloads_of(name: str) -> Any:
     """What `compress` and one hop write under format ``name``, without unspecified words."""
     fmt = FORMATS[name]
     size = 2 * 8 * 2 * fmt.super_group_size + 1000
+    groups = {"group_size": fmt.group_size, "super_group_size": fmt.super_group_size}
+    scales = {"group_scale": fmt.group_scale, "levels": fmt.levels, "subtract_mean": True}
     layout = dq.DynamiQ(
-        widths=fmt.widths, floor=None, bits=5.25, subtract_mean=True, group_size=fmt.group_size,
-        super_group_size=fmt.super_group_size, group_scale=fmt.group_scale, levels=fmt.levels,
-        rounding=fmt.rounding, dither=fmt.dither,
+        widths=fmt.widths, floor=None, bits=5.25, rounding=fmt.rounding, dither=fmt.dither,
+        format=dq.Format(**groups, **scales),
     ).layout(size, 2, dq.Ring(balance=0.8))  # fmt: skip
     x = jnp.asarray(exact_gradients(4, size))
     rows = jnp.pad(x, ((0, 0), (0, layout.rows * fmt.super_group_size - size)))
@@ -191,7 +192,7 @@ def tree() -> Any:
     }
 
     def by_path(path, leaf):
-        return dq.DynamiQ(bits=4 if path == "up" else 5, scale_axis="auto")
+        return dq.DynamiQ(bits=4 if path == "up" else 5, format=dq.Format(scale_axis="auto"))
 
     request = dq.Compression(by_path, min_leaf_size=1000, min_bucket_size=1000)
     return vmapped(request, dq.Direct(), mean=True)(leaves, key())

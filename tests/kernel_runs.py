@@ -23,7 +23,9 @@ FORMATS = {
     "small groups": pk.WireFormat(group_size=8, super_group_size=128),
     "large groups": pk.WireFormat(group_size=64, super_group_size=1024),
     "odd widths": pk.WireFormat(widths=(0, 1, 3, 6, 16)),
-    "dither": dq.DynamiQ(dither=True, levels="piecewise").allocation(8, dq.Direct()).fmt,
+    "dither": dq.DynamiQ(dither=True, format=dq.Format(levels="piecewise"))
+    .allocation(8, dq.Direct())
+    .fmt,
     "dither, odd widths": pk.WireFormat(widths=(0, 1, 2, 3, 6, 9, 16), dither=True),
 } | {f"width {w}": pk.WireFormat(widths=(w,)) for w in range(17)}
 

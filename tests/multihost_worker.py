@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from test_ring import plan_is_exact
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

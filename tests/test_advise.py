@@ -21,7 +21,7 @@ from dynamiq_jax.commands import cli
 from dynamiq_jax.commands.bench import advice, all_reduce, timing
 from dynamiq_jax.commands.bench.advice import NATIVE, SettingRow, decide, step_times
 from dynamiq_jax.commands.model_tree import load_model_tree, save_model_tree
-from dynamiq_jax.configuration import describe, parse
+from dynamiq_jax.request.configuration import describe, parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -398,7 +398,7 @@ def test_topologies_that_suit():
 
 def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkeypatch):
     """It goes by the kind of GPU. It stays where something is compressed."""
-    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**26))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = advice.settings(tree, (8,), [4], [dq.Ring()])
@@ -444,7 +444,8 @@ CONFIGURATIONS = {
     "native": dq.Compression(dq.BF16()),
     "direct": dq.Compression(dq.DynamiQ(bits=3.5), topology=dq.Direct()),
     "fields": dq.Compression(
-        dq.DynamiQ(widths=(2, 4, 8), levels="uniform", floor=4), topology=dq.Ring(streams=1)
+        dq.DynamiQ(widths=(2, 4, 8), format=dq.Format(levels="uniform"), floor=4),
+        topology=dq.Ring(streams=1),
     ),
     "levels": dq.Compression(
         dq.comparators.MXFP8(),

@@ -18,9 +18,9 @@ from compiler import FLAGS
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import agreement
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.lax import fingerprint
+from dynamiq_jax.request import agreement
+from dynamiq_jax.request.compression import as_compression
 
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
@@ -238,7 +238,7 @@ FIRST = {
     "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "bits=5.0", "bits=4.5"),
     "levels": (
         "method",
-        {"method": dq.DynamiQ(levels="uniform")},
+        {"method": dq.DynamiQ(format=dq.Format(levels="uniform"))},
         "levels=None",
         "levels='uniform'",
     ),

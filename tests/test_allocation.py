@@ -80,7 +80,7 @@ def test_default_widths_follow_the_floors():
         assert dq.DynamiQ(bits=bits).allocation(8, dq.Direct()).fmt.widths == expected
     even = tuple(range(2, 15, 2))
     assert dq.DynamiQ(floor=None).allocation(8, dq.Ring()).fmt.widths == even
-    geometric = dq.DynamiQ(bits=12, levels="geometric").allocation(8, dq.Ring())
+    geometric = dq.DynamiQ(bits=12, format=dq.Format(levels="geometric")).allocation(8, dq.Ring())
     assert max(geometric.fmt.widths) == 10
     given = dq.DynamiQ(widths=(2, 4, 8)).allocation(8, dq.Direct())
     assert given.fmt.widths == (2, 4, 8)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 N = 4
 KEY = jax.random.key(0)

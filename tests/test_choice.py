@@ -9,8 +9,8 @@ import pytest
 from cases import CHEAP, assert_same_bits, gradient, limits_of, small
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
+from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import choice as rule
 
 

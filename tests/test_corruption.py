@@ -18,8 +18,8 @@ import dynamiq_jax as dq
 N, SIZE = 4, 4 * 2048 * 3
 METHODS = {
     "default": small(dq.DynamiQ()),
-    "bf16_scales": small(dq.DynamiQ(group_scale="bf16", bits=6)),
-    "geometric": small(dq.DynamiQ(levels="geometric")),
+    "bf16_scales": small(dq.DynamiQ(format=dq.Format(group_scale="bf16"), bits=6)),
+    "geometric": small(dq.DynamiQ(format=dq.Format(levels="geometric"))),
     "raw_bf16": small(dq.DynamiQ(widths=(4, 16), bits=9)),
 }
 TOPOLOGIES = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}

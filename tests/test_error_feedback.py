@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods import Method, error_feedback
 from dynamiq_jax.methods.base import Outcome
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(3)
 SIZE = 3011

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression import as_compression
-from dynamiq_jax.configuration import TOPOLOGIES, methods
+from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.request.configuration import TOPOLOGIES, methods
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -30,22 +30,12 @@ FIELDS = [
     ({"bits": "5"}, ["bits='5'", "expected float", "bits=5.0"]),
     ({"dither": "off"}, ["dither='off'", "expected bool", "dither=False"]),
     ({"debug_checks": 1}, ["debug_checks=1", "expected bool", "debug_checks=False"]),
-    ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
     ({"floor": 5.0}, ["floor=5.0", "expected one of int, 'auto', None", "floor='auto'"]),
-    ({"levels": ""}, ["levels=''", "companded"]),
-    ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
-    ({"super_group_size": 300}, ["super_group_size=300", "(128, 256, 512, 1024)"]),
-    (
-        {"group_size": 64, "super_group_size": 128},
-        ["super_group_size=128", "group_size=64", "fewer than 4", "group_size <= 32"],
-    ),
-    ({"levels": "log"}, ["levels='log'", "companded", "piecewise", "geometric", "uniform"]),
     ({"rounding": "nearest"}, ["rounding='nearest'", "antithetic", "correlated", "independent"]),
-    ({"group_scale": "fp8"}, ["group_scale='fp8'", "uint8", "bf16"]),
     ({"backend": "cuda"}, ["backend='cuda'", "None", "triton", "jnp", "interpret"]),
     ({"backend": "pallas"}, ["backend='pallas'", "pass backend='triton'"]),
     (
-        {"levels": "geometric", "widths": (4, 11), "bits": 8},
+        {"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
         ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"],
     ),
     (
@@ -54,14 +44,29 @@ FIELDS = [
     ),
     ({"bits": float("nan")}, ["bits=nan"]),
     ({"bits": 33}, ["bits=33", "exceeds 32", "at most 14.38", "lower bits"]),
-    ({"scale_axis": "rows"}, ["scale_axis='rows'", "int, 'auto', None"]),
-    ({"dither": True, "levels": "geometric"}, ["dither=True", "levels='piecewise'"]),
+    (
+        {"dither": True, "format": dq.Format(levels="geometric")},
+        ["dither=True", "levels='piecewise'"],
+    ),
     ({"dither": True, "widths": (4, 15)}, ["widths=(4, 15)", "14 or 16"]),
     ({"floor": 5, "widths": (2, 4)}, ["floor=5", "(2, 4)", "'auto'", "None for no floor"]),
     ({"floor": 15}, ["floor=15", "13, 14)", "'auto'"]),
     ({"floor": "widest"}, ["floor='widest'", "'auto'"]),
-    ({"floor": 11, "levels": "geometric", "bits": 12}, ["floor=11", "9, 10)"]),
+    ({"floor": 11, "format": dq.Format(levels="geometric"), "bits": 12}, ["floor=11", "9, 10)"]),
     ({"floor": 5}, ["bits=5.0", "below 5.375", "the floor, 5", "lower floor"]),
+]
+FORMAT_FIELDS = [
+    ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
+    ({"levels": ""}, ["levels=''", "companded"]),
+    ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
+    ({"super_group_size": 300}, ["super_group_size=300", "(128, 256, 512, 1024)"]),
+    (
+        {"group_size": 64, "super_group_size": 128},
+        ["super_group_size=128", "group_size=64", "fewer than 4", "group_size <= 32"],
+    ),
+    ({"levels": "log"}, ["levels='log'", "companded", "piecewise", "geometric", "uniform"]),
+    ({"group_scale": "fp8"}, ["group_scale='fp8'", "uint8", "bf16"]),
+    ({"scale_axis": "rows"}, ["scale_axis='rows'", "int, 'auto', None"]),
 ]
 REQUEST_FIELDS = [
     ({"min_leaf_size": -1}, ["min_leaf_size=-1", "negative", "pass 0"]),
@@ -88,6 +93,14 @@ def test_bad_fields_of_a_method(fields, texts):
         assert text in str(info.value)
 
 
+@pytest.mark.parametrize(("fields", "texts"), FORMAT_FIELDS, ids=[str(f) for f, _ in FORMAT_FIELDS])
+def test_bad_fields_of_a_format(fields, texts):
+    with pytest.raises(ValueError) as info:
+        dq.Format(**fields)
+    for text in texts:
+        assert text in str(info.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "texts"), REQUEST_FIELDS, ids=[str(f) for f, _ in REQUEST_FIELDS]
 )
@@ -102,7 +115,7 @@ def test_a_topology_is_passed_once():
         psum_of_ones(method=request, topology=dq.Direct())
 
 
-OPTIONS = {**methods(), **TOPOLOGIES}
+OPTIONS = {**methods(), **TOPOLOGIES, "Format": dq.Format}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -117,9 +130,12 @@ def test_no_field_takes_a_value_of_another_type(name):
 def test_numbers_of_numpy_become_those_of_python():
     """So that methods of equal numbers print alike, and can be saved."""
     given = dq.DynamiQ(
-        bits=np.float32(4.5), group_size=np.int64(64), widths=[np.int8(2), 8], dither=np.bool_(1)
+        bits=np.float32(4.5),
+        format=dq.Format(group_size=np.int64(64)),
+        widths=[np.int8(2), 8],
+        dither=np.bool_(1),
     )
-    expected = dq.DynamiQ(bits=4.5, group_size=64, widths=(2, 8), dither=True)
+    expected = dq.DynamiQ(bits=4.5, format=dq.Format(group_size=64), widths=(2, 8), dither=True)
     assert (given, repr(given)) == (expected, repr(expected))
     assert given == pickle.loads(pickle.dumps(given)) == dataclasses.replace(given)
     assert repr(dq.Ring(balance=np.float16(0.5))) == repr(dq.Ring(balance=0.5))

@@ -25,7 +25,7 @@ from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(1)
 

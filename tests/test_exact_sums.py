@@ -41,7 +41,9 @@ def anchored(width, levels, n, seed=0):
 def test_sums_on_levels_are_exact(width, levels):
     n = 5
     x = anchored(width, levels, n)
-    method = small(dq.DynamiQ(widths=(width,), floor=None, levels=levels, bits=width + 1))
+    method = small(
+        dq.DynamiQ(widths=(width,), floor=None, format=dq.Format(levels=levels), bits=width + 1)
+    )
     result = np.asarray(vmapped(method)(x, jax.random.key(0)))
     expected = np.broadcast_to(np.sum(np.asarray(x, np.float64), axis=0), x.shape)
     np.testing.assert_array_equal(result.astype(np.float64), expected)
@@ -53,6 +55,6 @@ def test_sums_of_small_integers_are_exact_in_bf16(n, subtract_mean):
     half = rng.integers(-15, 16, (n, 8 * n * 2, 128))
     offset = 4 * rng.integers(-2, 3, (1, 8 * n * 2, 1)) if subtract_mean else 0
     x = (np.concatenate([half, -half], axis=2) + offset).reshape(n, -1)
-    method = small(dq.DynamiQ(widths=(16,), bits=17, subtract_mean=subtract_mean))
+    method = small(dq.DynamiQ(widths=(16,), bits=17, format=dq.Format(subtract_mean=subtract_mean)))
     result = np.asarray(vmapped(method)(jnp.asarray(x, jnp.float32), jax.random.key(0)))
     np.testing.assert_array_equal(result, np.broadcast_to(x.sum(axis=0), x.shape))

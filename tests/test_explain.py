@@ -44,7 +44,7 @@ def test_smallest_bucket_grows_with_workers_unless_given():
 
     found = [smallest(dq.DynamiQ(), n) for n in (1, 2, 8, 64)]
     assert found == [65536, 65536, 2**18, 2**21]
-    assert smallest(dq.DynamiQ(super_group_size=1024), 8) == 2**20
+    assert smallest(dq.DynamiQ(format=dq.Format(super_group_size=1024)), 8) == 2**20
     given = dq.Compression(dq.DynamiQ(), min_bucket_size=70_000)
     assert smallest(given, 64) == 70_000
     rows = dq.explain(TREE, 64, method=given, verbose=False).rows
@@ -117,7 +117,9 @@ def test_join_and_split_are_inverse():
     rng = np.random.default_rng(0)
     values = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in [(3, 4), (), (5,)]]
     leaves = describe_leaves(values)
-    grouping = group_leaves(leaves, min_leaf_size=0, min_bucket_size=0, bucket_bytes=10**6)
+    grouping = group_leaves(
+        leaves, min_leaf_size=0, min_bucket_size=0, bucket_bytes=10**6, declined={}
+    )
     (bucket,) = grouping.buckets
     flat = concatenate(bucket, values)
     np.testing.assert_array_equal(flat, np.concatenate([np.ravel(v) for v in values]))
@@ -128,9 +130,8 @@ def test_join_and_split_are_inverse():
 
 def test_buckets_are_told_apart_by_names():
     def tags(tree):
-        grouping = group_leaves(
-            describe_leaves(tree), min_leaf_size=0, min_bucket_size=0, bucket_bytes=0
-        )
+        limits = {"min_leaf_size": 0, "min_bucket_size": 0, "bucket_bytes": 0}
+        grouping = group_leaves(describe_leaves(tree), **limits, declined={})
         return {bucket.leaves[0].name: bucket.tag for bucket in grouping.buckets}
 
     small = tags({"b": jnp.ones(3), "c": jnp.ones(3)})
@@ -220,7 +221,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
 )
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
     """Its workers are more than the devices here, which could be any: fast ones, with engines."""
-    monkeypatch.setattr("dynamiq_jax.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith(topology)

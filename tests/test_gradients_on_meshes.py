@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import Outcome, ShardedMethod
+from dynamiq_jax.request.compression import as_compression
 
 F32 = small(dq.F32())
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}

@@ -14,10 +14,10 @@ from test_exact_sums import anchored
 from test_ring import relative_error
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 DEFAULT = METHODS["default"]
-EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"))
+EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 NAMES = ("pod", "node", "gpu")
 SIZE = 4 * 8 * 8 * 256 - 100  # a few tiles for each chunk of each slice, and a rest
 

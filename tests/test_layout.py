@@ -84,7 +84,7 @@ def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams, collecti
 
 def test_bits_of_a_ring_by_hand():
     """16 super-groups on each of 4 workers, at 5 bits, without and with a balance."""
-    method, even = dq.DynamiQ(bits=5, subtract_mean=True), dq.Ring(balance=0)
+    method, even = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True)), dq.Ring(balance=0)
     layout = method.layout(4 * 16 * 256, 4, even)
     # Two bf16 for each super-group, and 2 (n-1)/n of that.
     assert layout.stats_bits == 2 * 16 * 64 * 3 // 2
@@ -101,7 +101,7 @@ def test_bits_of_a_ring_by_hand():
 
 def test_bits_of_slices_by_hand():
     """A reduce-scatter and an all-gather of 16 super-groups for each of 4 workers, at 5 bits."""
-    method = dq.DynamiQ(bits=5, subtract_mean=True)
+    method = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True))
     coords = 16 * 256
     scatter = method.layout(coords, 4, dq.Direct(), "reduce_scatter")
     # All-reduced statistics of all slices, and three payloads of one slice each.
@@ -119,7 +119,7 @@ def test_bits_of_slices_by_hand():
 
 def test_without_means_there_is_half_the_statistics():
     size, n = 10**6, 4
-    with_mean = dq.DynamiQ(bits=5, subtract_mean=True).layout(size, n, ring(1))
+    with_mean = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True)).layout(size, n, ring(1))
     without = dq.DynamiQ(bits=5).layout(size, n, ring(1))
     assert 2 * without.stats_bits == with_mean.stats_bits
     saved = with_mean.stats_bits - without.stats_bits

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 N, PARTS, MODEL = 4, 2, 1
 SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}

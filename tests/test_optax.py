@@ -26,7 +26,7 @@ from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 N = 8
 EXACT = dq.F32()

@@ -262,8 +262,8 @@ def test_stages_of_equal_budgets_share_their_tiles():
 
 def test_energy_is_what_the_mean_leaves():
     """Two super-groups of equal norm: the one that is nearly constant needs fewer bits."""
-    fields = {"group_size": 16, "subtract_mean": True}
-    method = dq.DynamiQ(widths=(2, 4), bits=3.7, **fields)  # enough for half of them to get 4
+    fields = dq.Format(group_size=16, subtract_mean=True)
+    method = dq.DynamiQ(widths=(2, 4), bits=3.7, format=fields)  # enough for half of them to get 4
     n, rows = 2, 64
     mean = jnp.zeros(rows).at[::2].set(1.0)
     sqnorm = jnp.where(mean > 0, n * 256 * 1.02, n * 256.0)
@@ -288,7 +288,7 @@ def test_poisoned_super_groups(bad):
 
 
 def test_messages_are_finite_exactly_where_the_gradient_is():
-    method = dq.DynamiQ(subtract_mean=True)
+    method = dq.DynamiQ(format=dq.Format(subtract_mean=True))
     layout = layout_of(method, 3 * 256, 4)
     mean = jnp.array([1.0, jnp.nan, 1e38])
     sqnorm = jnp.array([300.0, jnp.nan, jnp.inf])  # 1e38 squared overflows

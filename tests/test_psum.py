@@ -110,7 +110,7 @@ def test_zeros_stay_zero(name):
 @pytest.mark.parametrize("name", daily(METHODS, DAILY))
 def test_a_bad_super_group_is_bad_on_all_workers_and_others_are_not(name):
     x, exact = case()
-    size = METHODS[name].method.super_group_size
+    size = METHODS[name].method.format.super_group_size
     group = np.arange(SIZE) // size
     poisons = [(0, 3, np.nan), (2, 11, np.inf), (4, 17, -np.inf), (1, 20, np.inf), (3, 20, -np.inf)]
     bad = x

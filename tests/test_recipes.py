@@ -25,9 +25,9 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes", "several hosts",
-    "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid", "packets", "by path",
-    "by step", "metrics",
+    "jit", "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes",
+    "several hosts", "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid",
+    "packets", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -111,11 +111,24 @@ def test_every_recipe_has_a_test():
 def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
-        "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3, "linen": 3,
-        "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2, "loss scaling": 1,
+        "jit": 2, "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3,
+        "linen": 3, "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2,
+        "loss scaling": 1,
         "weight": 1, "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3,
         "metrics": 0,
     }  # fmt: skip
+
+
+def test_a_trainer_written_for_jit(execute, run):
+    """With 5 bits it trains as with exact sums of the same steps."""
+    found = run("jit")
+    exact = START + "method = dq.F32()\n" + RECIPES[NAMES.index("jit")]
+    expected = execute(exact, "recipes.md: jit, exact")
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=0.01)
+    assert float(found["loss"]) != float(expected["loss"])
+    for name, weight in found["weights"].items():
+        assert weight.sharding.spec == found["specs"][name]
+    assert found["aux"]["errors"].shape == (2, 64)
 
 
 def test_optax(run, capsys):

@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 N, SIZE = 4, 128 * 256 - 30
 KEY = jax.random.key(0)
@@ -93,7 +93,7 @@ class TestMetrics:
         ("topology", "method"),
         [
             (dq.Ring(unroll_up_to=1), small(dq.DynamiQ())),
-            (dq.Butterfly(), small(dq.DynamiQ(floor=None, levels="piecewise"))),
+            (dq.Butterfly(), small(dq.DynamiQ(floor=None, format=dq.Format(levels="piecewise")))),
             (dq.Direct(), small(dq.DynamiQ(bits=4))),
         ],
         ids=["ring", "butterfly", "direct"],
@@ -143,7 +143,7 @@ class TestMetrics:
 
     def test_means_that_travel_apart_do_not_count_as_error(self):
         x = jax.random.normal(KEY, (N, 96 * 2048)) + 10
-        method = small(dq.DynamiQ(subtract_mean=True))
+        method = small(dq.DynamiQ(format=dq.Format(subtract_mean=True)))
         found = reducer(method, ROUTES["direct"], op="mean", metrics=True)(x, KEY, None)
         lost = relative_error(found.tree[0], np.mean(np.asarray(x, np.float64), axis=0))
         assert 0.5 < found.metrics.vnmse[0] / lost < 2

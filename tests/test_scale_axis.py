@@ -68,7 +68,7 @@ def test_a_bucket_comes_apart_as_it_was_put_together(scale_axis):
 def test_it_is_the_reduction_of_the_transposed_leaf():
     x = jax.random.normal(jax.random.key(0), (4, 96, 256))
     key, method = jax.random.key(1), small(dq.DynamiQ())
-    found = vmapped(small(dq.DynamiQ(scale_axis=0)))(x, key)
+    found = vmapped(small(dq.DynamiQ(format=dq.Format(scale_axis=0))))(x, key)
     expected = vmapped(method)(jnp.swapaxes(x, 1, 2), key)
     assert_same_bits(found, np.swapaxes(expected, 1, 2))
     assert not np.array_equal(found, vmapped(method)(x, key))
@@ -81,7 +81,7 @@ def test_scales_along_the_even_axis_lose_less():
     exact = np.sum(np.asarray(x, np.float64), axis=0)
 
     def column_error(scale_axis):
-        method = small(dq.DynamiQ(bits=4, scale_axis=scale_axis))
+        method = small(dq.DynamiQ(bits=4, format=dq.Format(scale_axis=scale_axis)))
         error = np.asarray(vmapped(method)(x, jax.random.key(3)))[0] - exact
         return np.mean(np.sum(error**2, axis=0) / np.sum(exact**2, axis=0))
 
@@ -98,7 +98,7 @@ def test_value_and_grad_returns_gradients_in_their_own_shapes():
     def loss(params, batch):
         return jnp.mean((batch @ params["w"] + params["b"][None]) ** 2)
 
-    method = small(dq.DynamiQ(scale_axis=0, bits=12))
+    method = small(dq.DynamiQ(format=dq.Format(scale_axis=0), bits=12))
     step = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method))
     _, found = step(params, batch)
     expected = jax.grad(loss)(params, batch)
@@ -110,7 +110,7 @@ def test_value_and_grad_returns_gradients_in_their_own_shapes():
 def test_every_device_goes_along_the_axis_of_its_own_part():
     """Of a leaf that "model" splits: each part as if there were no other."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    method, key = small(dq.DynamiQ(scale_axis=0)), jax.random.key(1)
+    method, key = small(dq.DynamiQ(format=dq.Format(scale_axis=0))), jax.random.key(1)
     x = jax.random.normal(jax.random.key(0), (2, 128, 512))
 
     def one(x):
@@ -148,7 +148,13 @@ def halves(x, method, **options):
 def test_halves_are_those_of_the_transposed_leaf(axis, dimension, tiled, moved):
     shape = (4, 4, 96, 256) if not tiled else (4, 96, 256)
     x = jax.random.normal(jax.random.key(0), shape)
-    method, plain = replace(CHEAP, method=replace(CHEAP.method, scale_axis=axis)), CHEAP
+    method, plain = (
+        replace(
+            CHEAP,
+            method=replace(CHEAP.method, format=replace(CHEAP.method.format, scale_axis=axis)),
+        ),
+        CHEAP,
+    )
     options = {"tiled": tiled, "scatter_dimension": dimension}
     other = {"tiled": tiled, "scatter_dimension": moved if tiled else 0}
     found = halves(x, method, **options)
@@ -176,7 +182,7 @@ def test_sharded_parameters_get_gradients_with_scales_along_the_axis():
     exact = jax.grad(loss)(params, batch)["w"]
 
     def column_error(scale_axis):
-        method = small(dq.DynamiQ(bits=4, scale_axis=scale_axis))
+        method = small(dq.DynamiQ(bits=4, format=dq.Format(scale_axis=scale_axis)))
         options = {"mesh": mesh, "axis_name": "data", "specs": specs, "method": method}
         _, found = jax.jit(dq.value_and_grad(loss, **options))(placed, batch)
         scale = float(jnp.vdot(found["w"], exact) / jnp.vdot(exact, exact))

@@ -12,7 +12,7 @@ from cases import assert_same_bits, gradient, small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.executors.sequential import tree_of
-from dynamiq_jax.topologies import Rounds, Stage, Step, Transport, steps_of
+from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, Transport, steps_of
 from dynamiq_jax.topologies.base import n_slots, sink_slot
 
 SCHEDULES = [
@@ -91,15 +91,12 @@ def test_the_energy_of_a_ring_is_that_of_its_hops():
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TwoArms:
+class TwoArms(Topology):
     """Chunks come to their owner from both sides, through half as many hops each."""
 
     balance: float | None = None
     transport: Transport | None = None
     looped: bool = False
-
-    def check(self, n_workers: int) -> None:
-        """Any number will do."""
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         n = n_workers
@@ -202,14 +199,3 @@ def test_a_loop_gives_the_bits_of_its_rounds():
     method = small(dq.comparators.MXFP4(rounding="stochastic"))
     key = jax.random.key(0)
     assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))
-
-
-def test_what_lacks_members_of_a_topology_is_refused_by_their_names():
-    class Old:
-        stages = check = chunks_per_worker = balance = transport = None
-
-        def reduce(self, *arguments):
-            """As topologies once had it."""
-
-    with pytest.raises(ValueError, match=r"is not a topology \(it lacks schedule\)"):
-        vmapped(small(dq.F32()), Old())(jnp.ones((2, 9000)), None)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.training import pipeline
 from dynamiq_jax.training.phases import trace
 

@@ -26,7 +26,7 @@ from test_ring import plan_is_exact, relative_error
 import dynamiq_jax as dq
 
 DEFAULT, INDEPENDENT = METHODS["default"], METHODS["independent"]
-EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"))
+EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -86,7 +86,7 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     n, method = (
         4,
         dq.Compression(
-            dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"),
+            dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")),
             min_leaf_size=200,
             min_bucket_size=200,
         ),
@@ -123,7 +123,7 @@ def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
     n, method = (
         3,
         dq.Compression(
-            dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"),
+            dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")),
             min_leaf_size=600,
             min_bucket_size=600,
         ),

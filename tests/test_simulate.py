@@ -246,7 +246,10 @@ def test_a_topology_of_ones_own():
         ({"n_workers": 1}, "1 workers are not two or more sets of 1"),
         ({"topology": dq.Hierarchical(), "n_inner": 3}, "8 workers are not two or more sets of 3"),
         ({"super_groups": 0}, "super_groups=0"),
-        ({"method": dq.DynamiQ(super_group_size=512)}, "pass super_group_size=256"),
+        (
+            {"method": dq.DynamiQ(format=dq.Format(super_group_size=512))},
+            "pass super_group_size=256",
+        ),
         ({"topology": dq.Hierarchical(inner=dq.Ring()), "n_inner": 2}, "only a native inner axis"),
     ],
 )

@@ -28,7 +28,7 @@ from test_ring import plan_is_exact, relative_error
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 
-EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, levels="piecewise"))
+EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 SERVED = [(name, n) for name, (_, numbers) in TOPOLOGIES.items() for n in numbers]
 
 
@@ -139,7 +139,7 @@ def of_eight(name):
 def test_fewer_encodings_err_less(name, promised):
     """Least vNMSE of 8 workers on the paper's mixture at 5 bits; one seed spreads by 4%."""
     x = lognormal_mixture(jax.random.key(0), 8, 4096)[:, :WHOLE]
-    method = small(dq.DynamiQ(floor=None, levels="piecewise"))
+    method = small(dq.DynamiQ(floor=None, format=dq.Format(levels="piecewise")))
     found = vmapped(method, TOPOLOGIES[name][0])(x, jax.random.key(0))
     assert 1e-4 < relative_error(found[0], x) <= promised
 

@@ -10,7 +10,7 @@ from cases import CHEAP, assert_same_bits, auto_mesh, gradient, small
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 N, SIZE = 4, 3000
 EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)

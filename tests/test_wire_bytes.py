@@ -101,7 +101,9 @@ CASES = {
     "six_workers": (
         [jax.ShapeDtypeStruct((50_000,), jnp.float16)],
         (6,),
-        small(dq.DynamiQ(bits=3.5, floor=None, group_scale="bf16", group_size=32)),
+        small(
+            dq.DynamiQ(bits=3.5, floor=None, format=dq.Format(group_scale="bf16", group_size=32))
+        ),
         dq.Ring(),
         HALVES,
     ),

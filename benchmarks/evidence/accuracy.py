@@ -8,6 +8,7 @@ Prints one row per configuration: mean vNMSE over seeds, and its spread.
 """
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,15 @@ from dynamiq_jax.commands.bench.contenders import LEAST_SQUARED_ERROR, PAPER
 from dynamiq_jax.commands.bench.error import error_of, load_gradients
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 
-_START = PAPER | {"rounding": "independent", "group_scale": "bf16", "group_size": 32}
+_FORMAT = dq.Format(group_size=16, levels="geometric", subtract_mean=True)
+"""The paper's."""
+_PLAIN = replace(_FORMAT, group_scale="bf16", group_size=32)
+_START = PAPER | {"rounding": "independent", "format": _PLAIN}
+_UNIFORM = {"widths": (4,), "format": replace(_PLAIN, levels="uniform")}
+_PIECEWISE = {"rounding": "antithetic", "format": replace(_FORMAT, levels="piecewise")}
+_SMALL_GROUPS = {"widths": (2, 4, 8), "format": dq.Format(levels="piecewise", group_size=16)}
 PAPERS_ABLATION = {
-    "one width, uniform levels, bf16 scales": _START | {"widths": (4,), "levels": "uniform"},
+    "one width, uniform levels, bf16 scales": _START | _UNIFORM,
     "+ non-uniform levels": _START | {"widths": (4,)},
     "+ variable width": _START,
     "+ hierarchical scales": PAPER | {"rounding": "independent"},
@@ -34,11 +41,11 @@ PAPERS_ABLATION = {
 
 OUR_ABLATION = {
     "ours: antithetic rounding": PAPER | {"rounding": "antithetic"},
-    "ours: + piecewise levels": PAPER | {"rounding": "antithetic", "levels": "piecewise"},
-    "ours: + means not sent": LEAST_SQUARED_ERROR | {"widths": (2, 4, 8), "group_size": 16},
+    "ours: + piecewise levels": PAPER | _PIECEWISE,
+    "ours: + means not sent": LEAST_SQUARED_ERROR | _SMALL_GROUPS,
     "ours: + groups of 32": LEAST_SQUARED_ERROR | {"widths": (2, 4, 8)},
     "ours: + widths 6 and 10: the least squared error": LEAST_SQUARED_ERROR,
-    "ours: + floors": {"levels": "piecewise"},
+    "ours: + floors": {"format": dq.Format(levels="piecewise")},
     "ours: + companded levels: the default": {},
 }
 """What this library changes, one after the other."""

@@ -188,9 +188,10 @@ mixture.
   super-groups are; rows of a vocabulary that a batch does not touch hold next to no energy, and a
   byte vocabulary has hardly any of them.
 * **Three configurations.** "DynamiQ" is ours of least squared error, `DynamiQ(floor=None,
-  levels="piecewise")`: even widths from 2 to 14 in place of 2, 4, 8, groups of 32, no means on the
-  wire, antithetic rounding, two-step levels. "The library's default" has floors and companded
-  levels, for the loss of training rather than for squared error (docs/training-quality.md). "The
+  format=Format(levels="piecewise"))`: even widths from 2 to 14 in place of 2, 4, 8, groups of 32,
+  no means on the wire, antithetic rounding, two-step levels. "The library's default" has floors and
+  companded levels, for the loss of training rather than for squared error
+  (docs/training-quality.md). "The
   paper's configuration" is the published method with our allocation of widths (docs/algorithm.md).
 * **MXFP8 sends 8.25 bits here** (a power-of-two scale per partial sum, as the OCP format has it),
   in the paper 8.5 (shared bf16 scales, 1/n of the range). The simulation shares scales, too, of

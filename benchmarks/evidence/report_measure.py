@@ -165,7 +165,9 @@ def method_rows() -> list[Row]:
 def _every_width(narrowest: int) -> dq.DynamiQ:
     """The finest choice of widths: more branches in the kernels, twice the statistics."""
     widths = tuple(range(narrowest, 11))
-    return dq.DynamiQ(widths=widths, super_group_size=128, **LEAST_SQUARED_ERROR)
+    return dq.DynamiQ(
+        widths=widths, floor=None, format=dq.Format(super_group_size=128, levels="piecewise")
+    )
 
 
 def bits_rows() -> list[Row]:

@@ -19,7 +19,8 @@ from training_model import INITS, MODELS, Shape, Tree, init, is_matrix, loss, st
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.comparators import liec
+from dynamiq_jax.comparators.local_error import LocalError
+from dynamiq_jax.optax import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -30,7 +31,7 @@ MIN_LEAF_SIZE = 4096
 """Smaller leaves are summed exactly, by every method."""
 
 EXACT, BF16 = "exact", "bf16-psum"
-DITHER_AXIS = partial(dq.DynamiQ, dither=True, scale_axis="auto")
+DITHER_AXIS = partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto"))
 
 
 def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
@@ -38,26 +39,30 @@ def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback
     return dq.ErrorFeedback(method(**options), kind=kind)
 
 
-def _liec(bits: float = 4, **options: Any) -> liec.LocalError:
-    """What `dynamiq_jax.comparators.liec` sends gradients by, around MinMax of ``bits``."""
-    return liec.LocalError(dq.comparators.MinMax(bits=int(bits), **options))
+def _liec(bits: float = 4, **options: Any) -> LocalError:
+    """What `dynamiq_jax.optax.liec` sends gradients by, around MinMax of ``bits``."""
+    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
-    "dynamiq-piecewise": partial(dq.DynamiQ, levels="piecewise"),
+    "dynamiq-piecewise": partial(dq.DynamiQ, format=dq.Format(levels="piecewise")),
     "dynamiq-memory": partial(contenders.remembered, "ef14"),
     "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
     "mxfp4-ef21m": partial(_around, dq.comparators.MXFP4, "ef21m"),
     "mxfp4-econtrol": partial(_around, dq.comparators.MXFP4, "econtrol"),
-    "dynamiq-axis": partial(dq.DynamiQ, scale_axis="auto"),
+    "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-axis": DITHER_AXIS,
-    "dynamiq-dither-axis-companded": partial(DITHER_AXIS, levels="companded"),
+    "dynamiq-dither-axis-companded": partial(
+        DITHER_AXIS, format=dq.Format(scale_axis="auto", levels="companded")
+    ),
     "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
-    "dynamiq-dither-companded": partial(dq.DynamiQ, dither=True, levels="companded"),
-    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, levels="uniform"),
+    "dynamiq-dither-companded": partial(
+        dq.DynamiQ, dither=True, format=dq.Format(levels="companded")
+    ),
+    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, format=dq.Format(levels="uniform")),
     "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
     "topk-chunked-memory": partial(
         contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]

@@ -1,51 +1,24 @@
 """`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-from jax.sharding import PartitionSpec as P
+from jax import Array
 
-from dynamiq_jax.collectives.agreement import compare_first
-from dynamiq_jax.collectives.checks import (
-    Fixed,
-    Op,
-    axis_sizes,
-    check_axis,
-    check_groups,
-    check_state,
-    check_varying,
-    fixed_leaves,
-    warn_of_uncompressed,
-)
-from dynamiq_jax.collectives.unreduced import check_outside, is_outside, reduce_unreduced
-from dynamiq_jax.compression import AnyTopology, ByPath, Compression, as_compression, first_states
+from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.collectives.unreduced import is_outside, reduce_outside
 from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.compat import inlined, zero_tangent
-from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.lax.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
-from dynamiq_jax.methods.base import Call, check_choice
+from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import (
-    BucketMetrics,
-    Metrics,
-    PayloadFacts,
     Reduced,
-    bucket_metrics,
-    of_all_parts,
-    summarise,
 )
-from dynamiq_jax.tree.explanation import explain_grouping
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, concatenate, split
-from dynamiq_jax.tree.placement import (
-    Surroundings,
-    bucket_axes,
-    n_parts,
-    surroundings,
-    told_specs,
+from dynamiq_jax.request.compression import (
+    AnyTopology,
+    ByPath,
+    Compression,
+    as_compression,
 )
 
 
@@ -74,6 +47,9 @@ def psum(
     and `pmean` warns. A warning also names large leaves that are not compressed because of a limit
     (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
 
+    Outside of maps, on a mesh of Explicit axes, it sums leaves that JAX's types call unreduced over
+    these axes; other leaves are sums already. `value_and_grad` makes such gradients.
+
     Args:
       x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
@@ -97,7 +73,8 @@ def psum(
         device reduces its own part of a leaf, and JAX shows nobody how leaves are split. Axes other
         than these may be in it and do not count. Explicit axes are seen without it. With
         ``check_vma=False`` it tells which leaves are copies over other manual axes; leaves of which
-        that is not known travel one by one.
+        that is not known travel one by one. Outside of maps it says how sums are to be sharded, the
+        axes that are summed over included; by default they are sharded as their terms.
 
     Returns:
       A tree like ``x``.
@@ -106,12 +83,12 @@ def psum(
       ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
         axes around it and no ``specs``; ``key`` varies over ``axis_name``; or an argument is
         malformed.
-      NameError: ``axis_name`` is not mapped.
+      NameError: ``axis_name`` is not mapped, and no axis of an Explicit mesh.
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis = check_axis(axis_name, axis_index_groups)
     request = as_compression(method, topology)
-    return reduce_over(axis, x, "sum", request, key=key, specs=specs).tree
+    return _way(axis, x)(axis, x, "sum", request, key=key, specs=specs).tree
 
 
 def pmean(
@@ -131,7 +108,7 @@ def pmean(
     """
     axis = check_axis(axis_name, axis_index_groups)
     request = as_compression(method, topology)
-    return reduce_over(axis, x, "mean", request, key=key, specs=specs, weight=weight).tree
+    return _way(axis, x)(axis, x, "mean", request, key=key, specs=specs, weight=weight).tree
 
 
 def reduce(
@@ -177,213 +154,9 @@ def reduce(
     axis = check_axis(axis_name)
     check_choice("op", op, get_args(Op))
     options = {"key": key, "state": state, "metrics": metrics, "specs": specs, "weight": weight}
-    return reduce_over(axis, tree, op, as_compression(method, topology), **options)
+    return _way(axis, tree)(axis, tree, op, as_compression(method, topology), **options)
 
 
-def reduce_over(
-    axis: Axis,
-    tree: Any,
-    op: Op,
-    compression: Compression,
-    *,
-    key: Array | None = None,
-    state: State | None = None,
-    metrics: bool = False,
-    specs: Any = None,
-    weight: Array | float | None = None,
-) -> Reduced:
-    """`reduce` over workers that may be groups, with its arguments as one request."""
-    if is_outside(axis, tree):
-        check_outside(tree, axis, op, specs, weight)
-        run = functools.partial(reduce_over, axis, op=op, compression=compression)
-        options = {"key": key, "state": state, "metrics": metrics}
-        return reduce_unreduced(run, tree, axis, compression, **options)
-    sizes = axis_sizes(axis)
-    n_workers = math.prod(sizes)
-    check_key(key, axis)
-    values, treedef = jax.tree.flatten(tree)
-    around = surroundings(axis)
-    leaves = around.leaves(tree, specs)
-    told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
-    told["weight"] = weight
-    facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
-    compare_first("all-reduce", axis, leaves, facts)
-    grouping = compression.group(leaves, sizes)
-    fixed = fixed_leaves(leaves, values, axis)
-    if len(fixed) < len(leaves):
-        check_groups(axis, all_reduce=True)
-    if op == "sum" or state is not None:
-        check_varying(grouping, fixed, axis)
-    limited = compression.min_bucket_size is not None or compression.min_bucket_bytes is not None
-    warn_of_uncompressed(grouping, fixed, axis, limited=limited)
-    if fixed and state is None:
-        grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
-    split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
-    counts = [n_parts(axes, around.sizes) for axes in split_over]
-    states = check_state(state, functools.partial(first_states, grouping, counts), grouping)
-    if weight is not None:
-        values = _weighted(values, leaves, fixed, op, weight, axis, n_workers)
-    compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
-    for i in fixed.keys() - compressed:
-        if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
-            values[i] = _exact(axis, op)(values[i])
-    moving = {i: value for i, value in enumerate(values) if i in compressed or i not in fixed}
-    sent = None
-    if metrics:
-        routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
-        traffic = explain_grouping(grouping, routes)
-        sent = traffic.bits_per_coord, traffic.wire_bytes
-    # JAX's rules for several axes of vmap have to be known before they are traced.
-    run = _reduce_leaves if axis.several_vmapped else _reduce_compiled
-    run = functools.partial(
-        run, grouping=grouping, axis=axis, n_workers=n_workers, op=op, sent=sent
-    )
-    if grouping.buckets and around.open:
-        opened = told_specs(tree, specs, around, grouping)
-        run = _over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
-    moved, states, found = run(moving, key, states)
-    total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
-    return Reduced(total, None if state is None else tuple(states), found)
-
-
-def _weighted(
-    values: list[Array],
-    leaves: list[Leaf],
-    fixed: Fixed,
-    op: Op,
-    weight: Array | float,
-    axis: Axis,
-    n_workers: int,
-) -> list[Array]:
-    """Scales the leaves so that their plain mean is the weighted one.
-
-    Leaves that all workers hold alike are their own mean.
-
-    Raises:
-      ValueError: it is no mean, the weight is no scalar, or a leaf is not floating-point.
-    """
-    if op != "mean":
-        raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
-    if jnp.shape(weight) != ():
-        raise ValueError(f"weight has shape {jnp.shape(weight)}; pass one number for each worker")
-    wrong = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if wrong:
-        raise ValueError(
-            f"weight: leaf {wrong[0].name} is {wrong[0].dtype.name}, which has no weighted mean; "
-            "reduce such leaves apart, or cast them to f32"
-        )
-    own = axis.to_varying(jnp.asarray(weight, jnp.float32))
-    own = jnp.where((own >= 0) & (own < jnp.inf), own, jnp.nan)
-    # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
-    largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(own)))
-    own = own / jnp.where(largest > 0, largest, 1.0)
-    total = axis.psum(own)
-    share = jnp.where(total == 0, 0.0, own * (n_workers / jnp.where(total == 0, 1.0, total)))
-
-    def weigh(x: Array) -> Array:
-        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
-
-    alike = {i for i, why in fixed.items() if why != "native"}
-    return [x if i in alike else weigh(jnp.asarray(x)) for i, x in enumerate(values)]
-
-
-def _exact(axis: Axis, op: Op) -> Callable:
-    return axis.pmean if op == "mean" else axis.psum
-
-
-def _reduce_leaves(
-    values: dict[int, Array],
-    key: Array | None,
-    states: list[State],
-    *,
-    grouping: Grouping,
-    axis: Axis,
-    n_workers: int,
-    op: Op,
-    sent: tuple[float, float] | None,
-) -> tuple[dict[int, Array], list[State], Metrics | None]:
-    """Reduces one device's leaves, which are told by index.
-
-    Returns the sums or means, the next states, and the metrics if ``sent`` says bits per coordinate
-    and bytes.
-    """
-    exact_reduce, values, after = _exact(axis, op), dict(values), list(states)
-    known: list[BucketMetrics] = []
-    if n_workers == 1:
-        if sent is not None:
-            alone = PayloadFacts(error=0.0)
-            known = [bucket_metrics(concatenate(own, values), alone) for own in grouping.buckets]
-        values = exact_reduce(values)
-    else:
-        words = key_words(key)
-        indices = [leaf.index for leaf, _ in grouping.exact]
-        exact = exact_reduce([values[i] for i in indices]) if indices else []
-        values |= zip(indices, exact, strict=True)
-        options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
-        for number, bucket in enumerate(grouping.buckets):
-            compressed = functools.partial(_reduce_bucket, axis=axis, bucket=bucket, **options)
-            flat, (after[number], of_bucket) = with_tangent(compressed, exact_reduce)(
-                concatenate(bucket, values), bucket_seed(words, bucket.tag), after[number]
-            )
-            known.append(of_bucket)
-            values |= split(bucket, flat)
-    if sent is None:
-        return values, after, None
-    pairs = zip(known, grouping.buckets, strict=True)
-    whole = [of_all_parts(own, bucket.axes) for own, bucket in pairs]
-    return values, after, summarise(whole, bits_per_coord=sent[0], wire_bytes=sent[1])
-
-
-def _reduce_bucket(
-    x: Array, seed: Seed, state: State, *, axis: Axis, bucket: Bucket, divisor: int, metrics: bool
-) -> tuple[Array, tuple[State, BucketMetrics | None]]:
-    call = Call(axis, None, seed, divisor, state, metrics)
-    outcome = bucket.route.all_reduce(bucket, x, call)
-    known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
-    return outcome.value, (outcome.state, known)
-
-
-_reduce_compiled = inlined(
-    _reduce_leaves, static_argnames=("grouping", "axis", "n_workers", "op", "sent")
-)
-
-
-def _over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
-    """``run(values, key, states)`` of what every device holds of leaves that are still whole.
-
-    States of buckets whose parts differ have a leading axis of parts.
-    """
-
-    def each(f: Callable, states: list[State]) -> list[State]:
-        pairs = zip(states, split_over, strict=True)
-        return [jax.tree.map(f, state) if axes else state for state, axes in pairs]
-
-    def of_part(values, words, states):
-        values, states, found = run(values, words, each(lambda x: x[0], states))
-        return values, each(lambda x: x[None], states), found
-
-    of_states = [P(axes) if axes else P() for axes in split_over]
-    mapped = around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
-
-    def of_whole(values, key, states):
-        pairs = zip(states, of_states, strict=True)
-        typed = [around.as_typed(state, spec) for state, spec in pairs]
-        return mapped(values, key_words(key), typed)
-
-    return of_whole
-
-
-def with_tangent(compressed: Callable, exact: Callable) -> Callable:
-    """``compressed(x, seed, state) -> (y, rest)`` with the derivative of the linear ``exact(x)``.
-
-    The rest counts as a constant.
-    """
-    reduce_flat = jax.custom_jvp(compressed)
-
-    @reduce_flat.defjvp
-    def _(primals, tangents):
-        result, rest = reduce_flat(*primals)
-        return (result, rest), (exact(tangents[0]), jax.tree.map(zero_tangent, rest))
-
-    return reduce_flat
+def _way(axis: Axis, tree: Any) -> Callable[..., Reduced]:
+    """The function for ``tree``: `reduce_over` inside of maps, `reduce_outside` outside."""
+    return reduce_outside if is_outside(axis, tree) else reduce_over

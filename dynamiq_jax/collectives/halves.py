@@ -10,24 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax.collectives.agreement import compare_first
-from dynamiq_jax.collectives.all_reduce import with_tangent
-from dynamiq_jax.collectives.checks import (
-    Fixed,
-    axis_sizes,
-    check_axis,
-    check_groups,
-    check_varying,
-    fixed_leaves,
-)
-from dynamiq_jax.collectives.routes import Route
-from dynamiq_jax.compression import ByPath, Compression, as_compression
+from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
+from dynamiq_jax.collectives.in_maps import with_tangent
 from dynamiq_jax.lax.axis import Axis, AxisName, Varying
+from dynamiq_jax.lax.checks import axis_sizes, check_axis, check_groups
 from dynamiq_jax.lax.compat import inlined
 from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import (
     Bucket,

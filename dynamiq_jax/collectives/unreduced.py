@@ -4,8 +4,9 @@ An unreduced array is a sum that nobody has done yet: every device along the axi
 it. JAX types gradients so where parameters are typed as reduced, see `training.deferred`.
 """
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,14 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.checks import Op
-from dynamiq_jax.compression import Compression
+from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.collectives.scattered import Reduction, split_of
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.checks import Op
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.tree.placement import bucket_axes, placed_leaves
+from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.tree.placement import bucket_axes, flat_specs, names_of, placed_leaves
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
@@ -41,11 +44,19 @@ def is_outside(axis: Axis, tree: Any) -> bool:
     return is_explicit(mesh) and set(axis.names) <= set(mesh.axis_names)
 
 
-def check_outside(tree: Any, axis: Axis, op: Op, specs: Any, weight: Any) -> None:
-    """Refuses arguments that mean nothing outside of maps; warns where there is nothing to sum.
+def reduce_outside(
+    axis: Axis,
+    tree: Any,
+    op: Op,
+    compression: Compression,
+    *,
+    weight: Array | float | None = None,
+    **options: Any,
+) -> Reduced:
+    """`reduce` outside of maps; warns where there is nothing to sum.
 
     Raises:
-      ValueError: a mean, a weight or specs.
+      ValueError: a mean or a weight, or as for `reduce_unreduced`.
     """
     if op != "sum" or weight is not None:
         raise ValueError(
@@ -53,19 +64,15 @@ def check_outside(tree: Any, axis: Axis, op: Op, specs: Any, weight: Any) -> Non
             "gradient, and their sum is the gradient already. Pass op='sum', or call dq.psum; a "
             "loss that divides by all of its examples or tokens gives means"
         )
-    if specs is not None:
-        raise ValueError(
-            f"specs={specs!r}: outside of maps the types of leaves say how they are sharded; leave "
-            "specs out"
-        )
     if not any(map(unreduced_axes, jax.tree.leaves(tree))):
         warnings.warn(
             f"no leaf is unreduced over axis {axis.name!r}: outside of maps they count as summed "
             "already and are returned as they are. Take gradients by dq.value_and_grad("
             "reduce=False), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
             "are small; or call this under jax.shard_map",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return reduce_unreduced(tree, axis, compression, **options)
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -74,56 +81,116 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def reduce_unreduced(
-    run: Callable[..., Reduced],
     tree: Any,
     axis: Axis,
     compression: Compression,
     *,
-    key: Array | None,
-    state: State | None,
-    metrics: bool,
+    key: Array | None = None,
+    state: State | None = None,
+    metrics: bool = False,
+    specs: Any = None,
 ) -> Reduced:
-    """Maps ``run`` over the whole mesh for leaves that are unreduced over ``axis``.
+    """Sums leaves that are unreduced over ``axis``, under a map over the whole mesh.
 
-    Other leaves pass as they are: JAX has summed them.
+    JAX has summed other leaves; they are only sharded as ``specs`` say.
 
     Args:
-      run: ``(tree, specs=, key=, state=, metrics=) -> Reduced``, a sum of one device's terms. Its
-        ``specs`` say which axes split leaves.
       tree: leaves with types of an Explicit mesh.
       axis: the workers.
-      compression: the request that ``run`` follows.
+      compression: the request.
       key: as for `psum`.
       state: `Compression.init_state`'s with ``stacked=True``.
-      metrics: whether ``run`` returns them.
+      metrics: as for `reduce`.
+      specs: how sums are sharded, a tree like ``tree`` or a prefix of it; `None`: as their terms.
+        What the axes of ``axis`` split is scattered over these.
 
     Raises:
       ValueError: a leaf is unreduced over other axes than ``axis``, or the state is for other
         leaves.
+      NotImplementedError: a state, or metrics, of leaves that are scattered.
     """
     mesh = mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for path, x in zip(paths, leaves, strict=True):
+    _check_axes(tree, axis, mesh)
+    moves = [bool(unreduced_axes(x)) for x in leaves]
+    terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
+    targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
+    splits = [split_of(spec, axis.names) for spec in targets]
+    scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
+    if scattered and (state is not None or metrics):
+        raise NotImplementedError(
+            f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
+            "state and has no metrics; pass metrics=False, no state, and a method without memory, "
+            "or replicate the parameters over these axes"
+        )
+
+    def moving(found: Sequence[Any]) -> Any:
+        return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
+
+    found = Reduced(moving(leaves), state, None)
+    unreduced = [P(*spec, unreduced=frozenset(axis.names)) for spec in terms]
+    if scattered:
+        sizes = tuple(mesh.shape[name] for name in axis.names)
+        own = Reduction(axis.names, sizes, compression, "sum")
+        some = [split for split, moved in zip(splits, moves, strict=True) if moved]
+        after = moving([_scattered(spec, axis) for spec in targets])
+        mapped = jax.shard_map(
+            functools.partial(own, splits=some),
+            mesh=mesh,
+            in_specs=(moving(unreduced), P()),
+            out_specs=after,
+            check_vma=False,
+        )
+        found = Reduced(mapped(moving(leaves), key), None, None)
+    elif any(moves) or state is not None or metrics:
+        parts = moving(leaves), moving(terms), moving(unreduced)
+        found = _mapped(*parts, axis, compression, mesh, key, state, metrics)
+    done = iter(jax.tree.leaves(found.tree))
+    sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
+    pairs = zip(sums, targets, strict=True)
+    return found._replace(tree=treedef.unflatten([resharded(x, mesh, spec) for x, spec in pairs]))
+
+
+def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
+    """``x`` as the spec says; nothing happens to an array that its type says is so."""
+    if isinstance(x, Array) and not jax.typeof(x).sharding.mesh.empty:
+        if jax.typeof(x).sharding.spec == spec:
+            return x
+    return jax.reshard(x, NamedSharding(mesh, spec))
+
+
+def _check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
         if found and found != {*axis.names}:
             raise ValueError(
-                f"leaf {path} is unreduced over the axes {sorted(found)}, and axis_name="
-                f"{axis.name!r}; pass axis_name={tuple(n for n in mesh.axis_names if n in found)}"
+                f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "
+                f"and axis_name={axis.name!r}; pass axis_name="
+                f"{tuple(name for name in mesh.axis_names if name in found)}"
             )
-    moves = [bool(unreduced_axes(x)) for x in leaves]
 
-    if not any(moves) and state is None and not metrics:
-        return Reduced(tree, None, None)
 
-    def moving(found: list) -> Any:
-        return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
+def _scattered(spec: P, axis: Axis) -> P:
+    """The spec after data axes have split what each device had: they come last."""
+    entries = (sorted(names_of(entry), key=axis.names.__contains__) for entry in spec)
+    return P(*(tuple(entry) or None for entry in entries))
 
-    partitions = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
-    specs, sizes = moving(partitions), tuple(mesh.shape[name] for name in axis.names)
-    terms = [P(*spec, unreduced=frozenset(axis.names)) for spec in partitions]
-    own, _ = placed_leaves(moving(leaves), mesh, specs)
-    buckets = compression.group(own, sizes).buckets
+
+def _mapped(
+    tree: Any,
+    specs: Any,
+    unreduced: Any,
+    axis: Axis,
+    compression: Compression,
+    mesh: AbstractMesh,
+    key: Array | None,
+    state: State | None,
+    metrics: bool,
+) -> Reduced:
+    """`reduce_over` on every device, with its own part of the states."""
+    run = functools.partial(reduce_over, axis, op="sum", compression=compression)
+    sizes = tuple(mesh.shape[name] for name in axis.names)
+    buckets = compression.group(placed_leaves(tree, mesh, specs)[0], sizes).buckets
     if state is not None and len(state) != len(buckets):
         raise ValueError(
             f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
@@ -151,11 +218,8 @@ def reduce_unreduced(
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(moving(terms), P(), of_state),
+        in_specs=(unreduced, P(), of_state),
         out_specs=Reduced(specs, of_state, P()),  # type: ignore[arg-type]
         check_vma=False,
     )
-    found = mapped(moving(leaves), key, state)
-    done = iter(jax.tree.leaves(found.tree))
-    whole = [next(done) if moves[i] else x for i, x in enumerate(leaves)]
-    return found._replace(tree=treedef.unflatten(whole))
+    return mapped(tree, key, state)

@@ -27,9 +27,9 @@ from dynamiq_jax.commands.bench import (
 )
 from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.commands.simulate import Case, study
-from dynamiq_jax.compression import Compression
-from dynamiq_jax.configuration import SUFFIXES, parse
-from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods import DynamiQ, Format
+from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.request.configuration import SUFFIXES, parse
 from pallas_kernels import resolve_backend
 
 CPU_DEVICES = 8
@@ -448,7 +448,7 @@ def simulate(
     options = {
         "widths": None if widths is None else _checked("--widths", kernels.parse_widths, widths),
         "floor": _checked("--floor", simulations.parse_floor, floor),
-        "levels": levels,
+        "format": _checked("--levels", Format, levels=levels),
         "rounding": rounding,
     }
     wire_bits = [_checked("--bits", contenders.bits_of, text) for text in contenders.parts(bits)]

@@ -94,9 +94,7 @@ class ARCTopK(MatrixMethod, TellsLosses):
         bits += (32 if self.wire == "f32" else 16) * self._count(size) * columns
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         shape = self.shape_of(x.shape[0])
@@ -111,14 +109,14 @@ class ARCTopK(MatrixMethod, TellsLosses):
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
             # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if keep_error else LARGEST
+            room = LARGEST / n_workers if call.keep_error else LARGEST
             sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis)
             result = jnp.zeros(shape, x.dtype)
             total = (clipped(total) / call.divisor).astype(x.dtype)
             result = result.at[chosen].set(total, unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
             left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
-            return Outcome(result, state and ARCTopKState(state.step + 1)), left
+            return Outcome(result, state and ARCTopKState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""

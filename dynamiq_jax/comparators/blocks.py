@@ -59,8 +59,6 @@ class BlockMethod(NativeSumMethod, TellsLosses):
         finite: Bool[Array, " N"],
         x: Float[Array, " d"],
         call: Call,
-        *,
-        keep_error: bool,
     ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
         """The sum of the chosen blocks in bf16, as the result for ``x``, and what it lacks.
 
@@ -68,7 +66,7 @@ class BlockMethod(NativeSumMethod, TellsLosses):
         """
         size = x.shape[0]
         # What a sum has no room for waits in memory, if there is one.
-        room = LARGEST / call.n_workers if keep_error else LARGEST
+        room = LARGEST / call.n_workers if call.keep_error else LARGEST
         sent = jnp.clip(blocks[chosen], -room, room)
         # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
         sent = lax.reduce_precision(sent, exponent_bits=8, mantissa_bits=7)

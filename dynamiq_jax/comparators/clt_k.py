@@ -82,9 +82,7 @@ class CLTK(NativeSumMethod, TellsLosses):
         bits = (8 + 16) * -(-size // self.chunk_size) * self._count
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         size = x.shape[0]
@@ -93,7 +91,7 @@ class CLTK(NativeSumMethod, TellsLosses):
             leads = axis.index == (state.step % n_workers if state else 0)
             places = self._places(chunks, leads, axis)
             # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if keep_error else LARGEST
+            room = LARGEST / n_workers if call.keep_error else LARGEST
             values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
@@ -103,7 +101,7 @@ class CLTK(NativeSumMethod, TellsLosses):
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
             left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
-            return Outcome(result, state and CLTKState(state.step + 1)), left
+            return Outcome(result, state and CLTKState(state.step + 1), lost=left)
 
     @property
     def _count(self) -> int:

@@ -96,9 +96,7 @@ class OmniReduce(BlockMethod):
         bits = (16 + count_bits) * blocks + 16 * sent * self.block_size
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         count = self._shape(x.shape[0])[1]
@@ -113,8 +111,8 @@ class OmniReduce(BlockMethod):
                 state = OmniReduceState(self._adapt(state.fraction, union))
             else:
                 chosen = lax.top_k(priority, count)[1]
-            result, left = self.sum_of(blocks, chosen, finite, x, call, keep_error=keep_error)
-            return Outcome(result, state), left
+            result, left = self.sum_of(blocks, chosen, finite, x, call)
+            return Outcome(result, state, lost=left)
 
     def _shape(self, size: int) -> tuple[int, int]:
         """Blocks, and how many of them are sent."""

@@ -95,9 +95,7 @@ class PowerSGD(MatrixMethod, TellsLosses):
         bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         state = call.state
         size, shape = x.shape[0], self.shape_of(x.shape[0])
@@ -114,10 +112,10 @@ class PowerSGD(MatrixMethod, TellsLosses):
             result = jnp.where(finite, total, jnp.nan).reshape(-1)
             lost = ((matrix - _outer(left, sent)) * unit).reshape(-1)
             if not state:
-                return Outcome(result, state), lost
+                return Outcome(result, state, lost=lost)
             right = orthonormal(jnp.where(finite, right, 0), instead=start)
             state = PowerSGDState(jnp.where(finite, right, state.factor))
-            return Outcome(result, state), lost
+            return Outcome(result, state, lost=lost)
 
     def _columns(self, size: int) -> int:
         """Columns of the factors."""

@@ -95,9 +95,7 @@ class SIDCo(BlockMethod):
         bits = 16 * blocks + 16 * self._room(blocks) * self.block_size
         return 2 * (n_workers - 1) * bits // n_workers
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         own = state or self.init(x.shape[0], n_workers)
@@ -109,9 +107,9 @@ class SIDCo(BlockMethod):
             place, stages = (axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
-            result, left = self.sum_of(blocks, chosen, finite, x, call, keep_error=keep_error)
+            result, left = self.sum_of(blocks, chosen, finite, x, call)
             if not state:
-                return Outcome(result, state), left
+                return Outcome(result, state, lost=left)
             would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
             over = own.step + 1 == PERIOD
@@ -121,7 +119,7 @@ class SIDCo(BlockMethod):
                 step=jnp.where(over, 0, own.step + 1),
                 counts=jnp.where(over, 0, counts),
             )
-            return Outcome(result, after), left
+            return Outcome(result, after, lost=left)
 
     def _room(self, blocks: int) -> int:
         """How many blocks are sent."""

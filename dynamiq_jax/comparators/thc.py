@@ -167,9 +167,7 @@ class THC(TellsLosses):
         words = bit_words(part, self.bits) + bit_words(part, width)
         return rings * (n_workers - 1) // n_workers + 32 * words * (n_workers - 1)
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"]]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
         threshold = thc.clip_threshold(self.p)
@@ -192,7 +190,8 @@ class THC(TellsLosses):
             delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
             lost = pieces - decode(delivered.astype(jnp.uint32), 1)
             state = state and THCState((state.step + 1) % STEPS)
-            return Outcome(result.astype(x.dtype), state), hadamard.join(lost, x.shape[0])
+            lost = hadamard.join(lost, x.shape[0])
+            return Outcome(result.astype(x.dtype), state, lost=lost)
 
     def _total(
         self, index: UInt32[Array, "p D"], axis: Axis, n: int

@@ -76,8 +76,7 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
     yield payloads, me[None]
     for by in range(1, n_workers):
         pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
-        moved = jax.tree.map(lambda x, pairs=pairs: axis.ppermute(x, pairs), payloads)
-        yield moved, ((me - by) % n_workers)[None]
+        yield axis.ppermute(payloads, pairs), ((me - by) % n_workers)[None]
 
 
 def reduce_scatter(
@@ -112,7 +111,12 @@ def _reduce(
     for rounds in schedule:
         looped = rounds.looped and rounds.length > 2
         for t in range(1 if looped else rounds.length):
-            held, carry = run.step(rounds.step(t), held, carry)
+            step = rounds.step(t)
+            table = chunk_table(step, n_workers)
+            for stream, mine in enumerate(held):
+                arrived = run.inputs(mine, table)
+                payloads, carry = run.encode(step, stream, arrived, carry)
+                mine.append(run.held(step, run.send(step, payloads)))
         if looped:
             held, carry = run.loop(rounds, held, carry)
     own = np.arange(n_workers, dtype=np.int32)[:, None]
@@ -120,7 +124,7 @@ def _reduce(
 
 
 class _Run(NamedTuple):
-    """Static facts of one run, and its steps."""
+    """Static facts of one run, and the parts of its steps."""
 
     codec: ChunkCodec
     axis: Axis
@@ -131,17 +135,6 @@ class _Run(NamedTuple):
     def me(self) -> Array:
         """This worker's number."""
         return self.axis.index
-
-    def step(
-        self, step: Step, held: list[list[_Held]], carry: Carry
-    ) -> tuple[list[list[_Held]], Carry]:
-        """Encodes and sends the chunks of every stream in turn."""
-        after, table = [], chunk_table(step, self.n_workers)
-        for stream, before in enumerate(held):
-            arrived = self.inputs(before, table)
-            payloads, carry = self._encode(step, stream, arrived, carry)
-            after.append([*before, self._held(step, self._send(step, payloads))])
-        return after, carry
 
     def loop(
         self, rounds: Rounds, held: list[list[_Held]], carry: Carry
@@ -164,14 +157,14 @@ class _Run(NamedTuple):
             after = []
             for stream, payloads in enumerate(before):
                 arrived = Arrived(payloads, self._sender(previous))
-                payloads, carry = self._encode(step, stream, (arrived,), carry)
-                after.append(self._send(step, payloads))
+                payloads, carry = self.encode(step, stream, (arrived,), carry)
+                after.append(self.send(step, payloads))
             return after, carry
 
         last = rounds.step(rounds.length - 1)
         start = [mine[-1].arrived.payloads for mine in held], carry
         moved, carry = lax.fori_loop(1, rounds.length, round_of, start)
-        arrived = [self._held(last, payloads) for payloads in moved]
+        arrived = [self.held(last, payloads) for payloads in moved]
         return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], carry
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
@@ -187,23 +180,26 @@ class _Run(NamedTuple):
             found.append(arrived)
         return tuple(found)
 
-    def _encode(self, step: Step, stream: int, arrived: tuple[Arrived, ...], carry: Carry):
+    def encode(
+        self, step: Step, stream: int, arrived: tuple[Arrived, ...], carry: Carry
+    ) -> tuple[Payload, Carry]:
+        """The payloads of one stream's chunks in a step."""
         me = self.me
         chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
         encoder = Encoder(step.stage, step.slot(me), me)
         skip = me if step.to is None and not arrived else None
         return self.codec.encode(arrived, chunks, encoder, carry, skip=skip)
 
-    def _send(self, step: Step, payloads: Payload) -> Payload:
+    def send(self, step: Step, payloads: Payload) -> Payload:
         """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""
         if step.to is None:
-            return jax.tree.map(lambda x: self.axis.all_to_all(x)[:, None], payloads)
+            return jax.tree.map(lambda x: x[:, None], self.axis.all_to_all(payloads))
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
-        return jax.tree.map(lambda x: self.axis.ppermute(x, pairs)[None], payloads)
+        return jax.tree.map(lambda x: x[None], self.axis.ppermute(payloads, pairs))
 
-    def _held(self, step: Step, moved: Payload) -> _Held:
-        """The payloads from `_send`, with their encoders."""
+    def held(self, step: Step, moved: Payload) -> _Held:
+        """The payloads from `send`, with their encoders."""
         if step.to is not None:
             return _Held(self._owners(step), Arrived(moved, self._sender(step)))
         everyone = jnp.arange(self.n_workers, dtype=jnp.int32)

@@ -187,22 +187,23 @@ class Axis:
         """A gathered array that JAX counts as replicated, as `all_gather` would type it."""
         return lax.pcast(x, self.names, to="reduced") if to == "reduced" and self.tracked else x
 
-    def all_to_all(self, x: Array) -> Array:
-        """Sends ``x[j]`` to worker j; ``result[i]`` came from worker i."""
+    def all_to_all(self, tree: Any) -> Any:
+        """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` came from worker i."""
         options = {"split_axis": 0, "concat_axis": 0, "tiled": True}
         if self.groups is not None:
-            return lax.all_to_all(x, **self._grouped, **options)
-        return lax.all_to_all(x, self.name, **options)
+            return lax.all_to_all(tree, **self._grouped, **options)
+        return lax.all_to_all(tree, self.name, **options)
 
-    def ppermute(self, x: Array, permutation: list[tuple[int, int]]) -> Array:
+    def ppermute(self, tree: Any, permutation: list[tuple[int, int]]) -> Any:
         """`lax.ppermute` by (source, destination) pairs of all workers."""
         if self.groups is not None:
             pairs = [(group[s], group[d]) for group in self.groups for s, d in permutation]
-            return lax.ppermute(x, self.name, pairs)
+            return lax.ppermute(tree, self.name, pairs)
         if not self.several_vmapped:
-            return lax.ppermute(x, self.name, permutation)
+            return lax.ppermute(tree, self.name, permutation)
         source = jnp.array([s for s, _ in sorted(permutation, key=lambda pair: pair[1])])
-        return self.all_gather(x)[source[lax.axis_index(self.name)]]
+        mine = source[lax.axis_index(self.name)]
+        return jax.tree.map(lambda x: self.all_gather(x)[mine], tree)
 
     @property
     def _grouped(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dynamiq_jax.methods.base import (
     State,
     TellsLosses,
 )
-from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.dynamiq import DynamiQ, Format
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.uncompressed import BF16, F32
 
@@ -17,6 +17,7 @@ __all__ = [
     "DynamiQ",
     "ErrorFeedback",
     "F32",
+    "Format",
     "Limits",
     "MatrixMethod",
     "Method",

@@ -50,6 +50,9 @@ class Call(NamedTuple):
     """The method's state of this bucket; ``()`` where the caller keeps none."""
     metrics: bool = False
     """Whether the outcome has all facts that the method knows."""
+    keep_error: bool = False
+    """Whether a memory takes the losses. Then workers also clip their numbers, so that sums of
+    finite ones are finite."""
 
     @property
     def n_workers(self) -> int:
@@ -66,6 +69,8 @@ class Outcome(NamedTuple):
     """The next step's."""
     facts: PayloadFacts = PayloadFacts()
     """Where metrics are asked for; else what costs nothing."""
+    lost: Float[Array, " d"] | None = None
+    """The part of this worker's array that the sum lacks, f32: see `TellsLosses`."""
 
 
 class Limits(NamedTuple):
@@ -212,28 +217,13 @@ class Method(ABC):
 
 
 class TellsLosses(Method):
-    """A method that tells what its encodings lose; `ErrorFeedback` takes these methods."""
+    """A method that tells what its encodings lose; `ErrorFeedback` takes these methods.
+
+    Where `Call.keep_error` is set, the outcome has ``lost``: the losses of all workers add up to
+    what the sum lacks, where the sum is finite.
+    """
 
     __slots__ = ()
-
-    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `Method`."""
-        return self.all_reduce_and_lost(x, call, keep_error=False)[0]
-
-    @abstractmethod
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        """`all_reduce`, and the part of this worker's ``x`` that the sum lacks, f32.
-
-        The losses of all workers add up to what the sum lacks, where the sum is finite.
-
-        Args:
-          x: the gradient.
-          call: the collective.
-          keep_error: whether a memory takes the losses. Then workers also clip their numbers, so
-            that sums of finite ones are finite; without it the losses may be `None`.
-        """
 
 
 class NativeSumMethod(Method):

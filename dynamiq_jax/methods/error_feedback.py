@@ -232,8 +232,9 @@ class ErrorFeedback(Method):
                 eta = jnp.where(state.started, jnp.float32(self._eta), 1.0)
                 own = with_memory(x * eta, (1 - eta) * momentum)
             y = self._to_send(own, state)
-            inner = call._replace(state=state.inner, divisor=1)
-            delivered, lost = self.method.all_reduce_and_lost(y, inner)
+            inner = call._replace(state=state.inner, divisor=1, keep_error=True)
+            delivered = self.method.all_reduce(y, inner)
+            lost = delivered.lost
             assert lost is not None
             value = delivered.value
             good = jnp.isfinite(value)

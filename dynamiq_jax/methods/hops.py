@@ -5,6 +5,7 @@ it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no
 library's all-reduce here and the simulator of thousands of workers run the same three functions.
 """
 
+import warnings
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.lax.fingerprint import assert_same_on_workers
 from dynamiq_jax.lax.seeds import Seed
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses
+from dynamiq_jax.methods.base import Call, Collective, Outcome, State, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
@@ -101,30 +102,35 @@ class HopMethod(TellsLosses):
         """The facts of the payloads, for `Metrics`."""
         return PayloadFacts()
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        """See `TellsLosses`. Without ``keep_error`` the codec spares itself the losses."""
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `Method` and `TellsLosses`."""
+        self.warn(call)
         assert call.topology is not None
         bound = self.bind(x.shape[0], call.n_workers, call.topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
             shared = self.agreed(x, call, bound)
-            options = {"divisor": call.divisor, "keep_error": keep_error}
+            options = {"divisor": call.divisor, "keep_error": call.keep_error}
             codec = self.codec(x, shared, bound, dtype=x.dtype, **options)
             streams = bound.layout.chunks_per_worker
             result, carry = all_reduce(call.topology, codec, call.axis, streams)
             lost = None
-            if keep_error:
+            if call.keep_error:
                 carry, lost = self.kept(carry)
                 lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
                 assert_same_on_workers(result, call.axis, "the result")
             value = result.reshape(-1)[: x.shape[0]]
-            outcome = Outcome(value, self.after(shared, carry, bound, call.state))
+            outcome = Outcome(value, self.after(shared, carry, bound, call.state), lost=lost)
             if call.metrics:
                 facts = self.facts(shared, carry, value, bound, call.divisor)
                 outcome = outcome._replace(facts=facts)
-            return outcome, lost
+            return outcome
+
+    def warn(self, call: Call, collective: Collective = "all_reduce") -> None:
+        """Warns of a relative error that is too large."""
+        advice = self.advice(call.n_workers, call.topology, collective)
+        if advice is not None:
+            warnings.warn(advice, stacklevel=2)
 
     def agreed(self, x: Float[Array, " d"], call: Call, bound: Bound) -> Shared:
         """The shared facts, after the small all-reduce of the messages."""

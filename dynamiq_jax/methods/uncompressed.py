@@ -40,22 +40,20 @@ class _Uncompressed(HopMethod):
         """The method's own, whatever the gradient's."""
         return jnp.dtype(self.wire_dtype)
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"] | None]:
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`. Nobody knows what the additions of a native sum lose."""
         if call.topology is not None:
-            return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
+            return HopMethod.all_reduce(self, x, call)
         total = call.axis.psum(x.astype(self.wire_dtype))
         if call.divisor != 1:
             total = total.astype(jnp.float32) / call.divisor
         outcome = Outcome(total.astype(x.dtype), call.state)
-        if not keep_error:
-            return outcome, None
+        if not call.keep_error:
+            return outcome
         kind = jnp.finfo(self.wire_dtype)
         # No cast and back, which XLA may drop.
         own = x.astype(jnp.float32)
-        return outcome, own - lax.reduce_precision(own, kind.nexp, kind.nmant)
+        return outcome._replace(lost=own - lax.reduce_precision(own, kind.nexp, kind.nmant))
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
         """See `HopMethod`."""

@@ -1,6 +1,7 @@
 """Topologies: schedules of who encodes which chunk when, for whom."""
 
 from dynamiq_jax.topologies.base import (
+    AnyTopology,
     Rounds,
     Schedule,
     Stage,
@@ -12,17 +13,17 @@ from dynamiq_jax.topologies.base import (
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.choice import (
     Choice,
-    across_hosts,
     assumed,
     automatic,
     fast_links,
     with_transport,
 )
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import Hierarchical
+from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
 
 __all__ = [
+    "AnyTopology",
     "Butterfly",
     "Choice",
     "Direct",

@@ -14,8 +14,11 @@ many chunks that take the same way independently: the kernel of one runs under t
 another.
 """
 
+import dataclasses
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -149,38 +152,101 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
             )
 
 
-class Topology(Protocol):
-    """How chunks travel. Implementations are frozen dataclasses of static options."""
+class Levels(NamedTuple):
+    """The topologies of the two levels of a reduction."""
 
-    @property
-    def transport(self) -> Transport | None:
-        """The mover of payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
-        ...
+    inner: "Topology | None"
+    """The topology of the last axis; `None`: native collectives."""
+    outer: "Topology"
+    """The topology of all other workers."""
+    n_inner: int
+    """Workers on the inner level; 1 where there is no such level."""
 
-    @property
-    def balance(self) -> float | None:
-        """Bits per coordinate that the stages before the last get beyond the last one.
 
-        `None`: as `dynamiq_jax.methods.dynamiq.allocation` shares them out. The average is the
-        method's ``bits`` in any case.
+class AnyTopology(ABC):
+    """A topology of one level (`Topology`) or of two (`Hierarchical`), as a caller passes it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def levels(self, sizes: tuple[int, ...]) -> Levels:
+        """The levels on axes of these sizes, the outermost first."""
+
+    @abstractmethod
+    def on(self, sizes: tuple[int, ...]) -> "AnyTopology":
+        """The topology that serves axes of these sizes.
+
+        Raises:
+          ValueError: it cannot serve them.
         """
-        ...
 
-    def check(self, n_workers: int) -> None:
+    @abstractmethod
+    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> "AnyTopology | None":
+        """The topology for the axes ``names``, some of all ``axes``; `None`: native collectives."""
+
+    @property
+    @abstractmethod
+    def sharded(self) -> "Topology | None":
+        """The topology for a reduce-scatter over the same axes; `None` if it has none."""
+
+    @abstractmethod
+    def with_transport(self, transport: Transport) -> Self:
+        """The topology with its transport filled in where it says none."""
+
+
+class Topology(AnyTopology):
+    """How chunks travel on one level. Subclasses are frozen dataclasses of static options."""
+
+    __slots__ = ()
+
+    transport: Transport | None
+    """The mover of payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
+
+    balance: float | None
+    """Bits per coordinate that the stages before the last get beyond the last one.
+
+    `None`: as `dynamiq_jax.methods.dynamiq.allocation` shares them out. The average is the
+    method's ``bits`` in any case.
+    """
+
+    def check(self, n_workers: int) -> None:  # noqa: B027
         """Raises ValueError if it cannot serve that many workers."""
-        ...
 
+    @abstractmethod
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The stages of an all-reduce; a reduce-scatter has all but the last."""
-        ...
 
+    @abstractmethod
     def chunks_per_worker(self, size: int) -> int:
         """Into how many streams each worker's share of ``size`` coordinates is cut."""
-        ...
 
+    @abstractmethod
     def schedule(self, n_workers: int) -> Schedule:
         """Who sends what to whom until the owners have all that belongs to their sums."""
-        ...
+
+    def levels(self, sizes: tuple[int, ...]) -> Levels:
+        """One level of all workers."""
+        return Levels(None, self, 1)
+
+    def on(self, sizes: tuple[int, ...]) -> Self:
+        """Itself, if it serves that many workers."""
+        self.check(math.prod(sizes))
+        return self
+
+    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> Self:
+        """Itself."""
+        return self
+
+    @property
+    def sharded(self) -> Self:
+        """Itself."""
+        return self
+
+    def with_transport(self, transport: Transport) -> Self:
+        """See `AnyTopology`."""
+        if self.transport:
+            return self
+        return dataclasses.replace(self, transport=transport)  # type: ignore[type-var]
 
 
 def streams_for(size: int, streams: int, stream_size: int) -> int:

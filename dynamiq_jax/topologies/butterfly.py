@@ -17,6 +17,7 @@ from dynamiq_jax.topologies.base import (
     Schedule,
     Stage,
     Step,
+    Topology,
     Transport,
     check_options,
     streams_for,
@@ -24,7 +25,7 @@ from dynamiq_jax.topologies.base import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Butterfly:
+class Butterfly(Topology):
     """Recursive halving: log2 n re-compressions per chunk; n must be a power of two.
 
     Attributes:

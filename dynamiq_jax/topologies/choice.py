@@ -13,24 +13,21 @@ What `transport=None` of a topology means: "permutes" where ppermutes are copies
 (`dynamiq_jax.lax.xla`), else "collectives".
 """
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from dynamiq_jax.lax.xla import copy_engines
-from dynamiq_jax.topologies.base import Topology, Transport
-from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.base import AnyTopology, Transport
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import Hierarchical
-from dynamiq_jax.topologies.ring import Ring
+from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts
 
 
 class Choice(NamedTuple):
     """A topology and why it was chosen."""
 
-    topology: Topology | Hierarchical
+    topology: AnyTopology
     reason: str
 
 
@@ -79,14 +76,9 @@ def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
     return Choice(across_hosts(n), f"{n} workers on several hosts are {power} power of two")
 
 
-def across_hosts(n_workers: int) -> Topology:
-    """The choice for one axis whose links are slow."""
-    return Ring() if n_workers & (n_workers - 1) else Butterfly()
-
-
 def with_transport(
-    topology: Topology | Hierarchical, transport: Transport | None = None, *, here: bool = True
-) -> tuple[Topology | Hierarchical, str | None]:
+    topology: AnyTopology, transport: Transport | None = None, *, here: bool = True
+) -> tuple[AnyTopology, str | None]:
     """The topology, of both levels, with its transport filled in, and why copy engines serve.
 
     Without a ``transport``, they serve where they can: never, unless the workers are JAX's devices
@@ -94,12 +86,4 @@ def with_transport(
     """
     reason = copy_engines() if here and transport is None else None
     chosen = transport or ("collectives" if reason is None else "permutes")
-    if isinstance(topology, Hierarchical):
-        levels = {"inner": topology.inner, "outer": topology.outer}
-        filled = {name: level and _filled(level, chosen) for name, level in levels.items()}
-        return dataclasses.replace(topology, **filled), reason
-    return _filled(topology, chosen), reason
-
-
-def _filled(topology: Any, transport: Transport) -> Any:
-    return topology if topology.transport else dataclasses.replace(topology, transport=transport)
+    return topology.with_transport(chosen), reason

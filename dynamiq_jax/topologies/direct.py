@@ -14,6 +14,7 @@ from dynamiq_jax.topologies.base import (
     Schedule,
     Stage,
     Step,
+    Topology,
     Transport,
     check_options,
     streams_for,
@@ -21,7 +22,7 @@ from dynamiq_jax.topologies.base import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Direct:
+class Direct(Topology):
     """All-to-all topology: one encoding of each gradient, one of each sum; any number of workers.
 
     Attributes:
@@ -43,9 +44,6 @@ class Direct:
     def __post_init__(self):
         """Checks the fields."""
         check_options(self)
-
-    def check(self, n_workers: int) -> None:
-        """Any number will do."""
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The all-to-all and the all-gather.

@@ -1,12 +1,21 @@
 """Hierarchical: fast links inside, slow links outside, each used for what it is good at."""
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
-from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.topologies.base import AnyTopology, Levels, Topology, Transport
+from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.ring import Ring
+
+
+def across_hosts(n_workers: int) -> Topology:
+    """The choice for one axis whose links are slow."""
+    return Ring() if n_workers & (n_workers - 1) else Butterfly()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hierarchical:
+class Hierarchical(AnyTopology):
     """Two levels, for a tuple of axes: the last is the inner one, all others the outer one.
 
     The inner axis reduce-scatters the gradient, so that each of its workers is left with one slice
@@ -24,9 +33,42 @@ class Hierarchical:
     outer: Topology | None = None
 
     def __post_init__(self):
-        """Refuses nested hierarchies and things that are no topology."""
+        """Refuses nested hierarchies and things that are not a topology."""
         for name, value in (("inner", self.inner), ("outer", self.outer)):
-            if value is not None and (isinstance(value, type) or not hasattr(value, "schedule")):
+            if value is not None and not isinstance(value, Topology):
                 raise ValueError(
                     f"{name}={value!r} is not a topology of one level; pass for example dq.Ring()"
                 )
+
+    def levels(self, sizes: tuple[int, ...]) -> Levels:
+        """The last axis is the inner level; the other axes are the outer one."""
+        outer = self.outer or across_hosts(math.prod(sizes[:-1]))
+        return Levels(self.inner, outer, sizes[-1])
+
+    def on(self, sizes: tuple[int, ...]) -> AnyTopology:
+        """The hierarchy with its outer topology filled in; that one if nobody is inside."""
+        if len(sizes) < 2:
+            raise ValueError(
+                f"topology=Hierarchical() needs two axes and got {len(sizes)}; pass "
+                "axis_name=('node', 'gpu'), the axis of the fast links last"
+            )
+        outer = self.levels(sizes).outer
+        return outer.on(sizes) if sizes[-1] == 1 else dataclasses.replace(self, outer=outer)
+
+    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> AnyTopology | None:
+        """A level, or the hierarchy over the inner axis and some others."""
+        if names == axes[-1:]:
+            return self.inner
+        return self if names[-1:] == axes[-1:] else self.outer
+
+    @property
+    def sharded(self) -> None:
+        """A hierarchy has none: the halves take one axis at a time."""
+        return None
+
+    def with_transport(self, transport: Transport) -> "Hierarchical":
+        """The hierarchy with that of both levels filled in."""
+        inner, outer = (
+            level and level.with_transport(transport) for level in (self.inner, self.outer)
+        )
+        return Hierarchical(inner=inner, outer=outer)

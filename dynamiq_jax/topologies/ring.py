@@ -13,6 +13,7 @@ from dynamiq_jax.topologies.base import (
     Schedule,
     Stage,
     Step,
+    Topology,
     Transport,
     check_options,
     streams_for,
@@ -20,7 +21,7 @@ from dynamiq_jax.topologies.base import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
+class Ring(Topology):
     """Ring topology: n-1 re-compressions per chunk; any number of workers, neighbours only.
 
     Attributes:
@@ -44,9 +45,6 @@ class Ring:
     def __post_init__(self):
         """Checks the fields."""
         check_options(self)
-
-    def check(self, n_workers: int) -> None:
-        """Any number will do."""
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The hops, whose partial sums hold 1, ..., n-1 gradients, and the all-gather."""

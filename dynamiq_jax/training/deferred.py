@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.all_reduce import reduce_over
-from dynamiq_jax.collectives.unreduced import reduce_unreduced, unreduced_axes
-from dynamiq_jax.compression import Compression
+from dynamiq_jax.collectives.unreduced import reduce_unreduced, resharded
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.sharded_parameters import Reduction, split_of
+from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -71,16 +69,6 @@ class Deferred(NamedTuple):
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        own = {*self.axis.names}
-        if any(map(own.intersection, map(axes_of, placed))) and (
-            self.metrics or state is not None or not self.reduces
-        ):
-            raise NotImplementedError(
-                f"parameters are sharded over the data axes {self.axis.names}, and scattering "
-                "their gradients keeps no state, has no metrics and is not put off; pass "
-                "metrics=False, reduce=True, no state, and a method without memory, or replicate "
-                "the parameters over these axes"
-            )
         chosen = self._large(params, placed)
         trace = functools.partial(self._differentiate, treedef=treedef, call=call)
         chosen = self._deferrable(params, data, placed, chosen, trace)
@@ -109,7 +97,7 @@ class Deferred(NamedTuple):
         def whole(i: int, x: Array) -> Array:
             partitions = self._whole(placed[i])
             reduced = self.axis.names if i in deferred else ()
-            return self._reshard(x, P(*partitions, reduced=frozenset(reduced)))
+            return resharded(x, self.mesh, P(*partitions, reduced=frozenset(reduced)))
 
         return [whole(i, x) for i, x in enumerate(leaves)]
 
@@ -244,54 +232,17 @@ class Deferred(NamedTuple):
         self, grads: Any, placed: list[P], key: Array | None, state: State | None
     ) -> Reduced:
         """Sums what is unreduced, and shards gradients as parameters are."""
-        leaves, treedef = jax.tree.flatten(grads)
-        splits = [split_of(spec, self.axis.names) for spec in placed]
-        moves = [bool(unreduced_axes(x)) for x in leaves]
-        if any(split for split, moved in zip(splits, moves, strict=True) if moved):
-            sizes = tuple(self.mesh.shape[name] for name in self.axis.names)
-            own = Reduction(self.axis.names, sizes, self.compression, "sum")
-            some = {i: x for i, x in enumerate(leaves) if moves[i]}
-            terms = {
-                i: P(*self._whole(placed[i]), unreduced=frozenset(self.axis.names)) for i in some
-            }
-            mapped = jax.shard_map(
-                functools.partial(own, splits=[splits[i] for i in some]),
-                mesh=self.mesh,
-                in_specs=(terms, P()),
-                out_specs={i: self._scattered(placed[i]) for i in some},
-                check_vma=False,
-            )
-            summed = mapped(some, key)
-            leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
-            found = Reduced(None, None, None)
-        else:
-            own = self.axis, self.compression
-            run = functools.partial(reduce_over, self.axis, op="sum", compression=self.compression)
-            options = {"key": key, "state": state, "metrics": self.metrics}
-            found = reduce_unreduced(run, grads, *own, **options)
-            leaves = jax.tree.leaves(found.tree)
-        leaves = [self._reshard(x, spec) for x, spec in zip(leaves, placed, strict=True)]
-        return found._replace(tree=treedef.unflatten(leaves))
+        specs = jax.tree.structure(grads).unflatten(placed)
+        options = {"key": key, "state": state, "metrics": self.metrics, "specs": specs}
+        return reduce_unreduced(grads, self.axis, self.compression, **options)
 
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
         return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
 
-    def _scattered(self, spec: P) -> P:
-        """The spec after data axes have split what each device had: they come last."""
-        own = {*self.axis.names}
-        entries = map(names_of, spec)
-        return P(*(tuple(sorted(entry, key=own.__contains__)) or None for entry in entries))
-
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
-        return self._reshard(x, P(*_spec(x).partitions)) if isinstance(x, Array) else x
-
-    def _reshard(self, x: Any, spec: P) -> Array:
-        """``x`` as the spec says; nothing happens to an array that its type says is so."""
-        if isinstance(x, Array) and _spec(x) == spec and not jax.typeof(x).sharding.mesh.empty:
-            return x
-        return jax.reshard(x, NamedSharding(self.mesh, spec))
+        return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
 def _spec(x: Any) -> P:

@@ -8,13 +8,13 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.lax.compat import transposes_a_map, varying_axes
 from dynamiq_jax.lax.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
@@ -43,7 +43,7 @@ def reduce_in_backward(
       map: the derivative of a loss that is averaged already has a 1 / n of its own. `jax.grad`
       around a `jax.shard_map` with ``check_vma=True`` is refused.
     * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
-      with a whole layer. ``DynamiQ(scale_axis="auto")`` looks at these leaves alone.
+      with a whole layer. ``Format(scale_axis="auto")`` looks at these leaves alone.
     * Parameters that are used twice pass once, above both uses.
     * Not inside `dq.value_and_grad`, which reduces by itself. What runs outside of any map, such as
       an evaluation, takes the model without it.

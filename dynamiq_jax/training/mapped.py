@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.compression import Compression
+from dynamiq_jax.collectives.scattered import Reduction, gather, split_of
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.sharded_parameters import Reduction, gather, split_of
+from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import flat_specs, only, part, surroundings
 

@@ -10,11 +10,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from dynamiq_jax.collectives.checks import check_axis
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
-from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import AxisName
+from dynamiq_jax.lax.checks import check_axis
 from dynamiq_jax.methods import Method
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred
 from dynamiq_jax.training.mapped import mapped_value_and_grad
 

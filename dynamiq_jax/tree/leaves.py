@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class Bucket(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     route: Any = None
-    """How it is reduced: a `collectives.routes.Route`."""
+    """How it is reduced: a `request.routes.Route`."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -141,9 +141,12 @@ def group_leaves(
     min_bucket_size: int,
     min_bucket_bytes: int = 0,
     bucket_bytes: int,
-    declines: Callable[[Leaf], str | None] = lambda leaf: None,
+    declined: Mapping[int, str | None],
 ) -> Grouping:
-    """Sorts leaves into buckets and exact ones; see `methods.base.Limits`."""
+    """Sorts leaves into buckets and exact ones; see `methods.base.Limits`.
+
+    ``declined`` holds the reasons of a method for leaves that it does not take, by index.
+    """
     exact: list[tuple[Leaf, str]] = []
     open_buckets: dict[tuple[np.dtype, frozenset[str]], list[Leaf]] = {}
     buckets: list[Bucket] = []
@@ -152,7 +155,7 @@ def group_leaves(
             exact.append((leaf, f"dtype {leaf.dtype.name}"))
         elif leaf.size < max(min_leaf_size, 1):
             exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
-        elif (reason := declines(leaf)) is not None:
+        elif (reason := declined.get(leaf.index)) is not None:
             exact.append((leaf, reason))
         elif leaf.alone or leaf.nbytes >= bucket_bytes:
             buckets.append(Bucket((leaf,)))

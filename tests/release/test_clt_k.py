@@ -17,7 +17,7 @@ from cases import (
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(0)
 CHUNK = 16

@@ -21,12 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.comparators import liec
+from dynamiq_jax.comparators.local_error import LocalError
+from dynamiq_jax.optax import liec
 
 KEY = jax.random.key(0)
 N, BUCKET = 4, 16
 ALONE = dq.comparators.MinMax(bits=3, bucket_size=BUCKET, rounding="nearest")
-MINMAX, LOCAL = small(ALONE), small(liec.LocalError(ALONE))
+MINMAX, LOCAL = small(ALONE), small(LocalError(ALONE))
 
 
 def draw(seed, size=500):
@@ -170,7 +171,7 @@ def test_methods_without_fixed_chunks_are_refused(method):
 
 def test_topologies_and_periods_are_refused():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
-        liec.LocalError(ALONE).check(4, dq.Ring())
+        LocalError(ALONE).check(4, dq.Ring())
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
         liec.average_every(0, jnp.int32(1), {}, "data")
     with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):

@@ -28,7 +28,7 @@ from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.marsit import workers_in
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(5)
 SIZE = 3011

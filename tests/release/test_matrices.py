@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
 from dynamiq_jax.methods.base import MatrixMethod, Outcome
+from dynamiq_jax.request.compression import as_compression
 
 N = 4
 

@@ -26,7 +26,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators.mx import ScaleState
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 SIZE = 8 * 256 - 77
 SHARED: dict[str, Any] = {"sum": "shared-scale"}

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 THC = functools.partial(dq.comparators.THC, piece_size=1024)
 CLTK = functools.partial(dq.comparators.CLTK, chunk_size=64)

@@ -9,7 +9,7 @@ import pytest
 from cases import assert_replicas_equal, sharded, small, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 BLOCK = 16
 N = 8

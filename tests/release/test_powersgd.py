@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.powersgd import orthonormal
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(0)
 

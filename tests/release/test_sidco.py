@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.comparators import sidco
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(0)
 BLOCK, N = 16, 4

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression import as_compression
+from dynamiq_jax.request.compression import as_compression
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
@@ -34,7 +34,11 @@ DYNAMIQ = [
     small(dq.DynamiQ()),
     small(dq.DynamiQ(bits=4, rounding="correlated")),
     dq.Compression(dq.DynamiQ(bits=6, widths=(0, 2, 4, 6, 8, 10)), bucket_bytes=4096, **SMALL),
-    small(dq.DynamiQ(bits=7, group_scale="bf16", levels="uniform", subtract_mean=False)),
+    small(
+        dq.DynamiQ(
+            bits=7, format=dq.Format(group_scale="bf16", levels="uniform", subtract_mean=False)
+        )
+    ),
 ]
 SHARED = small(dq.comparators.MXFP8(sum="shared-scale"))
 MEMORY = small(dq.ErrorFeedback(dq.comparators.THC(piece_size=256)))

@@ -37,9 +37,9 @@ from dynamiq_jax.commands.bench.timing import (
     silent,
     time_calls,
 )
-from dynamiq_jax.compression import AnyTopology, Explanation
-from dynamiq_jax.configuration import describe
 from dynamiq_jax.lax.xla import compiled_by, compiler_options
+from dynamiq_jax.request.compression import AnyTopology, Explanation
+from dynamiq_jax.request.configuration import describe
 
 MIN_GAIN = 0.05
 """The share of time that has to be saved, to compress at all and for every step to fewer bits."""
@@ -75,8 +75,8 @@ class SettingRow:
     """The all-reduce of a tree in one setting.
 
     Attributes:
-      method: as a configuration file has it, see `dynamiq_jax.configuration`; `NATIVE` is bf16
-        psum.
+      method: as a configuration file has it, see `dynamiq_jax.request.configuration`; `NATIVE` is
+        bf16 psum.
       topology: the same.
       time_us: the median.
       p10_us: the 10th percentile.
@@ -304,7 +304,6 @@ def bench_settings(
         with compiled_by(options):
             said = setting.explain(leaves, sizes, verbose=False)
             route: Any = setting.route(sizes).topology
-        route = route.outer if isinstance(route, dq.Hierarchical) else route
         method: Any = setting.method
         rows.append(
             SettingRow(
@@ -315,7 +314,7 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=route.transport,
+                transport=route.levels(sizes).outer.transport,
                 tree=name,
                 **_times(timing),
             )

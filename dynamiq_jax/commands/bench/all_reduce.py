@@ -78,7 +78,7 @@ def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = 
     """
     if platform == "cpu":
         return "cpu"
-    if topology is not None and not isinstance(topology, dq.Hierarchical):
+    if topology is not None:
         with compiled_by(compiler_options()):
             filled, _ = with_transport(topology)
             if getattr(filled, "transport", None) == "permutes" and copy_engines():

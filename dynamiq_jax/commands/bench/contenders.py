@@ -66,12 +66,12 @@ def arc_top_k(bits: float = 3.2, **options) -> dq.comparators.ARCTopK:
 
 
 PAPER = {
-    "widths": (2, 4, 8), "floor": None, "group_size": 16, "levels": "geometric",
-    "rounding": "correlated", "subtract_mean": True,
+    "widths": (2, 4, 8), "floor": None, "rounding": "correlated",
+    "format": dq.Format(group_size=16, levels="geometric", subtract_mean=True),
 }  # fmt: skip
 """The paper's configuration of DynamiQ."""
 
-LEAST_SQUARED_ERROR = {"floor": None, "levels": "piecewise"}
+LEAST_SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The options for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 

@@ -19,7 +19,8 @@ from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout
-from dynamiq_jax.topologies import Hierarchical, Topology, across_hosts
+from dynamiq_jax.topologies import AnyTopology, Topology
+from dynamiq_jax.topologies.base import Levels
 from pallas_kernels import resolve_backend
 
 PUBLISHED: Mapping[tuple[str, str, float], float] = {
@@ -52,7 +53,7 @@ class Case:
     n_workers: int
     super_groups: int
     method: HopMethod
-    topology: Topology | Hierarchical
+    topology: AnyTopology
     n_inner: int = 8
 
     def __post_init__(self):
@@ -67,14 +68,14 @@ class Case:
                 f"of {self.inner_workers}; pass more workers, or a divisor of theirs"
             )
         method = self.method
-        if isinstance(method, DynamiQ) and method.super_group_size != SUPER_GROUP:
+        if isinstance(method, DynamiQ) and method.format.super_group_size != SUPER_GROUP:
             raise ValueError(
-                f"super_group_size={method.super_group_size}, but magnitudes are drawn for "
+                f"super_group_size={method.format.super_group_size}, but magnitudes are drawn for "
                 f"super-groups of {SUPER_GROUP}; pass super_group_size={SUPER_GROUP}"
             )
-        if isinstance(self.topology, Hierarchical) and self.topology.inner is not None:
+        if self._levels.inner is not None:
             raise NotImplementedError(
-                f"inner={self.topology.inner!r}: only a native inner axis is simulated; "
+                f"inner={self._levels.inner!r}: only a native inner axis is simulated; "
                 "pass inner=None"
             )
         if method.needs_state:
@@ -85,9 +86,13 @@ class Case:
         self.outer.check(self.n_outer)
 
     @property
+    def _levels(self) -> Levels:
+        return self.topology.levels((self.n_workers // self.n_inner, self.n_inner))
+
+    @property
     def inner_workers(self) -> int:
         """Workers that are summed natively; without a hierarchy 1."""
-        return self.n_inner if isinstance(self.topology, Hierarchical) else 1
+        return self._levels.n_inner
 
     @property
     def n_outer(self) -> int:
@@ -97,11 +102,8 @@ class Case:
     @property
     def outer(self) -> Topology:
         """The topology of the compressed all-reduce."""
-        found = self.topology
-        if isinstance(found, Hierarchical):
-            found = found.outer or across_hosts(self.n_outer)
-        own: Any = found
-        return dataclasses.replace(own, streams=1) if hasattr(found, "streams") else found
+        found: Any = self._levels.outer
+        return dataclasses.replace(found, streams=1) if hasattr(found, "streams") else found
 
     @property
     def bits(self) -> float:

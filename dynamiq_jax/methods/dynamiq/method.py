@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,10 +19,8 @@ from dynamiq_jax.methods.base import (
     Call,
     Collective,
     Limits,
-    Outcome,
     ShardedMethod,
     State,
-    check_choice,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
     LARGEST_DITHERED_ERROR,
@@ -46,13 +43,14 @@ from dynamiq_jax.methods.dynamiq.codec import (
     statistics,
 )
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
+from dynamiq_jax.methods.dynamiq.format import Format
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.tree.leaves import ScaleAxis
 from pallas_kernels import Backend, WireFormat, check_backend
-from pallas_kernels.format import TILE_ROWS, GroupScale, Levels, Rounding
+from pallas_kernels.format import TILE_ROWS, Levels, Rounding
 
 MIN_TILES_PER_WORKER = 16
 BUCKET_BYTES = 256 * 2**20
@@ -73,27 +71,13 @@ class DynamiQ(HopMethod, ShardedMethod):
         (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: that one in all
         stages; `None`: squared error alone decides, as in the paper, which costs training with Adam
         2 to 5% of the loss at 3 to 5 bits.
-      group_size: coordinates that share a scale: 8, 16, 32 or 64.
-      super_group_size: coordinates that share a width and statistics: 128, 256, 512 or 1024.
-      levels: "companded" (steps of 1, 2, 4 and 8 from zero outwards, so that small coordinates of
-        a group err less, which counts for Adam), "piecewise" (steps of 1 and 2: the least squared
-        error), "geometric" (the paper's law; widths up to 10) or "uniform". Default: "companded",
-        with dither "piecewise".
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
-      group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
       dither: whether decoders repeat the encoders' noise and subtract what it says of the rounding
         error, over levels of which none is lost on a second zero. It halves the error and more, on
         the same wire and without bias; decoding computes more. Not for "geometric" levels.
-      scale_axis: the axis of leaves along which neighbours share scales and widths: an integer, or
-        "auto", the axis whose size most matrices of the tree have, which in a transformer is that
-        of the residual stream (of equally common ones the last; layers and heads, shorter than 64,
-        do not count). In `all_gather` leaves are the shards that are gathered. `None`: the last
-        one, which costs no transposition. Gradients vary along tokens and neurons much more than
-        along the residual stream: docs/training-quality.md, "Near coordinates".
-      subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
-        1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
+      format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
         same bits on all workers, with an error at run time if not.
@@ -102,14 +86,9 @@ class DynamiQ(HopMethod, ShardedMethod):
     bits: float = 5.0
     widths: tuple[int, ...] | None = None
     floor: Floor = "auto"
-    group_size: int = 32
-    super_group_size: int = 256
-    levels: Levels | None = None
     rounding: Rounding = "antithetic"
-    group_scale: GroupScale = "uint8"
     dither: bool = False
-    scale_axis: ScaleAxis = None  # pyright: ignore[reportIncompatibleMethodOverride]
-    subtract_mean: bool = False
+    format: Format = Format()
     backend: Backend | None = None
     debug_checks: bool = False
 
@@ -120,14 +99,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         if self.widths is not None:
             object.__setattr__(self, "widths", tuple(sorted(self.widths)))
             self._check_widths(self.widths)
-        check_choice("group_size", self.group_size, (8, 16, 32, 64))
-        check_choice("super_group_size", self.super_group_size, (128, 256, 512, 1024))
-        if self.super_group_size // self.group_size < 4:
-            raise ValueError(
-                f"super_group_size={self.super_group_size} holds fewer than 4 groups of "
-                f"group_size={self.group_size}; pass group_size <= {self.super_group_size // 4}"
-            )
-        if self.dither and self.levels == "geometric":
+        if self.dither and self.format.levels == "geometric":
             raise ValueError(
                 "dither=True needs levels of which all are odd multiples of half a step, and "
                 "levels='geometric' are not; pass levels='piecewise'"
@@ -147,7 +119,7 @@ class DynamiQ(HopMethod, ShardedMethod):
                 f"widths={widths} have 15, of which products with a scale would not be exact with "
                 "dither=True; pass 14 or 16 in its place"
             )
-        if self.levels == "geometric" and any(10 < w < 16 for w in widths):
+        if self.format.levels == "geometric" and any(10 < w < 16 for w in widths):
             raise ValueError(
                 f"widths={widths} exceed 10, where levels='geometric' has no distinct "
                 "levels; drop the widths 11..15 or pass levels='piecewise'"
@@ -165,46 +137,51 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     def _check_bits(self) -> None:
         """Refuses bits that do not hold the floor or the narrowest width, or that are wasted."""
-        stats = 16 * self.stats_per_super_group / self.super_group_size
+        stats = 16 * self.stats_per_super_group / self.format.super_group_size
         widths = self.widths or (NARROWEST_FLOOR, WIDEST_FLOOR)
         if isinstance(self.floor, int):
             narrowest, what, remedy = self.floor, "the floor", "lower floor"
         else:
             narrowest, what, remedy = min(widths), "the narrowest width", "pass a narrower width"
-        least = self._format.bits_per_coord(narrowest) + stats
+        least = self._wire.bits_per_coord(narrowest) + stats
         if not least <= self.bits:
             raise ValueError(
                 f"bits={self.bits} is below {least:.4g}, what {what}, {narrowest}, takes with its "
-                f"metadata at group_size={self.group_size}; raise bits, or {remedy} or a larger "
-                "group_size"
+                f"metadata at group_size={self.format.group_size}; raise bits, or {remedy} or a "
+                "larger group_size"
             )
         if self.bits > 32:
-            most = self._format.bits_per_coord(max(widths)) + stats
+            most = self._wire.bits_per_coord(max(widths)) + stats
             raise ValueError(
                 f"bits={self.bits} exceeds 32, what an uncompressed f32 takes (the widest width, "
                 f"{max(widths)}, can use at most {most:.4g}); lower bits"
             )
 
     @property
-    def _levels(self) -> Levels:
-        """``levels``, or its default."""
-        return self.levels or ("piecewise" if self.dither else "companded")
+    def scale_axis(self) -> ScaleAxis:
+        """See `Format`."""
+        return self.format.scale_axis
 
     @property
-    def _format(self) -> WireFormat:
+    def _levels(self) -> Levels:
+        """The levels, or their default."""
+        return self.format.levels or ("piecewise" if self.dither else "companded")
+
+    @property
+    def _wire(self) -> WireFormat:
         """The payload's format but for its widths, which `allocate` decides."""
         return WireFormat(
-            group_size=self.group_size,
-            super_group_size=self.super_group_size,
+            group_size=self.format.group_size,
+            super_group_size=self.format.super_group_size,
             levels=self._levels,
             rounding=self.rounding,
-            group_scale=self.group_scale,
+            group_scale=self.format.group_scale,
             dither=self.dither,
         )
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """See `Method`. Padding takes the bits of buckets with few tiles for each worker."""
-        tile = TILE_ROWS * self.super_group_size
+        tile = TILE_ROWS * self.format.super_group_size
         size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
         size = 0 if given.get("min_bucket_bytes") == 0 else size
         least = PSUM_BYTES if fast_links and "min_bucket_size" not in given else 0
@@ -215,7 +192,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     @property
     def stats_per_super_group(self) -> int:
         """Numbers per super-group in the light all-reduce: squared norm and perhaps mean."""
-        return 2 if self.subtract_mean else 1
+        return 2 if self.format.subtract_mean else 1
 
     def allocation(
         self, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
@@ -223,10 +200,10 @@ class DynamiQ(HopMethod, ShardedMethod):
         """Floors, widths and bits of every stage, whatever the size."""
         stages = _stages(n_workers, topology, collective)
         passes = 2 if collective == "reduce_scatter" else 1  # of statistics, per pass of payloads
-        stats = passes * 16 * self.stats_per_super_group / self.super_group_size
+        stats = passes * 16 * self.stats_per_super_group / self.format.super_group_size
         return allocate(
             stages,
-            self._format,
+            self._wire,
             bits=self.bits - stats,
             widths=self.widths,
             floor=self.floor,
@@ -359,7 +336,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     ) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
         layout: Layout = bound.layout
-        if self.subtract_mean:
+        if self.format.subtract_mean:
             spare = layout.rows * layout.super_group_size - layout.size
             rows = jnp.pad(result.astype(jnp.float32), (0, spare)).reshape(layout.rows, -1)
             result = rows - shared.plan.mean_sum[: layout.rows, None] / divisor
@@ -370,21 +347,14 @@ class DynamiQ(HopMethod, ShardedMethod):
             error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
         )
 
-    def all_reduce_and_lost(
-        self, x: Float[Array, " d"], call: Call, *, keep_error: bool = True
-    ) -> tuple[Outcome, Float[Array, " d"] | None]:
-        """See `TellsLosses`."""
-        self._warn(call, "all_reduce")
-        return HopMethod.all_reduce_and_lost(self, x, call, keep_error=keep_error)
-
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
-        self._warn(call, "reduce_scatter")
+        self.warn(call, "reduce_scatter")
         layout = self.layout(size, n, call.topology, "reduce_scatter")
         with jax.named_scope("dynamiq_reduce_scatter"):
-            pad = -size % self.super_group_size
+            pad = -size % self.format.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = call.axis.index * layout.shard_rows
             shared = self.agreed(flat, call, Bound(layout, call.topology, n))
@@ -403,7 +373,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         With ``invarying`` JAX counts the result as replicated.
         """
         size, n, axis = x.shape[0], call.n_workers, call.axis
-        self._warn(call._replace(topology=Direct()), "all_gather")
+        self.warn(call._replace(topology=Direct()), "all_gather")
         layout = self.gather_layout(size, n)
         gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
@@ -414,12 +384,6 @@ class DynamiQ(HopMethod, ShardedMethod):
             everyone = Encoder(0, owners, owners)
             result, _ = codec.decode(gather(payload), owners, everyone, None, ())
             return result.reshape(n, -1)[:, :size]
-
-    def _warn(self, call: Call, collective: Collective) -> None:
-        assert call.topology is not None
-        advice = self.advice(call.n_workers, call.topology, collective)
-        if advice is not None:
-            warnings.warn(advice, stacklevel=2)
 
 
 def _stages(n_workers: int, topology: Topology, collective: Collective) -> tuple[Stage, ...]:

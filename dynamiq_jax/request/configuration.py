@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Method
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format, Method
 from dynamiq_jax.methods.base import Limits
-from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring, Topology
+from dynamiq_jax.topologies import AnyTopology, Butterfly, Direct, Hierarchical, Ring
 
 TOPOLOGIES = {c.__name__: c for c in (Direct, Ring, Butterfly, Hierarchical)}
 
@@ -44,6 +44,8 @@ LEVELS = ("inner", "outer")
 """Fields of `Hierarchical` that are topologies themselves."""
 WITHIN = "method"
 """The field of `ErrorFeedback` that is a method itself."""
+FORMAT = "format"
+"""The field of `DynamiQ` that is a `Format`."""
 SUFFIXES = (".json", ".toml")
 
 
@@ -136,7 +138,7 @@ def _method(where: str, values: Any) -> Method:
     return _build(where, values, methods(), within)
 
 
-def _topology(where: str, values: Any) -> Topology | Hierarchical:
+def _topology(where: str, values: Any) -> AnyTopology:
     """The topology, of a hierarchy with both levels."""
     levels = {}
     if isinstance(values, Mapping):
@@ -162,11 +164,20 @@ def _build(
         raise ValueError(f"{where} {name!r} is not known; expected one of {names}")
     fields = [field.name for field in dataclasses.fields(classes[name])]
     _check_keys(f"{where} {name}", values, ["name", *fields])
-    given = {key: value for key, value in values.items() if key != "name"}
+    given = {key: value for key, value in values.items() if key != "name"} | dict(built or {})
+    if FORMAT in given:
+        within = f"{where}.{FORMAT}"
+        _check_keys(within, given[FORMAT], [field.name for field in dataclasses.fields(Format)])
+        given[FORMAT] = _made(within, Format, given[FORMAT])
+    return _made(f"{where} {name}", classes[name], given)
+
+
+def _made(where: str, kind: Any, fields: Mapping[str, Any]) -> Any:
+    """The dataclass with these fields."""
     try:
-        return classes[name](**{**given, **(built or {})})
+        return kind(**fields)
     except ValueError as error:
-        raise ValueError(f"{where} {name}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_keys(what: str, values: Any, allowed: Any) -> None:
@@ -186,13 +197,20 @@ def _describe(where: str, value: Any, classes: Mapping[str, Any]) -> dict[str, A
         raise ValueError(
             f"{where}={value!r} cannot be saved; pass one of this library's: {', '.join(classes)}"
         )
-    found: dict[str, Any] = {"name": name}
+    return {"name": name} | _changed(where, value, classes)
+
+
+def _changed(where: str, value: Any, classes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are not at their defaults."""
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         held = getattr(value, field.name)
         if held == field.default:
             continue
         if field.name in (*LEVELS, WITHIN):
             held = _describe(f"{where}.{field.name}", held, classes)
+        elif field.name == FORMAT:
+            held = _changed(where, held, classes)
         found[field.name] = list(held) if isinstance(held, tuple) else held
     return found
 

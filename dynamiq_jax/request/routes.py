@@ -14,7 +14,7 @@ from jaxtyping import Float
 from dynamiq_jax.lax.seeds import fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
 from dynamiq_jax.methods.metrics import PayloadFacts
-from dynamiq_jax.topologies import Hierarchical, Topology
+from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket, ScaleAxis
 
 UNIT = 1024
@@ -35,11 +35,42 @@ class Route:
     """
 
     method: Method
-    topology: Topology | Hierarchical | None
+    topology: AnyTopology | None
     sizes: tuple[int, ...]
     runner: Method
     limits: Limits
     reason: str = field(compare=False)
+
+    @classmethod
+    def over(
+        cls,
+        method: Method,
+        topology: AnyTopology | None,
+        sizes: tuple[int, ...],
+        *,
+        limits: Limits,
+        reason: str,
+    ) -> Self:
+        """The route of a method over a topology of one level or of two.
+
+        Raises:
+          ValueError, NotImplementedError: the method does not go with these.
+        """
+        runner = method
+        if topology is not None:
+            inner, outer, n_inner = topology.levels(sizes)
+            if n_inner > 1:
+                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
+        route = cls(
+            method=method,
+            topology=topology,
+            sizes=sizes,
+            runner=runner,
+            limits=limits,
+            reason=reason,
+        )
+        runner.check(route.n_workers, route.flat)
+        return route
 
     @property
     def n_workers(self) -> int:
@@ -54,14 +85,10 @@ class Route:
         """One worker's first state of a bucket."""
         return self.of_bucket(bucket).init(bucket.size, self.n_workers)
 
-    def all_reduce(self, bucket: Bucket, x: Float[Array, " d"], call: Call) -> Outcome:
-        """`Method.all_reduce` of a bucket's flat array, over this topology."""
-        return self.of_bucket(bucket).all_reduce(x, call._replace(topology=self._flat))
-
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and those of them on the outer axes."""
         method, n = self.of_bucket(bucket), self.n_workers
-        own = bucket.size, n, self._flat
+        own = bucket.size, n, self.flat
         return method.wire_bits(*own), method.outer_wire_bits(*own)
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
@@ -76,20 +103,20 @@ class Route:
                 f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
                 "pass a method without error feedback"
             )
-        return method, self._flat
+        return method, self.flat
 
     @property
     def relative_error(self) -> float | None:
         """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
-        return self.runner.relative_error(self.n_workers, self._flat)
+        return self.runner.relative_error(self.n_workers, self.flat)
 
     @property
     def advice(self) -> str | None:
         """A remedy where the relative error is too large."""
-        return self.runner.advice(self.n_workers, self._flat)
+        return self.runner.advice(self.n_workers, self.flat)
 
     @property
-    def _flat(self) -> Topology | None:
+    def flat(self) -> Topology | None:
         """The topology of one level; a hierarchy has its own in `TwoLevels`."""
         return None if isinstance(self.runner, TwoLevels) else cast(Topology | None, self.topology)
 
@@ -211,7 +238,7 @@ class TwoLevels(Method):
         if call.n_workers > self.n_inner:
             own_seed = fold_seed(seeds[1], inner.index)
             across = call._replace(axis=outer, topology=self.outer, seed=own_seed)
-            mine, state, facts = self.method.all_reduce(mine, across)
+            mine, state, facts, _ = self.method.all_reduce(mine, across)
             if call.metrics:
                 facts = jax.tree.map(inner.psum, facts)
             if self.inner is not None:

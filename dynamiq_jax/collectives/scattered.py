@@ -14,13 +14,14 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt
 
-from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.collectives.checks import Op
 from dynamiq_jax.collectives.halves import psum_scatter
-from dynamiq_jax.compression import AnyTopology, Compression
+from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.checks import Op
 from dynamiq_jax.lax.seeds import fold_seed, key_words
 from dynamiq_jax.methods import BF16, F32
-from dynamiq_jax.topologies import Hierarchical
+from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
 from dynamiq_jax.tree.placement import names_of
 
@@ -88,7 +89,7 @@ class Reduction(NamedTuple):
             part = self._scatter(part, some, dimension, seed)
         if rest:
             own = dataclasses.replace(self.compression, topology=self._topology(rest))
-            part = reduce(part, rest, op=self.op, method=own, key=key).tree
+            part = reduce_over(Axis(rest), part, self.op, own, key=key).tree
         n = math.prod(lax.axis_size(name) for name in within) if self.op == "mean" else 1
 
         def over(total: Array, dtype: Any) -> Array:
@@ -102,11 +103,8 @@ class Reduction(NamedTuple):
     ) -> Any:
         """Sums over some axes and leaves every device its slice along a dimension."""
         route, topology = self.compression.route(self.sizes), self._topology(names)
-        plain = route.topology is None and isinstance(route.method, BF16 | F32)
-        inner = isinstance(route.topology, Hierarchical) and names == self.axes[-1:]
-        if not plain and not (inner and topology is None):
-            topology = None if isinstance(topology, Hierarchical) else topology  # has no halves
-            own = dataclasses.replace(self.compression, topology=topology)
+        if topology is not None or not (route.topology or isinstance(route.method, BF16 | F32)):
+            own = dataclasses.replace(self.compression, topology=topology and topology.sharded)
             options = {"method": own, "key": seed, "tiled": True}
             return psum_scatter(tree, names, scatter_dimension=dimension, **options)
 
@@ -118,10 +116,6 @@ class Reduction(NamedTuple):
         return jax.tree.map(native, tree)
 
     def _topology(self, names: tuple[str, ...]) -> AnyTopology | None:
-        """The topology for some of the axes; `None` chooses anew."""
+        """The topology for some of the axes; `None`: native collectives."""
         whole = self.compression.route(self.sizes).topology
-        if names == self.axes or not isinstance(whole, Hierarchical):
-            return self.compression.topology
-        if names == self.axes[-1:]:
-            return whole.inner
-        return whole if names[-1:] == self.axes[-1:] else whole.outer
+        return whole and whole.over(names, self.axes)

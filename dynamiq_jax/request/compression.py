@@ -14,26 +14,23 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dynamiq_jax import configuration
-from dynamiq_jax.collectives import agreement
-from dynamiq_jax.collectives.checks import Op, axis_counts, check_axis
-from dynamiq_jax.collectives.routes import Route, TwoLevels
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_counts, check_axis
 from dynamiq_jax.lax.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits, check_not_negative
+from dynamiq_jax.request import agreement, configuration
+from dynamiq_jax.request.explanation import Explanation, explain_grouping
+from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import (
-    Hierarchical,
-    Topology,
+    AnyTopology,
     Transport,
-    across_hosts,
     assumed,
     automatic,
     fast_links,
     with_transport,
 )
-from dynamiq_jax.tree.explanation import Explanation, explain_grouping
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Grouping,
@@ -44,7 +41,6 @@ from dynamiq_jax.tree.leaves import (
 )
 from dynamiq_jax.tree.placement import bucket_axes, n_parts, placed_leaves
 
-AnyTopology = Topology | Hierarchical
 ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 """``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
 excludes the leaf."""
@@ -171,27 +167,21 @@ class Compression:
             reason = "native collectives, the method's default"
         elif topology is None:
             topology, reason = automatic(sizes if hierarchies else (n_workers,), here=here)
-        if isinstance(topology, Hierarchical):
-            topology = _two_levels(topology, sizes, allowed=hierarchies)
         if topology is not None:
-            topology, engines = with_transport(topology, self.transport, here=here)
+            if topology.sharded is None and not hierarchies:
+                raise ValueError(
+                    "topology=Hierarchical() serves psum and pmean; for psum_scatter and "
+                    "all_gather pass dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a "
+                    "time"
+                )
+            found = topology.on(sizes)
+            topology, engines = with_transport(found, self.transport, here=here)
             reason = f"{reason}; by copy engines, since {engines}" if engines else reason
-        if isinstance(topology, Hierarchical):
-            inner, outer = topology.inner, topology.outer
-            assert outer is not None
-            runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=sizes[-1])
-            runner.check(n_workers, None)
-        else:
-            runner = method
-            if topology is not None:
-                topology.check(n_workers)
-            runner.check(n_workers, topology)
         fast = here and fast_links()
-        return Route(
-            method=method,
-            topology=topology,
-            sizes=sizes,
-            runner=runner,
+        return Route.over(
+            method,
+            topology,
+            sizes,
             limits=method.limits(self.limits, n_workers, fast_links=fast),
             reason=reason,
         )
@@ -230,7 +220,8 @@ class Compression:
                 for leaf in with_scale_axes(own, method.scale_axis)
                 if leaf.index not in without
             ]
-            found = group_leaves(own, **limits_of(route)._asdict(), declines=method.declines)
+            declined = {leaf.index: method.declines(leaf) for leaf in own}
+            found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
             buckets += [bucket._replace(route=route) for bucket in found.buckets]
             exact += found.exact
         exact.sort(key=lambda entry: entry[0].index)
@@ -461,28 +452,5 @@ def check_method(method: Any) -> None:
 
 def check_topology(topology: Any) -> None:
     """Refuses what is not a topology."""
-    if topology is None or isinstance(topology, Hierarchical):
-        return
-    members = ("schedule", "stages", "check", "chunks_per_worker", "balance", "transport")
-    missing = [name for name in members if not hasattr(topology, name)]
-    if isinstance(topology, type) or missing:
-        lacks = f" (it lacks {', '.join(missing)})" if 0 < len(missing) < len(members) else ""
-        raise ValueError(
-            f"topology={topology!r} is not a topology{lacks}; pass for example dq.Ring()"
-        )
-
-
-def _two_levels(topology: Hierarchical, sizes: tuple[int, ...], *, allowed: bool) -> AnyTopology:
-    """The hierarchy with its outer topology filled in; a level of one worker needs none."""
-    if not allowed:
-        raise ValueError(
-            "topology=Hierarchical() serves psum and pmean; for psum_scatter and all_gather pass "
-            "dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a time"
-        )
-    if len(sizes) < 2:
-        raise ValueError(
-            f"topology=Hierarchical() needs two axes and got {len(sizes)}; pass "
-            "axis_name=('node', 'gpu'), the axis of the fast links last"
-        )
-    outer = topology.outer or across_hosts(math.prod(sizes[:-1]))
-    return outer if sizes[-1] == 1 else Hierarchical(inner=topology.inner, outer=outer)
+    if topology is not None and not isinstance(topology, AnyTopology):
+        raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")

@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.collectives.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.compression import ByPath, Compression, as_compression
 from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.tree.leaves import describe_leaves
 
 Tree = TypeVar("Tree")

@@ -4,8 +4,8 @@ import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dynamiq_jax.collectives.routes import Route
 from dynamiq_jax.methods.base import Method
+from dynamiq_jax.request.routes import Route
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping
 
 

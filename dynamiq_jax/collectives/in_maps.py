@@ -1,0 +1,253 @@
+"""Reductions of pytrees inside of maps: checks, buckets, exact leaves, derivatives, metrics."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.collectives.checks import (
+    Fixed,
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_groups
+from dynamiq_jax.lax.compat import inlined, zero_tangent
+from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.methods import State
+from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.metrics import (
+    BucketMetrics,
+    Metrics,
+    PayloadFacts,
+    Reduced,
+    bucket_metrics,
+    of_all_parts,
+    summarise,
+)
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import (
+    Compression,
+    first_states,
+)
+from dynamiq_jax.request.explanation import explain_grouping
+from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, concatenate, split
+from dynamiq_jax.tree.placement import (
+    Surroundings,
+    bucket_axes,
+    n_parts,
+    surroundings,
+    told_specs,
+)
+
+
+def reduce_over(
+    axis: Axis,
+    tree: Any,
+    op: Op,
+    compression: Compression,
+    *,
+    key: Array | None = None,
+    state: State | None = None,
+    metrics: bool = False,
+    specs: Any = None,
+    weight: Array | float | None = None,
+) -> Reduced:
+    """`reduce` inside of a map, with its arguments as one request; workers may be groups."""
+    sizes = axis_sizes(axis)
+    n_workers = math.prod(sizes)
+    check_key(key, axis)
+    values, treedef = jax.tree.flatten(tree)
+    around = surroundings(axis)
+    leaves = around.leaves(tree, specs)
+    told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
+    told["weight"] = weight
+    facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
+    compare_first("all-reduce", axis, leaves, facts)
+    grouping = compression.group(leaves, sizes)
+    fixed = fixed_leaves(leaves, values, axis)
+    if len(fixed) < len(leaves):
+        check_groups(axis, all_reduce=True)
+    if op == "sum" or state is not None:
+        check_varying(grouping, fixed, axis)
+    limited = compression.min_bucket_size is not None or compression.min_bucket_bytes is not None
+    warn_of_uncompressed(grouping, fixed, axis, limited=limited)
+    if fixed and state is None:
+        grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
+    split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
+    counts = [n_parts(axes, around.sizes) for axes in split_over]
+    expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
+    states = check_state(state, expected, grouping)
+    if weight is not None:
+        values = _weighted(values, leaves, fixed, op, weight, axis, n_workers)
+    compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+    for i in fixed.keys() - compressed:
+        if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
+            values[i] = _exact(axis, op)(values[i])
+    moving = {i: value for i, value in enumerate(values) if i in compressed or i not in fixed}
+    sent = None
+    if metrics:
+        routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
+        traffic = explain_grouping(grouping, routes)
+        sent = traffic.bits_per_coord, traffic.wire_bytes
+    # JAX's rules for several axes of vmap have to be known before they are traced.
+    run = _reduce_leaves if axis.several_vmapped else _reduce_compiled
+    run = functools.partial(
+        run, grouping=grouping, axis=axis, n_workers=n_workers, op=op, sent=sent
+    )
+    if grouping.buckets and around.open:
+        opened = told_specs(tree, specs, around, grouping)
+        run = _over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
+    moved, states, found = run(moving, key, states)
+    total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
+    return Reduced(total, None if state is None else tuple(states), found)
+
+
+def _weighted(
+    values: list[Array],
+    leaves: list[Leaf],
+    fixed: Fixed,
+    op: Op,
+    weight: Array | float,
+    axis: Axis,
+    n_workers: int,
+) -> list[Array]:
+    """Scales the leaves so that their plain mean is the weighted one.
+
+    Leaves that all workers hold alike are their own mean.
+
+    Raises:
+      ValueError: it is no mean, the weight is no scalar, or a leaf is not floating-point.
+    """
+    if op != "mean":
+        raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
+    if jnp.shape(weight) != ():
+        raise ValueError(f"weight has shape {jnp.shape(weight)}; pass one number for each worker")
+    wrong = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if wrong:
+        raise ValueError(
+            f"weight: leaf {wrong[0].name} is {wrong[0].dtype.name}, which has no weighted mean; "
+            "reduce such leaves apart, or cast them to f32"
+        )
+    own = axis.to_varying(jnp.asarray(weight, jnp.float32))
+    own = jnp.where((own >= 0) & (own < jnp.inf), own, jnp.nan)
+    # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
+    largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(own)))
+    own = own / jnp.where(largest > 0, largest, 1.0)
+    total = axis.psum(own)
+    share = jnp.where(total == 0, 0.0, own * (n_workers / jnp.where(total == 0, 1.0, total)))
+
+    def weigh(x: Array) -> Array:
+        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+        return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
+
+    alike = {i for i, why in fixed.items() if why != "native"}
+    return [x if i in alike else weigh(jnp.asarray(x)) for i, x in enumerate(values)]
+
+
+def _exact(axis: Axis, op: Op) -> Callable:
+    return axis.pmean if op == "mean" else axis.psum
+
+
+def _reduce_leaves(
+    values: dict[int, Array],
+    key: Array | None,
+    states: list[State],
+    *,
+    grouping: Grouping,
+    axis: Axis,
+    n_workers: int,
+    op: Op,
+    sent: tuple[float, float] | None,
+) -> tuple[dict[int, Array], list[State], Metrics | None]:
+    """Reduces one device's leaves, which are told by index.
+
+    Returns the sums or means, the next states, and the metrics if ``sent`` says bits per coordinate
+    and bytes.
+    """
+    exact_reduce, values, after = _exact(axis, op), dict(values), list(states)
+    known: list[BucketMetrics] = []
+    if n_workers == 1:
+        if sent is not None:
+            alone = PayloadFacts(error=0.0)
+            known = [bucket_metrics(concatenate(own, values), alone) for own in grouping.buckets]
+        values = exact_reduce(values)
+    else:
+        words = key_words(key)
+        indices = [leaf.index for leaf, _ in grouping.exact]
+        exact = exact_reduce([values[i] for i in indices]) if indices else []
+        values |= zip(indices, exact, strict=True)
+        options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
+        for number, bucket in enumerate(grouping.buckets):
+            compressed = functools.partial(_reduce_bucket, axis=axis, bucket=bucket, **options)
+            flat, (after[number], of_bucket) = with_tangent(compressed, exact_reduce)(
+                concatenate(bucket, values), bucket_seed(words, bucket.tag), after[number]
+            )
+            known.append(of_bucket)
+            values |= split(bucket, flat)
+    if sent is None:
+        return values, after, None
+    pairs = zip(known, grouping.buckets, strict=True)
+    whole = [of_all_parts(own, bucket.axes) for own, bucket in pairs]
+    return values, after, summarise(whole, bits_per_coord=sent[0], wire_bytes=sent[1])
+
+
+def _reduce_bucket(
+    x: Array, seed: Seed, state: State, *, axis: Axis, bucket: Bucket, divisor: int, metrics: bool
+) -> tuple[Array, tuple[State, BucketMetrics | None]]:
+    call = Call(axis, bucket.route.flat, seed, divisor, state, metrics)
+    outcome = bucket.route.of_bucket(bucket).all_reduce(x, call)
+    known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
+    return outcome.value, (outcome.state, known)
+
+
+_reduce_compiled = inlined(
+    _reduce_leaves, static_argnames=("grouping", "axis", "n_workers", "op", "sent")
+)
+
+
+def _over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
+    """``run(values, key, states)`` of what every device holds of leaves that are still whole.
+
+    States of buckets whose parts differ have a leading axis of parts.
+    """
+
+    def each(f: Callable, states: list[State]) -> list[State]:
+        pairs = zip(states, split_over, strict=True)
+        return [jax.tree.map(f, state) if axes else state for state, axes in pairs]
+
+    def of_part(values, words, states):
+        values, states, found = run(values, words, each(lambda x: x[0], states))
+        return values, each(lambda x: x[None], states), found
+
+    of_states = [P(axes) if axes else P() for axes in split_over]
+    mapped = around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
+
+    def of_whole(values, key, states):
+        pairs = zip(states, of_states, strict=True)
+        typed = [around.as_typed(state, spec) for state, spec in pairs]
+        return mapped(values, key_words(key), typed)
+
+    return of_whole
+
+
+def with_tangent(compressed: Callable, exact: Callable) -> Callable:
+    """``compressed(x, seed, state) -> (y, rest)`` with the derivative of the linear ``exact(x)``.
+
+    The rest counts as a constant.
+    """
+    reduce_flat = jax.custom_jvp(compressed)
+
+    @reduce_flat.defjvp
+    def _(primals, tangents):
+        result, rest = reduce_flat(*primals)
+        return (result, rest), (exact(tangents[0]), jax.tree.map(zero_tangent, rest))
+
+    return reduce_flat

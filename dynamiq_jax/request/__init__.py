@@ -1,0 +1,1 @@
+"""The request: the method, the topology and the limits of a collective."""
