@@ -9,14 +9,6 @@ from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
-OWN = Client(
-    repository="google-deepmind/nanodo",
-    commit="10aefdeed40a63293daf112b91a5538cd24fa3a4",
-    folder="nanodo",
-    mesh="8 data, Auto, FSDP",
-    step="jit__train_step",
-    patch=(),
-)
 FILE = "nanodo/train.py"
 EXPLICIT = (
     Change(
@@ -41,15 +33,42 @@ ON_EXPLICIT = (
     ),
     Change(FILE, "grad_fn = jax.value_and_grad(", "grad_fn = dq.value_and_grad("),
 )
+MAPPED = (
+    IMPORT,
+    Change(
+        FILE,
+        """  grad_fn = jax.value_and_grad(
+      get_loss_fn(in_BxL, state.apply_fn, c), has_aux=True
+  )
+  (loss, aux_data), grads = grad_fn(state.params)
+""",
+        """  grad_fn = dq.value_and_grad(
+      lambda params, in_BxL: get_loss_fn(in_BxL, state.apply_fn, c)(params), has_aux=True,
+      axis_name='data', mesh=mesh, method=METHOD
+  )
+  (loss, aux_data), grads = grad_fn(state.params, in_BxL)
+""",
+    ),
+    Change(
+        "nanodo/loss.py",
+        "ntokens = weights_BxL.sum()",
+        "ntokens = jax.lax.pmean(weights_BxL.sum(), 'data')",
+    ),
+)
+OWN = Client(
+    repository="google-deepmind/nanodo",
+    commit="10aefdeed40a63293daf112b91a5538cd24fa3a4",
+    folder="nanodo",
+    mesh="8 data, Auto",
+    step="jit__train_step",
+    patch=MAPPED,
+    options={"fsdp": False},
+)
 VARIANTS = {
-    "FSDP": OWN,
-    "DP": dataclasses.replace(OWN, mesh="8 data, Auto", options={"fsdp": False}),
+    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto, FSDP", patch=(), options={}),
+    "DP": OWN,
     "DP, Explicit": dataclasses.replace(
-        OWN,
-        mesh="8 data, Explicit",
-        patch=ON_EXPLICIT,
-        setting=EXPLICIT,
-        options={"fsdp": False},
+        OWN, mesh="8 data, Explicit", patch=ON_EXPLICIT, setting=EXPLICIT
     ),
 }
 
