@@ -1,0 +1,110 @@
+"""flax/examples/gemma: a Flax NNX transformer, FSDP on Explicit axes."""
+
+import dataclasses
+import itertools
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+from clients.client import Change, Client, Trained
+from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
+
+ROWS, LENGTH, VOCABULARY = 16, 32, 256
+
+FILE = "examples/gemma/train.py"
+OWN = Client(
+    repository="google/flax",
+    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/gemma",
+    mesh="8 fsdp × 1 tensor, Explicit, FSDP",
+    step="jit_jax_train_step",
+    patch=(
+        Change(
+            FILE,
+            "from absl import logging\n",
+            "from absl import logging\nimport dynamiq_jax as dq\n",
+        ),
+        Change(
+            FILE,
+            "grad_fn = jax.value_and_grad(loss_fn, has_aux=True)",
+            "grad_fn = dq.value_and_grad(loss_fn, has_aux=True, axis_name='fsdp', method=METHOD)",
+        ),
+    ),
+)
+VARIANTS = {
+    "FSDP": OWN,
+    "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
+    "FSDP × TP": dataclasses.replace(
+        OWN,
+        mesh="4 fsdp × 2 tensor, Explicit, FSDP",
+        options={"fsdp": 4, "tensor": 2},
+    ),
+}
+MODEL = {
+    "num_layers": 2,
+    "embed_dim": 128,
+    "hidden_dim": 512,
+    "num_heads": 4,
+    "head_dim": 32,
+    "num_kv_heads": 1,
+    "use_post_attn_norm": True,
+    "use_post_ffw_norm": True,
+    "use_qk_norm": True,
+    "sliding_window_size": 16,
+    "final_logit_softcap": None,
+}
+
+
+def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) -> Trained:
+    stand_in("sentencepiece", "grain", "input_pipeline", "tokenizer", "sampler")
+    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    import jax
+    import train as trainer
+    import transformer_cfg
+    from configs import tiny
+
+    totals: list[float] = []
+
+    def watch(seen: dict[str, Any]) -> None:
+        totals.append(float(seen["train_metrics"].loss.total[...]) / ROWS)
+
+    batches = list(map(_batch, token_rows(steps, ROWS, LENGTH + 1, VOCABULARY)))
+    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, pad_id=lambda: 0)
+    pipeline: Any = sys.modules["input_pipeline"]
+
+    def get_datasets(config, *, vocab_path, data_sharding):
+        placed = (jax.device_put(batch, data_sharding) for batch in batches)
+        return Batches(placed, "train_and_evaluate", watch), None, encoder
+
+    pipeline.get_datasets = get_datasets
+    kinds = transformer_cfg.AttentionType
+    model = MODEL | {"attention_types": (kinds.LOCAL_SLIDING, kinds.GLOBAL)}
+    config = tiny.get_config().replace(
+        transformer_params=model,
+        fsdp_parallelism=fsdp,
+        tensor_parallelism=tensor,
+        num_train_steps=steps + 2,
+        warmup_steps=5,
+        learning_rate=0.005,
+        use_bfloat16=bfloat16,
+        restore_checkpoints=False,
+    )
+    found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())
+    state = trainer.nnx.state((found["model"], found["optimizer"]))
+    losses = [after - before for before, after in itertools.pairwise(totals)]
+    return Trained(losses, state)
+
+
+def _batch(rows) -> dict[str, Any]:
+    import numpy as np
+
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
+    segments = (inputs > 0).astype(np.int32)
+    return {
+        "inputs": inputs,
+        "targets": targets,
+        "inputs_position": positions,
+        "inputs_segmentation": segments,
+    }

@@ -1,0 +1,116 @@
+"""flax/examples/lm1b: a Flax Linen transformer with logical axes, dropout and a masked loss."""
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from clients.client import Change, Client, Trained
+from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
+
+ROWS, LENGTH, VOCABULARY = 16, 32, 256
+
+FILE = "examples/lm1b/train.py"
+MAPPED = (
+    Change(
+        FILE,
+        "import jax\nfrom jax import random",
+        "import jax\nimport dynamiq_jax as dq\nfrom jax import random",
+    ),
+    Change(FILE, "  mesh = Mesh(", "  global mesh; mesh = Mesh("),
+    Change(FILE, "  def loss_fn(params):", "  def loss_fn(params, inputs, weights):"),
+    Change(
+        FILE,
+        "mean_loss = loss / weight_sum",
+        "mean_loss = loss / jax.lax.pmean(weight_sum, 'data')",
+    ),
+    Change(
+        FILE,
+        "    return mean_loss, logits",
+        "    return mean_loss, compute_metrics(logits, inputs, weights)",
+    ),
+    Change(
+        FILE,
+        """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  (_, logits), grads = grad_fn(state.params)
+  new_state = state.apply_gradients(grads=grads)
+  metrics = compute_metrics(logits, inputs, weights)
+""",
+        """  grad_fn = dq.value_and_grad(
+      loss_fn, has_aux=True, axis_name='data', mesh=mesh, method=METHOD)
+  (_, metrics), grads = grad_fn(state.params, inputs, weights)
+  new_state = state.apply_gradients(grads=grads)
+""",
+    ),
+)
+OWN = Client(
+    repository="google/flax",
+    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/lm1b",
+    mesh="8 data × 1 fsdp × 1 tensor, Auto",
+    step="jit_train_step",
+    patch=MAPPED,
+)
+FILE = "examples/lm1b/train.py"
+VARIANTS = {
+    "DP": OWN,
+    "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
+    "FSDP": dataclasses.replace(
+        OWN,
+        patch=(),
+        mesh="1 data × 8 fsdp × 1 tensor, Auto",
+        options={"shape": (1, 8, 1), "over": ["data", "fsdp"]},
+    ),
+    "DP × TP": dataclasses.replace(
+        OWN, patch=(), mesh="4 data × 1 fsdp × 2 tensor, Auto", options={"shape": (4, 1, 2)}
+    ),
+}
+
+
+def train(
+    steps: int,
+    shape: tuple[int, ...] = (8, 1, 1),
+    over: Sequence[str] = ("data",),
+    dropout: float = 0.1,
+) -> Trained:
+    import flax.training.checkpoints  # noqa: F401  (it looks for TensorFlow)
+
+    stand_in("tensorflow", "tensorflow_datasets", "input_pipeline")
+    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    import train as trainer
+    from configs import default
+
+    inputs = token_rows(steps, ROWS, LENGTH, VOCABULARY)
+    losses: list[float] = []
+
+    def watch(seen: dict[str, Any]) -> None:
+        if "metrics" in seen:
+            losses.append(float(seen["metrics"]["loss"] / seen["metrics"]["denominator"]))
+
+    batches = ({"inputs": rows, "targets": rows} for rows in inputs)
+    batches = Batches(batches, "train_and_evaluate", watch)
+    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, tokenize=_tokenize)
+    pipeline: Any = sys.modules["input_pipeline"]
+    pipeline.get_datasets = lambda **_: (batches, None, None, encoder)
+    config = default.get_config()
+    names = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+    config.update(dict(zip(names, shape, strict=True)) | {"data_sharding": list(over)})
+    config.update(num_layers=2, qkv_dim=128, emb_dim=128, mlp_dim=512, num_heads=8)
+    config.update(max_target_length=LENGTH, max_eval_target_length=LENGTH, use_bfloat16=False)
+    config.update(save_checkpoints=False, num_train_steps=steps + 2)
+    config.update(eval_every_steps=10**9, max_predict_length=4)
+    config.update(dropout_rate=dropout, attention_dropout_rate=dropout)
+    config.update(warmup_steps=5, learning_rate=0.005)
+    config.update(per_device_batch_size=ROWS // 8, restore_checkpoints=False)
+    trainer.evaluate = lambda **_: {"loss": 0.0}
+    trainer.generate_prediction = lambda **_: ""
+    found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())
+    return Trained(losses, found["state"])
+
+
+def _tokenize(_: str) -> SimpleNamespace:
+    import numpy as np
+
+    return SimpleNamespace(numpy=lambda: np.array([1, 2, 0]))

@@ -1,0 +1,71 @@
+"""flax/examples/mnist: a Flax NNX network with batch norm and dropout, under `nnx.jit`."""
+
+import dataclasses
+
+from clients.client import Change, Client, Trained
+from clients.stubs import images, stand_in
+
+FILE = "examples/mnist/train.py"
+OWN = Client(
+    repository="google/flax",
+    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/mnist",
+    mesh="8 data, Auto",
+    step="jit_train_step",
+    patch=(),
+)
+PURE = """  graphdef, params, rest = nnx.split((model, rngs), nnx.Param, ...)
+  def pure(params, rest, batch):
+    model, rngs = nnx.merge(graphdef, params, rest, copy=True)
+    loss, logits = loss_fn(model, batch, rngs)
+    return loss, (logits, nnx.state((model, rngs), nnx.Not(nnx.Param)))
+  grad_fn = dq.value_and_grad(pure, has_aux=True, axis_name='data', method=METHOD)
+  (loss, (logits, rest)), grads = grad_fn(params, rest, batch)
+  nnx.update((model, rngs), rest)
+"""
+EXPLICIT = dataclasses.replace(
+    OWN,
+    mesh="8 data, Explicit",
+    patch=(
+        Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),
+        Change(
+            FILE,
+            """  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+  (loss, logits), grads = grad_fn(model, batch, rngs)
+""",
+            PURE,
+        ),
+        Change(FILE, "optimizer.update(model, grads)", "optimizer.update(model, grads[0])"),
+    ),
+    options={"explicit": True},
+)
+VARIANTS = {"Auto": OWN, "Explicit": EXPLICIT}
+
+
+def train(steps: int, explicit: bool = False) -> Trained:
+    """Trains as the trainer's loop does, on a mesh: it is written for one device."""
+    import jax
+    from flax import nnx
+
+    stand_in("tensorflow", "tensorflow_datasets", "tensorboardX", "flax.metrics.tensorboard")
+    import train as trainer
+
+    kinds = jax.sharding.AxisType
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kinds.Explicit if explicit else kinds.Auto,))
+    with jax.set_mesh(mesh):
+        model = trainer.CNN(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, trainer.optax.sgd(0.02, 0.9), wrt=nnx.Param)
+        loss = nnx.metrics.Average("loss")
+        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=loss)
+        rngs = nnx.Rngs(0)
+        for part in (model, optimizer, metrics, rngs):
+            nnx.update(part, jax.device_put(nnx.state(part), jax.P()))
+        model.train()
+        losses = []
+        for batch in images(steps, 32, 28, 1, 10):
+            trainer.train_step(
+                model, optimizer, metrics, jax.device_put(batch, jax.P("data")), rngs
+            )
+            losses.append(float(metrics.compute()["loss"]))
+            metrics.reset()
+    return Trained(losses, nnx.state((model, optimizer)))
