@@ -41,13 +41,13 @@ class Told(NamedTuple):
 
     structure: Any
     arrays: tuple[bool, ...]
-    """Of every leaf: whether it is an array."""
+    """Whether each leaf is an array."""
     constants: tuple[Hashable, ...]
-    """Of every leaf: its value, or `None` for an array."""
+    """The value of each leaf, or `None` for an array."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """What is known of ``data`` while programs are compiled, and its arrays."""
+        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
@@ -178,7 +178,7 @@ def mapped_value_and_grad(
 
 
 def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
-    """Of every array: its spec over the data axes, and whether it is a key that workers fold."""
+    """Each array's spec over the data axes, and whether it is a key that workers fold."""
     positional, _ = data
     leaves = jax.tree.leaves(data)
     given: list[P | None] = [None] * len(leaves)
@@ -227,7 +227,7 @@ def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays:
 
 
 def _words(aux_tree: Any, told: Any) -> list[str]:
-    """What becomes of every leaf of aux.
+    """Returns the word of every leaf of aux.
 
     Raises:
       ValueError: a word is unknown, or a leaf that is not a floating-point scalar has none.
