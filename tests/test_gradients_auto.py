@@ -95,8 +95,9 @@ def test_the_mesh_may_come_from_around(source):
     else:
         placed = jax.device_put(params, NamedSharding(mesh_of(8), P()))
         assert_close(f(placed, batch), expected)
+        assert_close(jax.jit(f)(placed, batch), expected)
         with pytest.raises(ValueError, match="there is no mesh"):
-            jax.jit(f)(placed, batch)
+            jax.jit(f)(params, batch)
 
 
 def test_keys_are_each_workers_own_unless_told():
