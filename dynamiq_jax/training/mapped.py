@@ -178,7 +178,11 @@ def mapped_value_and_grad(
 
 
 def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
-    """Each array's spec over the data axes, and whether it is a key that workers fold."""
+    """Each array's spec over the data axes, and whether it is a key that workers fold.
+
+    Raises:
+      ValueError: an array without a spec looks like a key.
+    """
     positional, _ = data
     leaves = jax.tree.leaves(data)
     given: list[P | None] = [None] * len(leaves)
@@ -190,6 +194,12 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
         key = _is_key(x)
+        if spec is None and x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
+            raise ValueError(
+                "an argument of the loss is uint32[2]: a PRNG key without its type, which would be "
+                "split over workers. Pass jax.random.wrap_key_data(key), and the loss may unwrap "
+                "it by jax.random.key_data; or say P() or a spec in batch_specs"
+            )
         whole = P() if key or jnp.ndim(x) == 0 else P(axis.name)
         specs.append(whole if spec is None else spec)
         folded.append(key and spec is None)
