@@ -85,8 +85,8 @@ def value_and_grad(
         aux are then weighted, see `reduce`.
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
-        workers; nobody checks that). Floating-point scalars are means by default, and all other
-        leaves need a word.
+        workers; nobody checks that). Floating-point scalars are means by default, weighted ones
+        with ``weight`` (a number of tokens wants "sum"), and all other leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
