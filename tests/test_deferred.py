@@ -261,8 +261,17 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
         assert_close(jax.jit(f)(params, batch, rows), found)
 
 
-def test_errors_of_the_loss_are_its_own():
+def test_the_loss_is_traced_once_and_its_errors_are_its_own():
     params, batch = placed()
+
+    calls = []
+
+    def counted(params, batch):
+        calls.append(1)
+        return masked(params, batch)
+
+    dq.value_and_grad(counted, axis_name="data", method=F32)(params, batch)
+    assert len(calls) == 1  # no search where nothing is wrong
 
     def wrong(params, batch):
         raise KeyError("no such layer")

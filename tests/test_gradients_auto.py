@@ -95,8 +95,9 @@ def test_the_mesh_may_come_from_around(source):
     else:
         placed = jax.device_put(params, NamedSharding(mesh_of(8), P()))
         assert_close(f(placed, batch), expected)
+        assert_close(jax.jit(f)(placed, batch), expected)
         with pytest.raises(ValueError, match="there is no mesh"):
-            jax.jit(f)(placed, batch)
+            jax.jit(f)(params, batch)
 
 
 def test_keys_are_each_workers_own_unless_told():
@@ -111,6 +112,13 @@ def test_keys_are_each_workers_own_unless_told():
     assert len({*np.asarray(own).tolist()}) == 8
     same = jax.jit(f(batch_specs=(None, P()), **OPTIONS))(params, batch, key)[0][1]
     np.testing.assert_array_equal(same, np.full(8, jax.random.normal(key, (1,))[0]))
+
+
+def test_a_key_without_its_type_is_refused():
+    params, batch = arrays()
+    f = dq.value_and_grad(lambda p, b, key: loss(p, b), mesh=auto_mesh(2), **OPTIONS)
+    with pytest.raises(ValueError, match="key without its type.*wrap_key_data"):
+        f(params, batch, jax.random.PRNGKey(0))
 
 
 def test_weights_make_a_masked_mean_exact():
@@ -231,7 +239,8 @@ def test_constraints_of_the_loss_forget_the_data_axes(sizes):
         return jnp.mean(jnp.square(out - x))
 
     axes = ("data", "one") if sizes[2] > 1 else "data"
-    f = dq.value_and_grad(net_loss, mesh=mesh, axis_name=axes, method=F32, specs=specs)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    f = dq.value_and_grad(net_loss, mesh=mesh, axis_name=axes, method=F32, specs=shardings)
     rules = (("batch", "data"), ("width", "model"))
     with jax.set_mesh(mesh), linen.logical_axis_rules(rules):
         found = jax.jit(f)(params, batch["x"])

@@ -185,7 +185,7 @@ def test_all_devices_end_training_with_the_bits_of_one_process(alone, together, 
 
 
 DISAGREEMENTS = {
-    "method": ("method", "bits=5.0", "bits=4.5"),
+    "method": ("method", "DynamiQ()", "DynamiQ(bits=4.5)"),
     "kind of method": ("method", "DynamiQ(", "MXFP8("),
     "topology": ("topology", "Direct(", "Ring("),
     "key": ("key", "[0, 1]", "[0, 2]"),

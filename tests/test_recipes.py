@@ -25,7 +25,7 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "jit", "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes",
+    "jit", "auto", "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes",
     "several hosts", "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid",
     "packets", "by path", "by step", "metrics",
 ]  # fmt: skip
@@ -111,7 +111,7 @@ def test_every_recipe_has_a_test():
 def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
-        "jit": 2, "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3,
+        "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3,
         "linen": 3, "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2,
         "loss scaling": 1,
         "weight": 1, "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3,
@@ -129,6 +129,12 @@ def test_a_trainer_written_for_jit(execute, run):
     for name, weight in found["weights"].items():
         assert weight.sharding.spec == found["specs"][name]
     assert found["aux"]["errors"].shape == (2, 64)
+
+
+def test_a_loss_on_each_workers_examples(run, capsys):
+    found = run("auto")
+    assert re.fullmatch(r"loss 0\.\d{3} of \d\d tokens, 64 rows\n", capsys.readouterr().out)
+    assert int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())
 
 
 def test_optax(run, capsys):

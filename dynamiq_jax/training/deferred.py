@@ -73,8 +73,13 @@ class Deferred(NamedTuple):
         chosen = self._large(params, placed)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
-        chosen = self._deferrable(params, data, placed, chosen, trace)
-        value, grads = trace(self._held(leaves, placed, chosen))
+        try:
+            value, grads = trace(self._held(leaves, placed, chosen))
+        except Exception as error:
+            if not chosen:
+                raise
+            chosen = self._deferrable(params, data, placed, chosen, trace, error)
+            value, grads = trace(self._held(leaves, placed, chosen))
         grads = treedef.unflatten(grads)
         if not self.reduces:
             return value, grads
@@ -149,28 +154,28 @@ class Deferred(NamedTuple):
         placed: list[P],
         chosen: set[int],
         trace: Callable[[list[Array]], Any],
+        why: Exception,
     ) -> set[int]:
         """The chosen leaves that the loss takes as reduced; warns of the others.
 
         JAX has rules for products, casts, slices and sums of reduced values, and none for some
-        other uses, such as elementwise products with data. Where the loss does not trace, leaves
-        are tried by class: a path without its numbers, and a shape. The warning is for leaves that
-        have more than a tenth of the bytes.
+        other uses, such as elementwise products with data. Where the loss does not trace (``why``),
+        leaves are tried by class: a path without its numbers, and a shape. The warning is for
+        leaves that have more than a tenth of the bytes.
         """
-        why: list[Exception] = []
         leaves = jax.tree.leaves(params)
 
         def traces(deferred: Collection[int]) -> bool:
             try:
-                jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred)))
-            except Exception as error:
-                why.append(error)
+                shapes(deferred)
+            except Exception:
                 return False
             return True
 
-        if not chosen or traces(chosen):
-            return chosen
-        trace(self._held(leaves, placed, ()))  # raises what is wrong without us
+        def shapes(deferred: Collection[int]) -> Any:
+            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred)))
+
+        shapes(())  # raises what is wrong without us
 
         def most(base: set[int], classes: list[set[int]]) -> set[int]:
             together = base.union(*classes)
@@ -191,7 +196,7 @@ class Deferred(NamedTuple):
                     classes.setdefault((name, leaf.shape), set()).add(leaf.index)
             found = most(found, list(classes.values()))
         if not found:
-            self._check_split(data, why[0])
+            self._check_split(data, why)
         kept = [leaf for leaf in described if leaf.index not in found]
         native = sum(leaf.nbytes for leaf in kept)
         if native > sum(leaf.nbytes for leaf in described) / 10:
@@ -201,8 +206,8 @@ class Deferred(NamedTuple):
                 f"The loss uses them in ways for which JAX has no rule if they are reduced over "
                 f"axis {self.axis.name!r}. Exclude them, so that they are not tried again, by "
                 "Compression(exclude=...), or take a mesh of Auto axes. The first error was "
-                f"{type(why[0]).__name__}: {_first_line(why[0])}",
-                stacklevel=5,
+                f"{type(why).__name__}: {_first_line(why)}",
+                stacklevel=4,
             )
         return found
 

@@ -41,13 +41,13 @@ class Told(NamedTuple):
 
     structure: Any
     arrays: tuple[bool, ...]
-    """Of every leaf: whether it is an array."""
+    """Whether each leaf is an array."""
     constants: tuple[Hashable, ...]
-    """Of every leaf: its value, or `None` for an array."""
+    """The value of each leaf, or `None` for an array."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """What is known of ``data`` while programs are compiled, and its arrays."""
+        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
@@ -178,7 +178,11 @@ def mapped_value_and_grad(
 
 
 def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
-    """Of every array: its spec over the data axes, and whether it is a key that workers fold."""
+    """Each array's spec over the data axes, and whether it is a key that workers fold.
+
+    Raises:
+      ValueError: an array without a spec looks like a key.
+    """
     positional, _ = data
     leaves = jax.tree.leaves(data)
     given: list[P | None] = [None] * len(leaves)
@@ -190,6 +194,12 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
         key = _is_key(x)
+        if spec is None and x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
+            raise ValueError(
+                "an argument of the loss is uint32[2]: a PRNG key without its type, which would be "
+                "split over workers. Pass jax.random.wrap_key_data(key), and the loss may unwrap "
+                "it by jax.random.key_data; or say P() or a spec in batch_specs"
+            )
         whole = P() if key or jnp.ndim(x) == 0 else P(axis.name)
         specs.append(whole if spec is None else spec)
         folded.append(key and spec is None)
@@ -227,7 +237,7 @@ def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays:
 
 
 def _words(aux_tree: Any, told: Any) -> list[str]:
-    """What becomes of every leaf of aux.
+    """Returns the word of every leaf of aux.
 
     Raises:
       ValueError: a word is unknown, or a leaf that is not a floating-point scalar has none.

@@ -220,13 +220,13 @@ def _mesh_around(params: Any) -> Mesh | AbstractMesh:
     Raises:
       ValueError: there is none.
     """
-    found = mesh_of(params)
-    if is_explicit(found) or not get_abstract_mesh().empty:
-        return found
-    for x in jax.tree.leaves(params):
+    for x in jax.tree.leaves(params) if get_abstract_mesh().empty else ():
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
+    found = mesh_of(params)
+    if not found.empty:
+        return found
     raise ValueError(
         "there is no mesh: none was set by jax.set_mesh, and no parameter is on one; pass "
         "value_and_grad(mesh=mesh)"

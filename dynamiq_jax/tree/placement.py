@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.lax.axis import Axis, axis_names
@@ -152,10 +152,17 @@ def placed_leaves(
 
 
 def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
-    """The PartitionSpec of every leaf of ``tree``; ``specs`` is a prefix of it, `None` is P()."""
+    """The PartitionSpec of every leaf of ``tree``.
+
+    ``specs`` is a prefix of it, of PartitionSpecs or NamedShardings; `None` is P().
+    """
 
     def is_spec(x) -> bool:
         return x is None or isinstance(x, P)
+
+    specs = jax.tree.map(
+        lambda x: x.spec if isinstance(x, NamedSharding) else x, specs, is_leaf=is_spec
+    )
 
     wrong = [x for x in jax.tree.leaves(specs, is_leaf=is_spec) if not is_spec(x)]
     if wrong:
