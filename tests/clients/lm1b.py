@@ -18,14 +18,14 @@ IMPORT = Change(
 )
 
 
-def on_auto(given: str, *more: Change) -> tuple[Change, ...]:
+def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
     """The patch for Auto axes; the loss takes its batch and a typed key as arguments."""
     signature = "  def loss_fn(params, inputs, weights, dropout_rng):"
     old = """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   (_, logits), grads = grad_fn(state.params)
 """
-    new = f"""  grad_fn = dq.value_and_grad(loss_fn, aux='rows', has_aux=True, method=METHOD,{given}
-      mesh=jax.typeof(state.step).sharding.mesh, weight=lambda params, inputs, w, key: w.sum())
+    new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', method=METHOD,
+      {options}, weight=lambda params, x, weights, key: weights.sum())
   (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
 """
     return (
@@ -37,12 +37,11 @@ def on_auto(given: str, *more: Change) -> tuple[Change, ...]:
 
 
 SHARDED = on_auto(
-    "\n      axis_name=('data', 'fsdp'), specs=specs,",
+    "axis_name=('data', 'fsdp'), specs=specs",
     Change(
         FILE,
         "  data_sharding = NamedSharding(",
-        "  global specs; specs = jax.tree.map(lambda x: x.spec, state_mesh_annotations.params)\n"
-        "  data_sharding = NamedSharding(",
+        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
     ),
 )
 OWN = Client(
@@ -51,7 +50,7 @@ OWN = Client(
     folder="examples/lm1b",
     mesh="8 data × 1 fsdp × 1 tensor, Auto",
     step="jit_train_step",
-    patch=on_auto(" axis_name='data',"),
+    patch=on_auto("axis_name='data'"),
 )
 VARIANTS = {
     "DP": OWN,

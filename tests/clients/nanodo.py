@@ -33,41 +33,35 @@ ON_EXPLICIT = (
     ),
     Change(FILE, "grad_fn = jax.value_and_grad(", "grad_fn = dq.value_and_grad("),
 )
-AUX = "aux=loss_lib.LossAuxData('sum', 'mean', 'mean')"
-
-
-def on_auto(options: str) -> tuple[Change, ...]:
-    """The patch for Auto axes; the loss takes its batch as an argument, and says its weight."""
-    old = """  grad_fn = jax.value_and_grad(
+ON_AUTO = (
+    IMPORT,
+    Change(
+        FILE,
+        """  grad_fn = jax.value_and_grad(
       get_loss_fn(in_BxL, state.apply_fn, c), has_aux=True
   )
   (loss, aux_data), grads = grad_fn(state.params)
-"""
-    new = f"""  grad_fn = dq.value_and_grad(
-      lambda p, x: get_loss_fn(x, state.apply_fn, c)(p), has_aux=True, method=METHOD,
-      axis_name='data', mesh=mesh, weight=lambda p, x: data.get_in_out(x)[2].sum(), {options}
+""",
+        """\
+  grad_fn = dq.value_and_grad(lambda p, x: get_loss_fn(x, state.apply_fn, c)(p), method=METHOD,
+      has_aux=True, aux=loss_lib.LossAuxData('sum', 'mean', 'mean'), axis_name='data',
+      weight=lambda p, x: data.get_in_out(x)[2].sum(), specs=nn.get_partition_spec(state.params)
   )
   (loss, aux_data), grads = grad_fn(state.params, in_BxL)
-"""
-    return IMPORT, Change(FILE, old, new)
-
-
+""",
+    ),
+)
 OWN = Client(
     repository="google-deepmind/nanodo",
     commit="10aefdeed40a63293daf112b91a5538cd24fa3a4",
     folder="nanodo",
     mesh="8 data, Auto",
     step="jit__train_step",
-    patch=on_auto(AUX),
+    patch=ON_AUTO,
     options={"fsdp": False},
 )
 VARIANTS = {
-    "FSDP": dataclasses.replace(
-        OWN,
-        mesh="8 data, Auto, FSDP",
-        patch=on_auto(f"{AUX}, specs=nn.get_partition_spec(state.params)"),
-        options={},
-    ),
+    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto, FSDP", options={}),
     "DP": OWN,
     "DP, Explicit": dataclasses.replace(
         OWN, mesh="8 data, Explicit", patch=ON_EXPLICIT, setting=EXPLICIT
