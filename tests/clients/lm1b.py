@@ -13,36 +13,35 @@ from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
 FILE = "examples/lm1b/train.py"
-MAPPED = (
-    Change(
-        FILE,
-        "import jax\nfrom jax import random",
-        "import jax\nimport dynamiq_jax as dq\nfrom jax import random",
-    ),
-    Change(FILE, "  mesh = Mesh(", "  global mesh; mesh = Mesh("),
-    Change(FILE, "  def loss_fn(params):", "  def loss_fn(params, inputs, weights):"),
-    Change(
-        FILE,
-        "mean_loss = loss / weight_sum",
-        "mean_loss = loss / jax.lax.pmean(weight_sum, 'data')",
-    ),
-    Change(
-        FILE,
-        "    return mean_loss, logits",
-        "    return mean_loss, compute_metrics(logits, inputs, weights)",
-    ),
-    Change(
-        FILE,
-        """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+IMPORT = Change(
+    FILE, "from jax import random\n", "from jax import random\nimport dynamiq_jax as dq\n"
+)
+
+
+def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
+    """The patch for Auto axes; the loss takes its batch and a typed key as arguments."""
+    signature = "  def loss_fn(params, inputs, weights, dropout_rng):"
+    old = """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   (_, logits), grads = grad_fn(state.params)
-  new_state = state.apply_gradients(grads=grads)
-  metrics = compute_metrics(logits, inputs, weights)
-""",
-        """  grad_fn = dq.value_and_grad(
-      loss_fn, has_aux=True, axis_name='data', mesh=mesh, method=METHOD)
-  (_, metrics), grads = grad_fn(state.params, inputs, weights)
-  new_state = state.apply_gradients(grads=grads)
-""",
+"""
+    new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', method=METHOD,
+      {options}, weight=lambda params, x, weights, key: weights.sum())
+  (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
+"""
+    return (
+        IMPORT,
+        Change(FILE, "  def loss_fn(params):", signature),
+        Change(FILE, old, new),
+        *more,
+    )
+
+
+SHARDED = on_auto(
+    "axis_name=('data', 'fsdp'), specs=specs",
+    Change(
+        FILE,
+        "  data_sharding = NamedSharding(",
+        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
     ),
 )
 OWN = Client(
@@ -51,20 +50,22 @@ OWN = Client(
     folder="examples/lm1b",
     mesh="8 data × 1 fsdp × 1 tensor, Auto",
     step="jit_train_step",
-    patch=MAPPED,
+    patch=on_auto("axis_name='data'"),
 )
-FILE = "examples/lm1b/train.py"
 VARIANTS = {
     "DP": OWN,
     "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
-    "FSDP": dataclasses.replace(
+    "FSDP, no dropout": dataclasses.replace(
         OWN,
-        patch=(),
+        patch=SHARDED,
         mesh="1 data × 8 fsdp × 1 tensor, Auto",
-        options={"shape": (1, 8, 1), "over": ["data", "fsdp"]},
+        options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0},
     ),
-    "DP × TP": dataclasses.replace(
-        OWN, patch=(), mesh="4 data × 1 fsdp × 2 tensor, Auto", options={"shape": (4, 1, 2)}
+    "DP × TP, no dropout": dataclasses.replace(
+        OWN,
+        patch=SHARDED,
+        mesh="4 data × 1 fsdp × 2 tensor, Auto",
+        options={"shape": (4, 1, 2), "dropout": 0.0},
     ),
 }
 

@@ -42,7 +42,8 @@ def traffic(program: str) -> Traffic:
                 continue
             arrays = arrays_of(match["type"])
             sent[match["name"]] += times * _sent(line, match["name"], arrays)
-            if match["name"] in ("all-reduce", "reduce-scatter"):
+            native = match["name"] in ("all-reduce", "reduce-scatter")
+            if native and _group_size(line) > 1:
                 pairs = [(bits_of(*array), f"{array[0]}[{array[1]}]") for array in arrays]
                 largest = max(largest, *pairs)
     return Traffic(dict(sent), largest[1])

@@ -14,6 +14,10 @@ OWN = Client(
     step="jit_train_step",
     patch=(),
 )
+IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
+STEP = """  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+  (loss, logits), grads = grad_fn(model, batch, rngs)
+"""
 PURE = """  graphdef, params, rest = nnx.split((model, rngs), nnx.Param, ...)
   def pure(params, rest, batch):
     model, rngs = nnx.merge(graphdef, params, rest, copy=True)
@@ -27,19 +31,46 @@ EXPLICIT = dataclasses.replace(
     OWN,
     mesh="8 data, Explicit",
     patch=(
-        Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),
-        Change(
-            FILE,
-            """  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
-  (loss, logits), grads = grad_fn(model, batch, rngs)
-""",
-            PURE,
-        ),
+        IMPORT,
+        Change(FILE, STEP, PURE),
         Change(FILE, "optimizer.update(model, grads)", "optimizer.update(model, grads[0])"),
     ),
     options={"explicit": True},
 )
-VARIANTS = {"Auto": OWN, "Explicit": EXPLICIT}
+ON_AUTO = """  graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+  def pure(params, stats, batch, rng):
+    model = nnx.merge(graphdef, params, stats, copy=True)
+    loss, logits = loss_fn(model, batch, nnx.Rngs(rng))
+    return loss, (logits, nnx.state(model, nnx.BatchStat))
+  grad_fn = dq.value_and_grad(pure, axis_name='data', has_aux=True, aux=('rows', 'same'),
+                              batch_specs=jax.P(), method=METHOD)
+  (loss, (logits, stats)), grads = grad_fn(params, stats, batch=batch, rng=rngs())
+  nnx.update(model, stats)
+"""
+AUTO = dataclasses.replace(
+    OWN,
+    patch=(
+        IMPORT,
+        Change(FILE, "BatchNorm(32, rngs=rngs)", "BatchNorm(32, rngs=rngs, axis_name='data')"),
+        Change(FILE, "BatchNorm(64, rngs=rngs)", "BatchNorm(64, rngs=rngs, axis_name='data')"),
+        Change(FILE, STEP, ON_AUTO),
+    ),
+)
+VARIANTS = {
+    "Auto": AUTO,
+    "Auto, no dropout": dataclasses.replace(
+        AUTO,
+        setting=(
+            Change(
+                FILE, "self.dropout1 = nnx.Dropout(rate=0.025)", "self.dropout1 = nnx.Dropout(0)"
+            ),
+            Change(
+                FILE, "self.dropout2 = nnx.Dropout(rate=0.025)", "self.dropout2 = nnx.Dropout(0)"
+            ),
+        ),
+    ),
+    "Explicit": EXPLICIT,
+}
 
 
 def train(steps: int, explicit: bool = False) -> Trained:

@@ -33,7 +33,7 @@ ON_EXPLICIT = (
     ),
     Change(FILE, "grad_fn = jax.value_and_grad(", "grad_fn = dq.value_and_grad("),
 )
-MAPPED = (
+ON_AUTO = (
     IMPORT,
     Change(
         FILE,
@@ -42,17 +42,13 @@ MAPPED = (
   )
   (loss, aux_data), grads = grad_fn(state.params)
 """,
-        """  grad_fn = dq.value_and_grad(
-      lambda params, in_BxL: get_loss_fn(in_BxL, state.apply_fn, c)(params), has_aux=True,
-      axis_name='data', mesh=mesh, method=METHOD
+        """\
+  grad_fn = dq.value_and_grad(lambda p, x: get_loss_fn(x, state.apply_fn, c)(p), method=METHOD,
+      has_aux=True, aux=loss_lib.LossAuxData('sum', 'mean', 'mean'), axis_name='data',
+      weight=lambda p, x: data.get_in_out(x)[2].sum(), specs=nn.get_partition_spec(state.params)
   )
   (loss, aux_data), grads = grad_fn(state.params, in_BxL)
 """,
-    ),
-    Change(
-        "nanodo/loss.py",
-        "ntokens = weights_BxL.sum()",
-        "ntokens = jax.lax.pmean(weights_BxL.sum(), 'data')",
     ),
 )
 OWN = Client(
@@ -61,11 +57,11 @@ OWN = Client(
     folder="nanodo",
     mesh="8 data, Auto",
     step="jit__train_step",
-    patch=MAPPED,
+    patch=ON_AUTO,
     options={"fsdp": False},
 )
 VARIANTS = {
-    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto, FSDP", patch=(), options={}),
+    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto, FSDP", options={}),
     "DP": OWN,
     "DP, Explicit": dataclasses.replace(
         OWN, mesh="8 data, Explicit", patch=ON_EXPLICIT, setting=EXPLICIT
