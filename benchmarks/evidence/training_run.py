@@ -104,6 +104,9 @@ class Mean(NamedTuple):
     """(gradients, workers) -> all workers' first state."""
     period: int = 0
     """As in `PERIODS`; 0: all workers have the same model."""
+    spread: Callable[[Tree, Array, int], Tree] | None = None
+    """(masters - copy, key, workers) -> what all add to the copy; `None`: there is no copy."""
+    copy_dtype: Any = jnp.float32
 
 
 def exact_mean() -> Mean:
@@ -173,6 +176,61 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
     return Mean(name, topology, options, average, bits_per_coord, init_state, period)
 
 
+def sharded_mean(text: str, topology: str, backend: str) -> Mean:
+    """Sharded updates, GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16.
+
+    A method, or "exact", scatters gradients to the owners of slices. Another one gathers how much
+    the owners' masters differ from the copy that all workers have, in f32 or bf16.
+
+    Raises:
+      ValueError: a part is not known.
+    """
+    scattered, gathered, *copy = text.strip().split("/")
+    if copy not in ([], ["bf16"]):
+        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16")
+    requests: list[Any] = []
+    for part in (scattered, gathered):
+        if part == EXACT:
+            requests.append(None)
+            continue
+        method = parse_method(part, backend)[1]
+        route = None if len(requests) else contenders.parse_topology(topology)
+        limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+        requests.append(dq.Compression(method, topology=route, **limits))
+    scatter, gather = requests
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        if scatter is None:
+            return lax.pmean(grads, AXIS), state
+        own = dq.psum_scatter(grads, AXIS, tiled=True, method=scatter, key=key)
+        whole = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
+        return jax.tree.map(lambda x: x / lax.axis_size(AXIS), whole), state
+
+    def spread(differences: Tree, key: Array, n_workers: int) -> Tree:
+        if gather is None:
+            return differences
+
+        def own(_: Array) -> Tree:
+            def mine(x: Array) -> Array:
+                rows = x.shape[0] // n_workers
+                return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * rows, rows)
+
+            slices = jax.tree.map(mine, differences)
+            return dq.all_gather(slices, AXIS, tiled=True, method=gather, key=key)
+
+        every = jax.vmap(own, axis_name=AXIS)(jnp.arange(n_workers))
+        return jax.tree.map(lambda x: x[0], every)
+
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        return sum(32.0 if r is None else r.method.bits for r in requests) / 2
+
+    options = " / ".join(contenders.in_full(r and r.method) for r in requests)
+    dtype = jnp.bfloat16 if copy else jnp.float32
+    return Mean(
+        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype
+    )
+
+
 def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
     """The exact mean, and what the command line asks for.
 
@@ -185,9 +243,10 @@ def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str)
             found.append(bf16_mean())
         elif text != EXACT:
             routes = topologies
-            if contenders.native_only(text) or period_of(text):
+            if "/" not in text and (contenders.native_only(text) or period_of(text)):
                 routes = ["native"]
-            found += [library_mean(text, route, backend) for route in routes]
+            mean = sharded_mean if "/" in text else library_mean
+            found += [mean(text, route, backend) for route in routes]
     return found
 
 
@@ -289,12 +348,22 @@ def make_trainer(
             updates, state = optimizer.update(stack(grads), state, params)
             return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
 
+        def moved(masters, copy, key):
+            narrow = mean.copy_dtype
+            left = jax.tree.map(lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy)
+            added = stack(mean.spread(unstack(left), jax.random.fold_in(key, 1), n_workers))
+            return jax.tree.map(lambda c, a: c + a, copy, added)
+
         def step(carry, now):
             params, state, memory = carry
             number, own = now
             tokens = worker_tokens(text, own, shape, n_workers)
             step_key = jax.random.fold_in(key, number)
-            mean_loss, exact, (copies, memory) = workers(params, tokens, step_key, memory)
+            used = params
+            if mean.spread is not None:
+                params, copy = params
+                used = jax.tree.map(lambda x: x.astype(jnp.float32), copy)
+            mean_loss, exact, (copies, memory) = workers(used, tokens, step_key, memory)
             if mean.period:
                 found = mean_of(copies)
                 params, state = jax.vmap(update)(params, state, copies)
@@ -302,6 +371,8 @@ def make_trainer(
             else:
                 found = jax.tree.map(lambda x: x[0], copies)
                 params, state = update(params, state, found)
+            if mean.spread is not None:
+                params = params, moved(params, copy, step_key)
             error = jax.tree.map(jnp.subtract, found, exact)
             measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
             return (params, state, memory), measured
@@ -311,9 +382,14 @@ def make_trainer(
         carry = params, optimizer.init(params), memory
         if mean.period:
             carry = *copied(carry[:2]), memory
+        if mean.spread is not None:
+            copy = jax.tree.map(lambda x: x.astype(mean.copy_dtype), params)
+            carry = (params, copy), *carry[1:]
         (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
         if mean.period:
             params = mean_of(params)
+        if mean.spread is not None:
+            params = params[1]
         rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
         validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
         return measured | {"validation": validation}
