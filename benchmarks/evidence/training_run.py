@@ -63,6 +63,10 @@ METHODS: Mapping[str, Callable[..., Any]] = {
         dq.DynamiQ, dither=True, format=dq.Format(levels="companded")
     ),
     "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, format=dq.Format(levels="uniform")),
+    "dynamiq-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None),
+    "dynamiq-0-2-4": partial(dq.DynamiQ, widths=(0, 2, 4), floor=None),
+    "dynamiq-64": partial(dq.DynamiQ, format=dq.Format(group_size=64)),
+    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None, dither=True),
     "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
     "topk-chunked-memory": partial(
         contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]
