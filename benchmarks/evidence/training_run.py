@@ -191,7 +191,9 @@ def sharded_mean(text: str, topology: str, backend: str) -> Mean:
     """
     scattered, gathered, *copy = text.strip().split("/")
     if copy not in ([], ["bf16"]):
-        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16")
+        raise ValueError(
+            f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16"
+        )
     requests: list[Any] = []
     for part in (scattered, gathered):
         if part == EXACT:
@@ -354,7 +356,9 @@ def make_trainer(
 
         def moved(masters, copy, key):
             narrow = mean.copy_dtype
-            left = jax.tree.map(lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy)
+            left = jax.tree.map(
+                lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy
+            )
             added = stack(mean.spread(unstack(left), jax.random.fold_in(key, 1), n_workers))
             return jax.tree.map(lambda c, a: c + a, copy, added)
 

@@ -19,7 +19,8 @@ from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.lax.axis import AxisName
 from dynamiq_jax.lax.checks import check_axis
 from dynamiq_jax.methods import Method
-from dynamiq_jax.optax import PerWorker, first_memory, known_sizes, product
+from dynamiq_jax.optax.replicated import first_memory
+from dynamiq_jax.optax.state import PerWorker, known_sizes, product
 from dynamiq_jax.request.compression import Compression, as_compression
 
 Tree = TypeVar("Tree")

@@ -1,0 +1,184 @@
+"""All-reduces as gradient transformations: every worker has the whole optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Int
+
+from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.metrics import Metrics
+from dynamiq_jax.optax.state import PerWorker, known_sizes, product
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.tree.leaves import describe_leaves
+
+
+class AllReduceState(NamedTuple):
+    """The state of `all_reduce` in ``opt_state``."""
+
+    step: Int[Array, ""]
+    """Reductions so far, int32."""
+    memory: PerWorker | None
+    """The state of the method, as `dynamiq_jax.init_state` gives it; `None` if it has none."""
+    metrics: Metrics | None
+    """The metrics of the last reduction (zeros before the first); `None` unless asked for."""
+
+
+def all_reduce(
+    axis_name: AxisName,
+    *,
+    method: Compression | Method | ByPath | None = None,
+    op: Op = "mean",
+    key: Array | None = None,
+    metrics: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
+
+    Put it first in `optax.chain`: the norm to clip by, and the moments, are those of the mean.
+    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`, and takes
+    two more arguments:
+
+    * ``emit`` (a bool scalar, the same on all workers): where it is false nothing is reduced or
+      sent, and updates come back as zeros. For `optax.MultiSteps`, which calls the inner optimizer
+      at every mini-step and throws the result away: ``optimizer.update(grads, opt_state, params,
+      emit=opt_state.mini_step == every - 1)``. `multi_steps` needs no such care.
+    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory
+      belongs to ``all_reduce``'s own method. A method for one step takes it if it needs a state, or
+      if it is of the same type and keeps one; else the memory waits.
+
+    ``init`` needs the number of workers where the method keeps a memory: call `init` of this
+    module, or ``optimizer.init`` inside the map.
+
+    Args:
+      axis_name: as for `dynamiq_jax.psum`.
+      method: as for `dynamiq_jax.psum`; methods with memory serve, too.
+      op: "mean" or "sum".
+      key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
+        into it. Default: as for `dynamiq_jax.psum`.
+      metrics: whether the state has the `Metrics` of the last reduction.
+    """
+    axis, own_method = check_axis(axis_name), as_compression(method)
+
+    def init(params) -> Any:
+        memory = first_memory(params, axis, own_method)
+        return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
+
+    def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
+        del params, extra
+
+        def reduced():
+            own = None if state.memory is None else state.memory.own()
+            sizes, chosen = axis_sizes(axis, "all_reduce"), as_compression(method)
+            keeps = jax.eval_shape(lambda: chosen.init_state(updates, sizes))
+            leaves = describe_leaves(updates)
+            now, always = chosen.methods_of(leaves), own_method.methods_of(leaves)
+            takes = list(map(type, now)) == list(map(type, always))
+            takes |= any(each is not None and each.needs_state for each in now)
+            found = reduce(
+                updates,
+                axis.name,
+                op=op,
+                method=chosen,
+                key=None if key is None else jax.random.fold_in(key, state.step),
+                state=own if jax.tree.leaves(keeps) and takes else None,
+                metrics=metrics,
+            )
+            kept = own if found.state is None else found.state
+            memory = None if state.memory is None else state.memory.after(kept)
+            return found.tree, AllReduceState(state.step + 1, memory, found.metrics)
+
+        if emit is True:
+            return reduced()
+
+        def skipped():
+            zeros, _ = jax.eval_shape(reduced)
+            return jax.tree.map(jnp.zeros_like, zeros), state
+
+        return lax.cond(emit, reduced, skipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def multi_steps(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[Array], Array],
+    axis_name: AxisName,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.MultiSteps` around an `all_reduce`: workers accumulate alone, and reduce once.
+
+    ``inner`` runs at the last mini-step of a window only (`optax.MultiSteps` runs it at every one
+    and throws away what it returns), on the mean of the window's updates; the other mini-steps send
+    nothing and return zeros. The state is an `optax.MultiStepsState` whose ``acc_grads`` is a
+    `PerWorker` of f32, so that it passes through `jax.shard_map` and into checkpoints as it is.
+
+    Args:
+      inner: an optimizer that has `all_reduce` in it.
+      every: mini-steps in a window, or a function of ``gradient_step`` that says how many.
+      axis_name: that of `all_reduce`.
+    """
+    axis = check_axis(axis_name)
+    inner = optax.with_extra_args_support(inner)
+    if not callable(every) and every < 1:
+        raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
+
+    def init(params) -> Any:
+        sizes, inside = known_sizes(axis)
+        n_workers = 1 if inside else product(sizes, axis, "multi_steps")
+        zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
+        if inside:
+            zeros = axis.to_varying(zeros)
+        accumulated = PerWorker(zeros, axis.name, "mean")
+        first, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
+        return optax.MultiStepsState(first, none, inner.init(params), accumulated)
+
+    def update(updates, state, params=None, **extra) -> Any:
+        length = every(state.gradient_step) if callable(every) else every
+        count = (state.mini_step + 1).astype(jnp.float32)
+        accumulated = jax.tree.map(
+            lambda mean, x: mean + (x.astype(jnp.float32) - mean) / count,
+            state.acc_grads.own(),
+            updates,
+        )
+
+        def last():
+            mean = jax.tree.map(lambda a, x: a.astype(x.dtype), accumulated, updates)
+            final, inner_state = inner.update(mean, state.inner_opt_state, params, **extra)
+            zeros = state.acc_grads.after(jax.tree.map(jnp.zeros_like, accumulated))
+            start = jnp.zeros_like(state.mini_step)
+            count = state.gradient_step + 1
+            return final, optax.MultiStepsState(start, count, inner_state, zeros)
+
+        def other():
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(last)[0])
+            kept = state.acc_grads.after(accumulated)
+            return zeros, state._replace(mini_step=state.mini_step + 1, acc_grads=kept)
+
+        return lax.cond(state.mini_step >= length - 1, last, other)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
+    """The memory of all workers, or inside a map of this one; `None` if the method has none."""
+    sizes, inside = known_sizes(axis)
+
+    def first() -> Any:
+        known = sizes or (2,) * len(axis.names)
+        return compression.init_state(params, known, stacked=not inside)
+
+    if not jax.tree.leaves(jax.eval_shape(first)):
+        return None
+    product(sizes, axis, f"method={compression.method!r}")
+    memory = PerWorker(first(), axis.name, "reset")
+    return memory.after(memory.value) if inside else memory
+
+
+def _no_metrics() -> Metrics:
+    shapes = {name: () for name in Metrics._fields} | {"widths": (17,)}
+    return Metrics(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})

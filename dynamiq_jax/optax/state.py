@@ -1,0 +1,165 @@
+"""Optimizer states of which every worker has a part of its own: how they start, lie and return."""
+
+import dataclasses
+import functools
+import math
+import warnings
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
+from dynamiq_jax.lax.checks import axis_sizes
+
+Tree = TypeVar("Tree")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("value",),
+    meta_fields=("axis_name", "other_workers"),
+)
+@dataclasses.dataclass(frozen=True)
+class PerWorker:
+    """A part of an optimizer's state that differs between workers; all else is the same on all.
+
+    Attributes:
+      value: a tree whose leaves have a leading axis of all workers; of 1 inside a map.
+      axis_name: the axis, or axes, of the workers.
+      other_workers: what `restore_state` gives another number of workers: fresh values ("reset"),
+        or the mean over the old ones ("mean").
+    """
+
+    value: Any
+    axis_name: AxisName
+    other_workers: Literal["reset", "mean"]
+
+    def own(self) -> Any:
+        """Inside a map: this worker's."""
+        return jax.tree.map(lambda x: x[0], self.value)
+
+    def after(self, value: Any) -> "PerWorker":
+        """Inside a map: the same part with ``value`` as this worker's."""
+        value = jax.tree.map(lambda x: x[None], Axis(axis_names(self.axis_name)).to_varying(value))
+        return dataclasses.replace(self, value=value)
+
+
+def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+    """``optimizer.init(params)`` with every worker's part on that worker; outside of `jax.jit`.
+
+    Args:
+      optimizer: one that has `all_reduce` or `multi_steps` in it, at any depth.
+      params: as one worker passes its gradients; every device gets all of what is made of them.
+      mesh: that of the training step.
+
+    Returns:
+      The state. Leaves of `PerWorker` are split over the workers, all others are replicated.
+    """
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(optimizer.init, params)
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), state_specs(shapes))
+        return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+def state_specs(opt_state: Tree) -> Tree:
+    """How `jax.shard_map` splits an optimizer's state: a `PartitionSpec` for every leaf.
+
+    ``P(axis_name)`` for leaves of `PerWorker`, ``P()`` for all others.
+    """
+
+    def spec(part):
+        own = PartitionSpec(part.axis_name) if isinstance(part, PerWorker) else PartitionSpec()
+        return jax.tree.map(lambda _: own, part)
+
+    return jax.tree.map(spec, opt_state, is_leaf=lambda x: isinstance(x, PerWorker))
+
+
+def restore_state(saved: Any, fresh: Tree) -> Tree:
+    """``saved`` for the workers that ``fresh`` is of, and a warning that says what was reset.
+
+    With as many workers as before this is ``saved``, bit for bit. With another number the memories
+    of methods start anew, since every worker had its own, and what `multi_steps` has accumulated
+    becomes the mean over the old workers.
+
+    Args:
+      saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
+        ``orbax.checkpoint`` gives where it is not told the type of the tree.
+      fresh: `init` of the same optimizer and parameters for the new workers; its leaves say where
+        those of the result are.
+
+    Raises:
+      ValueError: a leaf is missing, or has another shape and is not one of `PerWorker`.
+    """
+    old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    parts, treedef = jax.tree_util.tree_flatten_with_path(
+        fresh, is_leaf=lambda x: isinstance(x, PerWorker)
+    )
+    done: list[Any] = []
+    notes = []
+    for path, part in parts:
+        leaves, inner = jax.tree_util.tree_flatten_with_path(part)
+        names = [_name((*path, *within)) for within, _ in leaves]
+        now = [leaf for _, leaf in leaves]
+        then = [old.get(name) for name in names]
+        same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
+        if all(same):
+            values = [_placed(x, like) for x, like in zip(then, now, strict=True)]
+        elif not isinstance(part, PerWorker):
+            name, has = names[0], "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
+            raise ValueError(
+                f"opt_state: leaf {name} {has} in what was saved, and this optimizer has "
+                f"{now[0].shape}; pass the optimizer and the parameters that it was saved with"
+            )
+        else:
+            values, note = _resized(part, then, now)
+            notes.append(f"{_name(path)} {note}")
+        done.append(jax.tree.unflatten(inner, values))
+    if notes:
+        warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
+    return jax.tree.unflatten(treedef, done)
+
+
+def _resized(part: PerWorker, then: list, now: list) -> tuple[list, str]:
+    """The leaves of a part for another number of workers, and what became of them."""
+    workers = f"{now[0].shape[0]} workers"
+    if any(x is None for x in then):
+        return now, f"was not saved and starts anew for {workers}"
+    workers = f"from {jnp.shape(then[0])[0]} to {workers}"
+    fit = all(jnp.shape(x)[1:] == y.shape[1:] for x, y in zip(then, now, strict=True))
+    if part.other_workers == "reset" or not fit:
+        return now, f"was reset, {workers}"
+    means = (jnp.mean(jnp.asarray(x), axis=0, keepdims=True) for x in then)
+    spread = [_placed(jnp.broadcast_to(m, y.shape), y) for m, y in zip(means, now, strict=True)]
+    return spread, f"became its mean over workers, {workers}"
+
+
+def _placed(x: Any, like: Array) -> Array:
+    return jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
+    """Workers on every axis if that is known, and whether a map around us has the axis."""
+    try:
+        return axis_sizes(axis), True
+    except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
+        mesh = jax.sharding.get_abstract_mesh()
+    known = all(name in mesh.shape for name in axis.names)
+    return tuple(mesh.shape[name] for name in axis.names) if known else None, False
+
+
+def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
+    """The number of workers; refuses ``what`` where that is not known."""
+    if sizes is None:
+        raise ValueError(
+            f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
+            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
+        )
+    return math.prod(sizes)
