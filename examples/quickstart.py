@@ -14,10 +14,8 @@ processor):
 
 import os
 
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # GPUs stay
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    )
+if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"  # GPUs stay
 
 import functools
 
@@ -41,8 +39,7 @@ def loss_fn(params, x, y):
 @functools.partial(dq.jit, static_argnames="method")
 def step(params, x, y, method):
     """One step of gradient descent."""
-    grad_fn = dq.value_and_grad(loss_fn, axis_name="data", method=method)
-    loss, grads = grad_fn(params, x, y)
+    loss, grads = dq.value_and_grad(loss_fn, axis_name="data", method=method)(params, x, y)
     return jax.tree.map(lambda p, g: p - 2.0 * g, params, grads), loss
 
 

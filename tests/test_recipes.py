@@ -82,7 +82,13 @@ def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
         assert float(loss) == pytest.approx(float(as_promised), abs=2e-4)
         assert (name, as_promised, sent) in promised
     (readme,) = blocks("README.md")
-    for line in ("    return jnp.mean(", "    return jax.tree.map(", "params[", "keys =", "x ="):
+    for line in (
+        "    return jnp.mean(",
+        "    return jax.tree.map(",
+        "params[",
+        "keys =",
+        "x = jax.r",
+    ):
         (same,) = [other for other in readme.splitlines() if other.startswith(line)]
         assert same in example or same.replace("params[", "start[") in example
 

@@ -410,7 +410,7 @@ def test_the_file_has_settings_figures_and_environment(folder, rows, task):
     assert settings["topology"] == "direct"
     assert (settings["steps"], settings["seeds"], settings["workers"]) == (STEPS, SEEDS, 8)
     assert settings["learning_rate"] == training.RATES["adamw", "unit"]
-    assert re.search(r"DynamiQ\(bits=5.0.*backend='jnp'.*Direct\(", settings["options"])
+    assert re.search(r"DynamiQ\{'bits': 5.0.*'backend': 'jnp'.*Direct\{", settings["options"])
     per_seed = ("validation_loss", "early_loss", "training_loss", "vnmse", "worst_leaf")
     assert {len(row[name]) for name in per_seed} == {SEEDS}
     assert row["worst_leaf_name"] in training_run.large_leaves(task.gradients)
