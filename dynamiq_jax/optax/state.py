@@ -18,14 +18,22 @@ from dynamiq_jax.lax.checks import axis_sizes
 Tree = TypeVar("Tree")
 
 
+class Part:
+    """A part of an optimizer's state that says itself how it lies on a mesh."""
+
+    def specs(self) -> Any:
+        """A tree like the part, of PartitionSpecs."""
+        raise NotImplementedError
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value",),
     meta_fields=("axis_name", "other_workers"),
 )
 @dataclasses.dataclass(frozen=True)
-class PerWorker:
-    """A part of an optimizer's state that differs between workers; all else is the same on all.
+class PerWorker(Part):
+    """A part of an optimizer's state of which every worker has its own.
 
     Attributes:
       value: a tree whose leaves have a leading axis of all workers; of 1 inside a map.
@@ -37,6 +45,10 @@ class PerWorker:
     value: Any
     axis_name: AxisName
     other_workers: Literal["reset", "mean"]
+
+    def specs(self) -> Any:
+        """See `Part`."""
+        return jax.tree.map(lambda _: PartitionSpec(self.axis_name), self)
 
     def own(self) -> Any:
         """Inside a map: this worker's."""
@@ -52,12 +64,13 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     """``optimizer.init(params)`` with every worker's part on that worker; outside of `jax.jit`.
 
     Args:
-      optimizer: one that has `all_reduce` or `multi_steps` in it, at any depth.
-      params: as one worker passes its gradients; every device gets all of what is made of them.
+      optimizer: one that has `all_reduce`, `multi_steps` or `sharded` in it, at any depth.
+      params: as one worker passes its gradients; every device gets all of what is made of them, but
+        for what `sharded` splits.
       mesh: that of the training step.
 
     Returns:
-      The state. Leaves of `PerWorker` are split over the workers, all others are replicated.
+      The state, placed as `state_specs` says.
     """
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(optimizer.init, params)
@@ -68,14 +81,14 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
 def state_specs(opt_state: Tree) -> Tree:
     """How `jax.shard_map` splits an optimizer's state: a `PartitionSpec` for every leaf.
 
-    ``P(axis_name)`` for leaves of `PerWorker`, ``P()`` for all others.
+    ``P(axis_name)`` for leaves of `PerWorker`, those of its arrays for `sharded`, ``P()`` for all
+    others.
     """
 
     def spec(part):
-        own = PartitionSpec(part.axis_name) if isinstance(part, PerWorker) else PartitionSpec()
-        return jax.tree.map(lambda _: own, part)
+        return part.specs() if isinstance(part, Part) else PartitionSpec()
 
-    return jax.tree.map(spec, opt_state, is_leaf=lambda x: isinstance(x, PerWorker))
+    return jax.tree.map(spec, opt_state, is_leaf=lambda x: isinstance(x, Part))
 
 
 def restore_state(saved: Any, fresh: Tree) -> Tree:

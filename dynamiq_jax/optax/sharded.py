@@ -1,0 +1,469 @@
+"""Sharded updates (ZeRO-1): every worker updates its slices of the parameters.
+
+All workers hold the same *copy* of the parameters. The owner of a slice holds an f32 *master* of it
+and the inner optimizer's state for it. Gradients are scattered to the owners. An owner updates its
+masters and encodes how far they are from the copy. Everybody, the owner too, adds the decoded
+difference to the copy. What an encoding loses is in the next difference: error feedback without a
+memory of its own.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
+
+from dynamiq_jax.collectives.halves import all_gather
+from dynamiq_jax.collectives.scattered import Reduction, Split, split_of
+from dynamiq_jax.collectives.unreduced import is_outside, mesh_of, unreduced_axes
+from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.lax.compat import inner_jaxprs, with_constants
+from dynamiq_jax.lax.fingerprint import assert_same_on_workers
+from dynamiq_jax.lax.seeds import check_key
+from dynamiq_jax.methods import DynamiQ, Method, ShardedMethod
+from dynamiq_jax.optax.state import Part, known_sizes, product
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
+from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
+
+DIFFERENCES = DynamiQ(bits=2.5, dither=True)
+"""The default encoding of parameters' differences; docs/training-quality.md has the losses."""
+
+MIXING = frozenset(
+    "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod reduce_and "
+    "reduce_or reduce_xor reduce argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort "
+    "top_k fft cholesky eig eigh lu qr svd schur triangular_solve random_bits threefry2x32 psum "
+    "psum_invariant pmax pmin all_gather all_to_all ppermute reduce_scatter".split()
+)
+"""Primitives whose results for one coordinate depend on other coordinates, or on its place."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "skipped", "masters", "inner"),
+    meta_fields=("splits",),
+)
+@dataclasses.dataclass(frozen=True)
+class ShardedState(Part):
+    """The state of `sharded` in ``opt_state``.
+
+    Outside of maps arrays have their whole shapes, sharded over the workers, and so do they in
+    checkpoints. Inside a map they are this worker's slices.
+
+    Attributes:
+      step: updates so far, the skipped ones included, int32.
+      skipped: updates that were left out, since the gradient was not finite, int32.
+      masters: the parameters in f32.
+      inner: the inner optimizer's state for the masters.
+      splits: how mesh axes split every leaf of ``(masters, inner)``.
+    """
+
+    step: Any
+    skipped: Any
+    masters: Any
+    inner: Any
+    splits: tuple[P, ...]
+
+    def specs(self) -> "ShardedState":
+        """See `Part`."""
+        treedef = jax.tree.structure((self.masters, self.inner))
+        masters, inner = treedef.unflatten(self.splits)
+        return dataclasses.replace(self, step=P(), skipped=P(), masters=masters, inner=inner)
+
+
+def sharded(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    method: Compression | Method | ByPath | None = None,
+    differences: Compression | ShardedMethod | ByPath = DIFFERENCES,
+    max_norm: float | None = None,
+    key: Array | None = None,
+    specs: Any = None,
+    check_every: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of which every worker runs the part for its slices of the parameters (ZeRO-1).
+
+    In the place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own
+    gradients and the parameters. It scatters the gradients' mean, updates the masters of this
+    worker's slices, gathers differences of parameters, and returns updates for
+    `optax.apply_updates`, with the same bits on all workers. Nothing else may change the
+    parameters. Masters and the inner state take 1/n of the memory, and the update 1/n of the work.
+
+    A leaf is split along its first dimension that divides by the number of workers. Leaves that the
+    method leaves out (small ones, excluded ones) and those without such a dimension are whole:
+    their gradients are all-reduced, and all workers update them alike.
+
+    * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
+      Explicit axes, outside of maps, gradients are unreduced:
+      ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``.
+    * A step whose gradient has an infinite or undefined norm changes nothing but ``step`` and
+      ``skipped`` of the state.
+    * Get the state from `init` of this module, which never holds all of it on one device. Its
+      ``masters`` are the model in f32. `restore_state` takes it to another number of workers.
+    * The parameters may be of any floating-point type: bf16 copies have f32 masters.
+
+    Args:
+      inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
+        `optax.adamw`, `optax.lion` or `optax.sgd`. It sees f32 slices of the parameters.
+      axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
+      method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
+      differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
+      max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
+        scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
+      key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
+        into it. Default: ``jax.random.key(0)``.
+      specs: how other mesh axes split the parameters: PartitionSpecs, a tree like the parameters or
+        a prefix of it. Default: not at all; on Explicit axes as their types say.
+      check_every: every so many steps workers compare a hash of their copies, with an error at run
+        time if they differ. 0: never.
+
+    Raises:
+      ValueError: ``params`` are missing, ``inner`` mixes coordinates, a method has memory, or the
+        call is outside of maps on a mesh that is not Explicit.
+    """
+    axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
+    request, moves_by = as_compression(method), as_compression(differences)
+    check_key(key, axis)
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
+
+    def init(params) -> Any:
+        sizes, inside = known_sizes(axis)
+        product(sizes, axis, "sharded")
+        assert sizes is not None
+        placed = _places(params, axis, sizes, request, specs, inside)
+        shapes, treedef = [x.shape for x in jax.tree.leaves(params)], jax.tree.structure(params)
+        masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+        if inside:
+            pairs = zip(jax.tree.leaves(masters), placed, strict=True)
+            masters = treedef.unflatten(_own(x, split_of(p, axis.names), axis) for x, p in pairs)
+        state = inner.init(masters)
+        splits = (*placed, *_splits_of_state(inner.init, treedef, shapes, placed))
+        leaves, whole = jax.tree.flatten((masters, state))
+        if inside:
+            pairs = zip(leaves, splits, strict=True)
+            leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
+        masters, state = whole.unflatten(leaves)
+        zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
+        return ShardedState(*zeros, masters, state, splits)
+
+    def update(updates, state, params=None, **extra) -> Any:
+        if params is None:
+            raise ValueError(
+                "sharded needs the parameters, which are the copy that it keeps close to its "
+                "masters; call optimizer.update(grads, opt_state, params)"
+            )
+        step = _Update(inner, axis, request, moves_by, max_norm, key, check_every)
+        if axis.mapped:
+            moved = [True] * len(jax.tree.leaves(updates))
+            return step(updates, state, params, extra, op="mean", moved=moved)
+        if not is_outside(axis, (updates, params)):
+            raise ValueError(
+                f"sharded found no map over axis {axis.name!r}, and no mesh of Explicit axes that "
+                "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
+                "names) and take gradients by dq.value_and_grad(reduce=False)"
+            )
+        return _outside(step, axis, updates, state, params, extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# --- Which worker has what ------------------------------------------------------------------------
+
+
+def _places(
+    params: Any,
+    axis: Axis,
+    sizes: tuple[int, ...],
+    request: Compression,
+    specs: Any,
+    inside: bool,
+) -> list[P]:
+    """How each parameter's master is split: by other mesh axes, and along one dimension by ours."""
+    mesh = get_abstract_mesh() if inside else mesh_of(params)
+    n = math.prod(sizes)
+    if specs is None and not inside and is_outside(axis, params):
+        given = [P(*jax.typeof(x).sharding.spec.partitions) for x in jax.tree.leaves(params)]
+    else:
+        given = flat_specs(specs, params, mesh.axis_names)
+    leaves, whole, found = describe_leaves(params), [], []
+    for leaf, spec, method in zip(leaves, given, request.methods_of(leaves), strict=True):
+        if own := axes_of(spec) & {*axis.names}:
+            raise ValueError(
+                f"leaf {leaf.path} is sharded over {sorted(own)}, which are workers of "
+                f"axis_name={axis.name!r}: every worker needs the whole copy; replicate it over "
+                "them, or train with dq.reduce_in_backward(specs=...) and a plain optimizer"
+            )
+        entries = [names_of(entry) for entry in spec] + [()] * (len(leaf.shape) - len(spec))
+        parts = [math.prod(mesh.shape[name] for name in names) for names in entries]
+        lengths = [x if inside else x // k for x, k in zip(leaf.shape, parts, strict=True)]
+        if method is None or leaf.dtype.name not in COMPRESSED_DTYPES:
+            large = False
+        else:
+            least = request.route(sizes, method).limits.min_leaf_size
+            large = math.prod(lengths) >= least
+        dimension = next((d for d, x in enumerate(lengths) if x and x % n == 0), None)
+        if large and dimension is not None:
+            entries[dimension] += axis.names
+        elif large:
+            whole.append(leaf)
+        found.append(P(*(_entry(names) for names in entries)))
+    nbytes = sum(leaf.nbytes for leaf in whole)
+    if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
+        names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
+        warnings.warn(
+            f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that divides by the {n} "
+            f"workers of axis {axis.name!r}, and every worker updates all of them: {names}; pad "
+            "them to a multiple",
+            stacklevel=4,
+        )
+    return found
+
+
+def _entry(names: Sequence[str]) -> Any:
+    return None if not names else names[0] if len(names) == 1 else tuple(names)
+
+
+def _splits_of_state(
+    init: Callable[[Any], Any], treedef: Any, shapes: list[tuple[int, ...]], placed: list[P]
+) -> list[P]:
+    """How the inner optimizer's state is split, if parameters are split as ``placed`` says.
+
+    A dimension of the state belongs to a mesh axis if it grows with the parameters' dimensions that
+    this axis splits.
+    """
+
+    def leaves_of(name: str | None) -> list[Any]:
+        grown = [
+            jax.ShapeDtypeStruct(
+                [x * (1 + (name in names_of(e))) for x, e in zip(shape, spec, strict=True)],
+                jnp.float32,
+            )
+            for shape, spec in zip(shapes, placed, strict=True)
+        ]
+        return jax.tree.leaves(jax.eval_shape(init, treedef.unflatten(grown)))
+
+    base = leaves_of(None)
+    entries: list[list[tuple[str, ...]]] = [[()] * len(x.shape) for x in base]
+    used = dict.fromkeys(name for spec in placed for entry in spec for name in names_of(entry))
+    for name in used:
+        for own, was, now in zip(entries, base, leaves_of(name), strict=True):
+            for d, (before, after) in enumerate(zip(was.shape, now.shape, strict=True)):
+                own[d] += (name,) if before != after else ()
+    orders = {frozenset(names_of(e)): names_of(e) for spec in placed for e in spec}
+    return [P(*(_entry(orders.get(frozenset(e), e)) for e in own)) for own in entries]
+
+
+def _own(x: Array, split: Split, axis: Axis) -> Array:
+    """This worker's slice."""
+    for dimension, _ in split:
+        rows = x.shape[dimension] // axis.size
+        x = lax.dynamic_slice_in_dim(x, axis.index * rows, rows, dimension)
+    return x
+
+
+# --- One update -----------------------------------------------------------------------------------
+
+
+def _outside(
+    step: Callable[..., Any], axis: Axis, updates: Any, state: ShardedState, params: Any, extra: Any
+) -> Any:
+    """``step`` under a map over the whole mesh, for gradients that are unreduced outside of it."""
+    mesh = mesh_of((updates, params))
+
+    def spec_of(x: Any) -> P:
+        found = jax.typeof(x).sharding.spec
+        return P(*found.partitions, unreduced=found.unreduced)
+
+    terms = jax.tree.map(spec_of, updates)
+    moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
+    if not any(moved):
+        warnings.warn(
+            f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
+            "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
+            stacklevel=3,
+        )
+    own, after = jax.tree.map(spec_of, params), state.specs()
+    run = jax.shard_map(
+        functools.partial(step, op="sum", moved=moved),
+        mesh=mesh,
+        in_specs=(terms, after, own, P()),
+        out_specs=(own, after),
+        check_vma=False,
+    )
+    return run(updates, state, params, extra)
+
+
+class _Layout(NamedTuple):
+    """The parameters' leaves, by number.
+
+    Attributes:
+      names: their paths.
+      placed: how mesh axes split their masters.
+      splits: the part of it that the workers do.
+      others: the axes that split the copy, too. Leaves of which these differ share no payload, so
+        that what is replicated over such an axis gets the same bits along it.
+    """
+
+    names: list[str]
+    placed: list[P]
+    splits: list[Split]
+    others: list[frozenset[str]]
+
+
+class _Update(NamedTuple):
+    """One update inside a map; the fields are the arguments of `sharded`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    axis: Axis
+    request: Compression
+    differences: Compression
+    max_norm: float | None
+    key: Array | None
+    check_every: int
+
+    def __call__(
+        self,
+        updates: Any,
+        state: ShardedState,
+        params: Any,
+        extra: Mapping[str, Any],
+        *,
+        op: Op,
+        moved: list[bool],
+    ) -> tuple[Any, ShardedState]:
+        """The updates of the copy, and the next state.
+
+        Of gradients that have not ``moved`` all workers have the sum already.
+        """
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        names, copies = [jax.tree_util.keystr(path) for path, _ in paths], [x for _, x in paths]
+        placed = jax.tree.leaves(state.specs().masters)
+        splits = [split_of(spec, self.axis.names) for spec in placed]
+        others = [axes_of(spec) - {*self.axis.names} for spec in placed]
+        layout = _Layout(names, placed, splits, others)
+        self._compare(copies, state.step)
+        key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
+        for_gradients, for_differences = jax.random.split(key)
+
+        means = self._means(jax.tree.leaves(updates), layout, for_gradients, op, moved)
+        norm = _norm(means, placed)
+        finite = jnp.isfinite(norm)
+        if self.max_norm is not None:
+            means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
+        gradients = treedef.unflatten(means)
+        _check_elementwise(self.inner, gradients, state, extra, placed)
+        steps, inner = self.inner.update(gradients, state.inner, state.masters, **extra)
+        masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
+        masters, inner = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (masters, inner),
+            (state.masters, state.inner),
+        )
+        found = self._differences(jax.tree.leaves(masters), copies, layout, for_differences)
+        added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
+        skipped = state.skipped + (1 - finite.astype(jnp.int32))
+        return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
+
+    def _compare(self, copies: list[Array], step: Array) -> None:
+        if self.check_every:
+            compare = functools.partial(assert_same_on_workers, axis=self.axis, what="the copy")
+            lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
+
+    def _means(
+        self, terms: list[Array], layout: _Layout, key: Array, op: Op, moved: list[bool]
+    ) -> list[Array]:
+        """This worker's slices of the gradient, f32."""
+        reduction = Reduction(self.axis.names, axis_sizes(self.axis, "sharded"), self.request, op)
+        some = [i for i, is_moved in enumerate(moved) if is_moved]
+        tree = {layout.names[i]: terms[i] for i in some}
+        splits, others = [layout.splits[i] for i in some], [layout.others[i] for i in some]
+        reduced = reduction(tree, key, splits, others) if some else {}
+        return [
+            (reduced[name] if is_moved else _own(x, split, self.axis)).astype(jnp.float32)
+            for name, x, split, is_moved in zip(
+                layout.names, terms, layout.splits, moved, strict=True
+            )
+        ]
+
+    def _differences(
+        self, masters: list[Array], copies: list[Array], layout: _Layout, key: Array
+    ) -> list[Array]:
+        """How far masters are from the copy: decoded, and exactly where all workers know."""
+        found, alike = [], {}
+        for i, (master, copy, split) in enumerate(zip(masters, copies, layout.splits, strict=True)):
+            left = master - _own(copy, split, self.axis).astype(jnp.float32)
+            found.append(left.astype(copy.dtype) if split else left)
+            if split:
+                alike.setdefault((split[0][0], layout.others[i]), []).append(i)
+        for (dimension, _), numbers in alike.items():
+            whole = all_gather(
+                {layout.names[i]: found[i] for i in numbers},
+                self.axis.name,
+                axis=dimension,
+                tiled=True,
+                to="invarying",
+                method=self.differences,
+                key=key,
+            )
+            for i in numbers:
+                found[i] = whole[layout.names[i]]
+        return found
+
+
+def _norm(slices: list[Array], placed: list[P]) -> Array:
+    """The norm of all parameters' gradients: slices are summed over the axes that split them."""
+    squares: dict[frozenset[str], Array] = {}
+    for x, spec in zip(slices, placed, strict=True):
+        squares[axes_of(spec)] = squares.get(axes_of(spec), 0.0) + jnp.sum(jnp.square(x))
+    sums = [lax.psum(x, tuple(axes)) if axes else x for axes, x in squares.items()]
+    return jnp.sqrt(sum(sums, jnp.float32(0)))
+
+
+def _check_elementwise(
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: ShardedState,
+    extra: Mapping[str, Any],
+    placed: list[P],
+) -> None:
+    """Refuses an inner optimizer that would see a slice where it needs the whole array.
+
+    Raises:
+      ValueError: its program has one of `MIXING` on an operand as large as a slice.
+    """
+    pairs = zip(jax.tree.leaves(state.masters), placed, strict=True)
+    sizes = [x.size for x, spec in pairs if axes_of(spec)]
+    if not sizes:
+        return
+
+    def update(gradients, state, masters, extra):
+        return inner.update(gradients, state, masters, **extra)
+
+    def check(jaxpr: Any) -> None:
+        for equation in with_constants(jaxpr)[0].eqns:
+            largest = max((getattr(x.aval, "size", 0) for x in equation.invars), default=0)
+            made = max((getattr(x.aval, "size", 0) for x in equation.outvars), default=0)
+            if equation.primitive.name in MIXING and max(largest, made) >= min(sizes):
+                raise ValueError(
+                    f"the inner optimizer computes {equation.primitive.name!r} over "
+                    f"{max(largest, made):,} coordinates, and a worker has slices of parameters, "
+                    f"the smallest of {min(sizes):,}. An update must depend on its own coordinate "
+                    "alone. Pass max_norm= in the place of optax.clip_by_global_norm; leave out "
+                    "optax.apply_if_finite, since steps that are not finite change nothing; for "
+                    "other optimizers (Muon, Adafactor, LAMB) use dq.optax.all_reduce"
+                )
+            for own in inner_jaxprs(equation):
+                check(own)
+
+    check(jax.make_jaxpr(update)(gradients, state.inner, state.masters, extra))
