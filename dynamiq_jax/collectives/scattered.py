@@ -218,7 +218,9 @@ def _by_kind(
     leaves = [leaf for _, leaf in paths]
     described = describe_leaves(tree)
     if sharded:
-        sizes = {name: lax.axis_size(name) for split in splits for _, some in split for name in some}
+        sizes = {
+            name: lax.axis_size(name) for split in splits for _, some in split for name in some
+        }
         pairs = zip(described, splits, strict=True)
         described = [
             dataclasses.replace(leaf, whole=whole_shape(leaf.shape, split, sizes))
