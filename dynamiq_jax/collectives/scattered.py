@@ -5,8 +5,10 @@ gradient is scattered over these, and what each device is left with all-reduced 
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +16,17 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt
 
-from dynamiq_jax.collectives.halves import psum_scatter
+from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.collectives.in_maps import reduce_over
 from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.checks import Op
+from dynamiq_jax.lax.checks import Op, axis_sizes
+from dynamiq_jax.lax.compat import varying_axes
 from dynamiq_jax.lax.seeds import fold_seed, key_words
-from dynamiq_jax.methods import BF16, F32
-from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.methods import BF16, F32, DynamiQ, Method
+from dynamiq_jax.request.compression import ByPath, Compression
 from dynamiq_jax.topologies import AnyTopology
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
-from dynamiq_jax.tree.placement import names_of
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
+from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of, only, part, surroundings
 
 Split = tuple[tuple[int, tuple[str, ...]], ...]
 """The dimensions of a leaf that data axes split, each with its axes."""
@@ -38,13 +41,202 @@ def split_of(spec: P, axes: tuple[str, ...]) -> Split:
 def gather(params: Any, splits: list[Split]) -> Any:
     """Whole parameters from every device's shards of them, exactly."""
     leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten(map(_whole, leaves, splits))
 
-    def whole(x: Array, split: Split) -> Array:
+
+def _whole(x: Array, split: Split) -> Array:
+    for dimension, names in split:
+        x = lax.all_gather(x, names, axis=dimension, tiled=True)
+    return x
+
+
+def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a leaf, from that of one shard."""
+    counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
+    return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))
+
+
+class Shards:
+    """Which leaves of a tree are one worker's shards inside of a map, as PartitionSpecs say.
+
+    Attributes:
+      whole: the shapes and dtypes of the tree's leaves, gathered.
+    """
+
+    def __init__(self, params: Any, axis: Axis, specs: Any):
+        """``specs`` are over the data axes of ``axis``, and over others as for `psum`.
+
+        Raises:
+          ValueError: a spec does not fit its leaf, the leaf is known to be the same on all workers,
+            or a dimension is split over other axes within the data axes' parts.
+        """
+        self._around = around = surroundings(axis)
+        leaves, treedef = jax.tree.flatten(params)
+        told = flat_specs(specs, params, {**around.sizes, **dict.fromkeys(axis.names)})
+        self._splits = [split_of(spec, axis.names) for spec in told]
+        self._others = [axes_of(spec) - {*axis.names} for spec in told]
+        opened = around.specs(params, specs) if any(self._splits) else None
+        self._opened = opened or [P()] * len(leaves)
+        sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
+        shapes = []
+        for leaf, x, spec, split in zip(
+            describe_leaves(params), leaves, told, self._splits, strict=True
+        ):
+            part(leaf, only(spec, around.open), around.sizes)  # refuses specs that are too long
+            self._check(leaf, x, spec, split, axis)
+            shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
+        self.whole = treedef.unflatten(shapes)
+        self._moving = [i for i, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def __bool__(self) -> bool:
+        """Whether any leaf is a shard."""
+        return any(self._splits)
+
+    def gather(self, gather: "Gather", params: Any, key: Array | None) -> Any:
+        """The tree with whole leaves."""
+        return self._per_part(gather, params, key, range(len(self._splits)))
+
+    def reduce(self, reduction: "Reduction", gradients: Any, key: Array | None) -> Any:
+        """Reduces gradients of whole leaves, those of shards to shards; integers have none."""
+        return self._per_part(reduction, gradients, key, self._moving)
+
+    def _per_part(self, run: Any, tree: Any, key: Array | None, places: Sequence[int]) -> Any:
+        splits, others = ([own[i] for i in places] for own in (self._splits, self._others))
+        specs = jax.tree.structure(tree).unflatten(self._opened[i] for i in places)
+        own = functools.partial(run, splits=splits, others=others)
+        return self._around.per_part(own, (specs, P()), specs)(tree, key)
+
+    def _check(self, leaf: Leaf, x: Array, spec: P, split: Split, axis: Axis) -> None:
+        varying = varying_axes(x)
         for dimension, names in split:
-            x = lax.all_gather(x, names, axis=dimension, tiled=True)
-        return x
+            if axis.tracked and not varying.issuperset(names):
+                raise ValueError(
+                    f"specs: leaf {leaf.name} is sharded over {names}, as {spec} says, and all "
+                    f"workers hold the same {leaf.shape}; pass jax.shard_map the same specs as "
+                    "in_specs, or leave the axis out of this leaf's spec"
+                )
+            entry = names_of(spec[dimension])
+            within = [name for name in entry if name not in names]
+            if entry != (*within, *names) or {*within} & {*self._around.open}:
+                raise ValueError(
+                    f"specs: dimension {dimension} of leaf {leaf.name} is split over {entry}, and "
+                    f"what a gather over {names} gives would be out of order; split another "
+                    f"dimension over {tuple(within)}"
+                )
 
-    return treedef.unflatten(map(whole, leaves, splits))
+
+class Gather(NamedTuple):
+    """How shards become whole parameters, compressed; `Reduction` is the way back."""
+
+    compression: Compression
+
+    @classmethod
+    def of(cls, gather: Compression | Method | ByPath | None, reduction: Compression) -> "Gather":
+        """The gather of a request; a bare method, by default 8 bits, joins that of the gradients.
+
+        It has the limits of the latter, and leaves that the latter excludes are gathered exactly.
+        """
+        if isinstance(gather, Compression):
+            return cls(gather)
+        chosen = DynamiQ(bits=8) if gather is None else gather
+
+        def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
+            if reduction.by_path and cast(ByPath, reduction.method)(path, leaf) is None:
+                return None
+            return chosen if isinstance(chosen, Method) else chosen(path, leaf)
+
+        method = method_of if reduction.by_path else chosen
+        return cls(dataclasses.replace(reduction, method=method, topology=None))
+
+    def __call__(
+        self, params: Any, key: Array | None, splits: list[Split], others: list[frozenset[str]]
+    ) -> Any:
+        """Gathers every device's shards; all devices get the same bits of whole parameters.
+
+        Leaves are gathered together as `Reduction` reduces them together; leaves that are not
+        split pass. `BF16` and `F32` are native all-gathers in no more bits than the leaf has.
+        """
+
+        def gathered(part: dict[str, Array], own: Compression, split: Split) -> dict[str, Array]:
+            words = key_words(key)
+            for dimension, names in split:
+                seed = None if words is None else fold_seed(words, GATHERS + dimension)
+                part = _gather_along(part, own, names, dimension, seed)
+            return part
+
+        return _by_kind(params, self.compression, splits, others, gathered, sharded=True)
+
+
+GATHERS = 1 << 31
+"""Added to a dimension's number for the seed of a gather, whose noise is not the scatter's."""
+
+
+def _gather_along(
+    part: dict[str, Array],
+    compression: Compression,
+    names: tuple[str, ...],
+    dimension: int,
+    seed: UInt[Array, " 2"] | None,
+) -> dict[str, Array]:
+    """Leaves that are whole along a dimension, which some axes split."""
+    method = compression.method
+    if not isinstance(method, BF16 | F32):
+        options = {"method": compression, "key": seed, "axis": dimension, "tiled": True}
+        return all_gather(part, names, **options)
+    n = math.prod(map(lax.axis_size, names))
+    least = compression.route((n,), hierarchies=False).limits.min_leaf_size
+
+    def native(x: Array) -> Array:
+        wire = method.native_dtype(x.dtype)
+        narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
+        if not narrow or n * x.size < least:
+            return lax.all_gather(x, names, axis=dimension, tiled=True)
+        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens words
+        words = lax.all_gather(words, names, axis=dimension, tiled=True)
+        return lax.bitcast_convert_type(words, wire).astype(x.dtype)
+
+    return jax.tree.map(native, part)
+
+
+def _by_kind(
+    tree: Any,
+    compression: Compression,
+    splits: list[Split],
+    others: list[frozenset[str]],
+    run: Callable[[dict[str, Array], Compression, Split], dict[str, Array]],
+    *,
+    sharded: bool = False,
+) -> Any:
+    """``run(part, own request, split)`` of leaves that are split alike and have the same method.
+
+    The same holds of ``others``, the axes beside the data axes that split a leaf: copies of a leaf
+    stay equal only if no part of another leaf shares their widths. Methods by path see whole
+    leaves; with ``sharded`` the tree holds one device's shards.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
+    leaves = [leaf for _, leaf in paths]
+    described = describe_leaves(tree)
+    if sharded:
+        sizes = {
+            name: lax.axis_size(name) for split in splits for _, some in split for name in some
+        }
+        pairs = zip(described, splits, strict=True)
+        described = [
+            dataclasses.replace(leaf, whole=whole_shape(leaf.shape, split, sizes))
+            for leaf, split in pairs
+        ]
+    kinds = list(zip(compression.methods_of(described), splits, others, strict=True))
+    for kind in dict.fromkeys(kinds):
+        method, split, _ = kind
+        alike = [i for i, own in enumerate(kinds) if own == kind]
+        part = {names[i]: leaves[i] for i in alike}
+        own = dataclasses.replace(compression, method=method, exclude=None)
+        own = own if method is not None else dataclasses.replace(own, exclude="")
+        part = run(part, own, split)
+        for i in alike:
+            leaves[i] = part[names[i]]
+    return treedef.unflatten(leaves)
 
 
 class Reduction(NamedTuple):
@@ -61,25 +253,13 @@ class Reduction(NamedTuple):
     ) -> Any:
         """Reduces gradients of whole parameters; every device gets its shards of the result.
 
-        Leaves that are split alike and have the same method are reduced together. Of ``others``,
-        the axes beside the data axes that split a leaf, the same holds: copies of a leaf stay
-        equal only if no part of another leaf shares their widths.
+        Leaves that are split alike and have the same method are reduced together, see `_by_kind`.
         """
-        paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
-        names = [jax.tree_util.keystr(path) for path, _ in paths]
-        leaves = [leaf for _, leaf in paths]
-        methods = self.compression.methods_of(describe_leaves(grads))
-        kinds = list(zip(methods, splits, others, strict=True))
-        for kind in dict.fromkeys(kinds):
-            method, split, _ = kind
-            alike = [i for i, own in enumerate(kinds) if own == kind]
-            part = {names[i]: leaves[i] for i in alike}
-            own = dataclasses.replace(self.compression, method=method, exclude=None)
-            own = own if method is not None else dataclasses.replace(own, exclude="")
-            part = self._replace(compression=own)._alike(part, key, split)
-            for i in alike:
-                leaves[i] = part[names[i]]
-        return treedef.unflatten(leaves)
+
+        def reduced(part: dict[str, Array], own: Compression, split: Split) -> dict[str, Array]:
+            return self._replace(compression=own)._alike(part, key, split)
+
+        return _by_kind(grads, self.compression, splits, others, reduced)
 
     def _alike(self, part: dict[str, Array], key: Array | None, split: Split) -> dict[str, Array]:
         """Reduces leaves that are split alike."""

@@ -21,7 +21,14 @@ from dynamiq_jax.lax.checks import Op
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.tree.placement import axes_of, bucket_axes, flat_specs, names_of, placed_leaves
+from dynamiq_jax.tree.placement import (
+    axes_of,
+    bucket_axes,
+    flat_specs,
+    names_of,
+    only,
+    placed_leaves,
+)
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
@@ -128,13 +135,15 @@ def reduce_unreduced(
         return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
 
     found = Reduced(moving(leaves), state, None)
-    unreduced = [P(*spec, unreduced=frozenset(axis.names)) for spec in terms]
+    pairs = zip(terms, moves, strict=True)
+    over = frozenset(axis.names)
+    unreduced = [P(*spec, unreduced=over) if moved else spec for spec, moved in pairs]
     if scattered:
         sizes = tuple(mesh.shape[name] for name in axis.names)
         own = Reduction(axis.names, sizes, compression, "sum")
         some = [i for i, moved in enumerate(moves) if moved]
         others = [axes_of(targets[i]) - {*axis.names} for i in some]
-        after = moving([_scattered(spec, axis) for spec in targets])
+        after = moving([scattered_spec(spec, axis) for spec in targets])
         mapped = jax.shard_map(
             functools.partial(own, splits=[splits[i] for i in some], others=others),
             mesh=mesh,
@@ -150,6 +159,18 @@ def reduce_unreduced(
     sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
     pairs = zip(sums, targets, strict=True)
     return found._replace(tree=treedef.unflatten([resharded(x, mesh, spec) for x, spec in pairs]))
+
+
+def large_leaves(
+    tree: Any, placed: list[P], mesh: AbstractMesh, axis: Axis, compression: Compression
+) -> set[int]:
+    """The leaves that the request compresses, of leaves that are whole over the axis."""
+    others = [name for name in mesh.axis_names if name not in axis.names]
+    specs = jax.tree.structure(tree).unflatten(only(spec, others) for spec in placed)
+    leaves, _ = placed_leaves(tree, mesh, specs)
+    sizes = tuple(mesh.shape[name] for name in axis.names)
+    grouping = compression.group(leaves, sizes)
+    return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
 
 
 def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
@@ -171,7 +192,7 @@ def _check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
             )
 
 
-def _scattered(spec: P, axis: Axis) -> P:
+def scattered_spec(spec: P, axis: Axis) -> P:
     """The spec after data axes have split what each device had: they come last."""
     entries = (sorted(names_of(entry), key=axis.names.__contains__) for entry in spec)
     return P(*(tuple(entry) or None for entry in entries))

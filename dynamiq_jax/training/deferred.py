@@ -6,6 +6,7 @@ the terms. So a large parameter is typed as reduced ("deferred") before the loss
 itself stays a function of global arrays.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection
@@ -17,14 +18,15 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.unreduced import reduce_unreduced, resharded
+from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.training.gathered import tracing
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
+from dynamiq_jax.tree.placement import axes_of, names_of, only
 
 
 class Deferred(NamedTuple):
@@ -70,35 +72,40 @@ class Deferred(NamedTuple):
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        chosen = self._large(params, placed)
+        own = self._own(loss, params, data)
+        chosen = large_leaves(params, placed, self.mesh, self.axis, self.compression) - own
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
         try:
-            value, grads = trace(self._held(leaves, placed, chosen))
+            value, grads = trace(self._held(leaves, placed, chosen, own))
         except Exception as error:
             if not chosen:
                 raise
-            chosen = self._deferrable(params, data, placed, chosen, trace, error)
-            value, grads = trace(self._held(leaves, placed, chosen))
+            chosen = self._deferrable(params, data, placed, chosen, own, trace, error)
+            value, grads = trace(self._held(leaves, placed, chosen, own))
         grads = treedef.unflatten(grads)
         if not self.reduces:
             return value, grads
         found = self._reduce(grads, placed, key, state)
         return value, found if self.metrics or state is not None else found.tree
 
-    def _large(self, params: Any, placed: list[P]) -> set[int]:
-        """The leaves that the request compresses."""
-        others = [name for name in self.mesh.axis_names if name not in self.axis.names]
-        specs = jax.tree.structure(params).unflatten(only(spec, others) for spec in placed)
-        leaves, _ = placed_leaves(params, self.mesh, specs)
-        sizes = tuple(self.mesh.shape[name] for name in self.axis.names)
-        grouping = self.compression.group(leaves, sizes)
-        return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+    def _own(self, loss: Callable[[Any, Any], Any], params: Any, data: Any) -> set[int]:
+        """The sharded leaves that stay so: all, if the loss calls `reduce_in_backward`."""
+        leaves = jax.tree.leaves(params)
+        sharded = {i for i, x in enumerate(leaves) if axes_of(_spec(x)) & {*self.axis.names}}
+        if not sharded:
+            return sharded
+        with tracing(seeded=False) as found, constraints_without(self.axis.names):
+            with contextlib.suppress(Exception):  # the loss may need whole leaves
+                jax.eval_shape(lambda: loss(params, data))
+        return sharded if found.gathers else set()
 
-    def _held(self, leaves: list[Array], placed: list[P], deferred: Collection[int]) -> list[Array]:
+    def _held(
+        self, leaves: list[Array], placed: list[P], deferred: Collection[int], own: Collection[int]
+    ) -> list[Array]:
         """Leaves that are whole over the data axes, and typed as reduced where they are deferred.
 
-        A leaf that data axes shard (FSDP) is gathered.
+        A leaf that data axes shard (FSDP) is gathered, but for those of ``own``.
         """
 
         def whole(i: int, x: Array) -> Array:
@@ -106,7 +113,7 @@ class Deferred(NamedTuple):
             reduced = self.axis.names if i in deferred else ()
             return resharded(x, self.mesh, P(*partitions, reduced=frozenset(reduced)))
 
-        return [whole(i, x) for i, x in enumerate(leaves)]
+        return [x if i in own else whole(i, x) for i, x in enumerate(leaves)]
 
     def _differentiate(
         self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
@@ -128,7 +135,8 @@ class Deferred(NamedTuple):
 
         with constraints_without(self.axis.names):
             value, back, aux = jax.vjp(loss_of, held, has_aux=True)
-            (grads,) = back(self._seed(value.dtype))
+            with tracing(seeded=True):
+                (grads,) = back(self._seed(value.dtype))
         return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:
@@ -153,6 +161,7 @@ class Deferred(NamedTuple):
         data: Any,
         placed: list[P],
         chosen: set[int],
+        own: set[int],
         trace: Callable[[list[Array]], Any],
         why: Exception,
     ) -> set[int]:
@@ -173,7 +182,7 @@ class Deferred(NamedTuple):
             return True
 
         def shapes(deferred: Collection[int]) -> Any:
-            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred)))
+            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred, own)))
 
         shapes(())  # raises what is wrong without us
 

@@ -8,6 +8,8 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.scattered import Gather, Reduction, Shards
+from dynamiq_jax.collectives.unreduced import is_outside
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.lax.compat import transposes_a_map, varying_axes
@@ -15,6 +17,7 @@ from dynamiq_jax.lax.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.training.gathered import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
@@ -26,6 +29,7 @@ def reduce_in_backward(
     method: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     specs: Any = None,
+    gather: Compression | Method | ByPath | None = None,
 ) -> Any:
     """The parameters themselves; their gradients are reduced, compressed, on their way back.
 
@@ -69,12 +73,22 @@ def reduce_in_backward(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis = check_axis(axis_name)
-    reducer = Reducer(params, axis, "reduce_in_backward", op=op, method=method, specs=specs)
+    options = {"op": op, "method": method, "specs": specs, "gather": gather}
+    if is_outside(axis, params):
+        if specs is not None:
+            raise ValueError(
+                f"specs={specs!r} are for maps: outside of them, on Explicit axes, types say how "
+                "parameters are sharded; leave it out"
+            )
+        check_choice("op", op, get_args(Op))
+        own = as_compression(method)
+        return gather_outside(params, axis, Gather.of(gather, own), own, key=key)
+    reducer = Reducer(params, axis, "reduce_in_backward", **options)
     check_key(key, axis)
 
     @jax.custom_vjp
     def passed(params: Any, words: Array | None) -> Any:
-        return axis.to_varying(params)
+        return axis.to_varying(reducer.whole(params, words))
 
     def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
         return passed(params, words), words
@@ -89,7 +103,8 @@ def reduce_in_backward(
 class Reducer:
     """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
 
-    With ``layers`` each leaf is a stack of so many, and what is reduced is one layer's.
+    With ``layers`` each leaf is a stack of so many, and what is reduced is one layer's. With
+    ``gather`` leaves whose ``specs`` name the axis are shards of it.
     """
 
     def __init__(
@@ -101,6 +116,7 @@ class Reducer:
         op: Op,
         method: Compression | Method | ByPath | None,
         specs: Any,
+        gather: Compression | Method | ByPath | None = None,
         layers: int | None = None,
     ):
         check_choice("op", op, get_args(Op))
@@ -108,14 +124,24 @@ class Reducer:
         own = self._treedef.unflatten(
             jax.ShapeDtypeStruct(x.shape[layers is not None :], x.dtype) for x in self._leaves
         )
-        compression = as_compression(method)
-        _check_memory(own, compression, axis_sizes(axis, caller))
+        compression, sizes = as_compression(method), axis_sizes(axis, caller)
+        self._shards = Shards(params, axis, specs) if layers is None else None
+        whole = own if self._shards is None else self._shards.whole
+        _check_memory(whole, compression, sizes)
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
         self._axis, self._caller, self.specs = axis, caller, specs
         self._options = {"op": op, "method": compression, "specs": specs}
+        self._reduction = Reduction(axis.names, sizes, compression, op)
+        self._gather = Gather.of(gather, compression)
+
+    def whole(self, params: Any, words: Array | None) -> Any:
+        """Gathers leaves that are shards; others pass."""
+        return self._shards.gather(self._gather, params, words) if self._shards else params
 
     def reduce(self, moving: Any, words: Array | None) -> Any:
-        """Reduces the gradients that move, with the words of a key."""
+        """Reduces the gradients that move, with the words of a key; those of shards to shards."""
+        if self._shards:
+            return self._shards.reduce(self._reduction, moving, words)
         return reduce(moving, self._axis.name, key=words, **self._options).tree
 
     def moving(self, gradients: Any) -> Any:

@@ -100,9 +100,10 @@ def mapped_value_and_grad(
     @functools.partial(jax.jit, inline=True, static_argnames=("placed", "told", "split", "folded"))
     def mapped(params, key, state, arrays, *, placed, told, split, folded):
         tree = jax.tree.structure(params)
-        over_data = tree.unflatten(only(spec, axes) for spec in placed)
+        mine = [_apart(spec, axes) for spec in placed]
+        over_data = tree.unflatten(only(spec, axes) for spec in mine)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, axes) for spec in placed]
+        splits = [split_of(spec, axes) for spec in mine]
         words: list[str] = []
         aux_tree: list[Any] = []
 
@@ -295,6 +296,17 @@ def _placed(
     for leaf, spec in zip(describe_leaves(params), placed, strict=True):
         part(leaf, spec, mesh.shape)  # refuses what does not fit
     return placed
+
+
+def _apart(spec: P, axes: tuple[str, ...]) -> P:
+    """The spec without the data axes of dimensions that others split, too.
+
+    Over these the compiler gathers the leaf, and splits its gradient: the devices of one worker
+    hold a slice in parts, and the parts of all slices, one after the other, are out of order.
+    """
+    shared = ({*names_of(entry)} - {*axes} for entry in spec)
+    entries = zip(spec, shared, strict=True)
+    return P(*(tuple(n for n in names_of(e) if n in own or not own) for e, own in entries))
 
 
 def _spec_of(x: Any, mesh: Mesh | AbstractMesh) -> P:

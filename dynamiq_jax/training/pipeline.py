@@ -30,6 +30,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import Reducer
 from dynamiq_jax.training.phases import Progress, Traced, trace
+from dynamiq_jax.tree.placement import axes_of
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -134,6 +135,16 @@ def sequential(
         if len(given) != len(functions):
             raise ValueError(
                 f"{len(functions)} functions and {len(given)} {name}: pass one for each function"
+            )
+    for number, given in enumerate(map(jax.tree.leaves, specs)):
+        named = {
+            name for spec in given if isinstance(spec, PartitionSpec) for name in axes_of(spec)
+        }
+        if shared := sorted(named & {*axis.names}):
+            raise ValueError(
+                f"specs[{number}] names the axis {shared[0]!r}, and sequential takes parameters "
+                f"that are whole over axis {axis.name!r}; gather shards in the layers of a plain "
+                "loop or scan, by dq.reduce_in_backward(specs=...)"
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")

@@ -1,0 +1,128 @@
+"""Shards on Explicit meshes, outside of maps: gathered where the loss uses them.
+
+A gathered parameter is typed as reduced over the data axes, so that its gradient comes back
+unreduced and one compressed collective sums and scatters it.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.collectives.scattered import Gather, split_of
+from dynamiq_jax.collectives.unreduced import (
+    large_leaves,
+    mesh_of,
+    reduce_unreduced,
+    resharded,
+    scattered_spec,
+)
+from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.seeds import check_key, key_words
+from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.tree.placement import axes_of, only
+
+
+@dataclass
+class Loss:
+    """The loss that `value_and_grad` is tracing.
+
+    Attributes:
+      gathers: whether it has called `gather_outside`.
+      seeded: whether cotangents come from `value_and_grad`'s seed.
+    """
+
+    gathers: bool = False
+    seeded: bool = False
+
+
+_loss: contextvars.ContextVar[Loss | None] = contextvars.ContextVar("dynamiq_jax_loss")
+
+
+@contextlib.contextmanager
+def tracing(*, seeded: bool) -> Iterator[Loss]:
+    """While it lasts, `gather_outside` knows that `value_and_grad` is tracing."""
+    token = _loss.set(loss := Loss(seeded=seeded))
+    try:
+        yield loss
+    finally:
+        _loss.reset(token)
+
+
+def gather_outside(
+    params: Any, axis: Axis, gather: Gather, compression: Compression, *, key: Array | None
+) -> Any:
+    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass.
+
+    Args:
+      params: leaves with types of an Explicit mesh.
+      axis: all axes over which the batch is sharded.
+      gather: how shards become whole leaves.
+      compression: how their gradients are summed.
+      key: as for `psum`.
+
+    Raises:
+      ValueError: in the backward pass, the derivative is not `value_and_grad`'s.
+    """
+    if (loss := _loss.get(None)) is not None:
+        loss.gathers = True
+    check_key(key)
+    mesh = mesh_of(params)
+    leaves, treedef = jax.tree.flatten(params)
+    placed = [jax.typeof(x).sharding.spec for x in leaves]
+    splits = [split_of(spec, axis.names) for spec in placed]
+    kept = [name for name in mesh.axis_names if name not in axis.names]
+    whole = [only(spec, kept) for spec in placed]
+    large = large_leaves(params, placed, mesh, axis, compression)
+    numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    chosen = [i for i in numbers if splits[i]]
+
+    def some(values: list[Any]) -> Any:
+        """A tree like the parameters, of the shards that have gradients."""
+        return treedef.unflatten([values[i] if i in chosen else None for i in range(len(leaves))])
+
+    own = functools.partial(
+        gather,
+        splits=[splits[i] for i in chosen],
+        others=[axes_of(placed[i]) - {*axis.names} for i in chosen],
+    )
+    before = [scattered_spec(spec, axis) for spec in placed]
+    reduced = frozenset(axis.names)
+    after = [P(*spec, reduced=reduced) if i in large else spec for i, spec in enumerate(whole)]
+    maps = {"in_specs": (some(before), P()), "out_specs": some(whole)}
+    mapped = jax.shard_map(own, mesh=mesh, check_vma=False, **maps)
+
+    def put(tree: Any, specs: list[P]) -> Any:
+        pairs = zip(jax.tree.leaves(tree), chosen, strict=True)
+        moved = [resharded(x, mesh, specs[i]) for x, i in pairs]
+        return jax.tree.structure(tree).unflatten(moved)
+
+    @jax.custom_vjp
+    def gathered(tree: Any, words: Array | None) -> Any:
+        return put(mapped(put(tree, before), words), after)
+
+    def forward(tree: Any, words: Array | None) -> tuple[Any, Array | None]:
+        return gathered(tree, words), words
+
+    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
+        if not ((loss := _loss.get(None)) and loss.seeded):
+            raise ValueError(
+                "reduce_in_backward outside of maps found a derivative that is not "
+                "dq.value_and_grad's: JAX's seed is a constant, of which every device would add "
+                f"all to the terms that are summed over {axis.names}; pass the loss to "
+                f"dq.value_and_grad(loss, axis_name={axis.name!r})"
+            )
+        options = {"key": words, "specs": some(placed)}
+        return reduce_unreduced(gradients, axis, compression, **options).tree, None
+
+    gathered.defvjp(forward, backward)
+    found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
+    exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
+    return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
