@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from cases import assert_same_bits, auto_mesh, promoting, small
+from cases import auto_mesh, promoting, small
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -20,7 +19,9 @@ LOSSY = dq.DynamiQ(bits=2.5, dither=True, backend="jnp")
 FIVE = small(dq.DynamiQ(backend="jnp"))
 KEY = jax.random.key(0)
 RULES = {
-    "adamw": optax.adamw(1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "adamw": optax.adamw(
+        1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
     "lion": optax.lion(1e-3),
     "sgd": optax.sgd(0.1, momentum=0.9),
 }
@@ -50,7 +51,7 @@ def loss_fn(params, x):
 def plain(inner, params, batches, max_norm=None):
     """Parameters after training on one device."""
     clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
-    optimizer = optax.chain(clip, inner)
+    optimizer = promoting(optax.chain(clip, inner))
 
     @jax.jit
     def run(params, batches):
@@ -103,7 +104,8 @@ def assert_close(found, expected, rtol=2e-4):
 @pytest.mark.parametrize("rule", RULES)
 def test_exact_halves_train_as_plain_optax_does(rule):
     params, batches = problem()
-    optimizer = dq.optax.sharded(RULES[rule], "data", method=EXACT, differences=EXACT, max_norm=0.5)
+    options = {"method": EXACT, "differences": EXACT, "max_norm": 0.5}
+    optimizer = promoting(dq.optax.sharded(RULES[rule], "data", **options))
     found, state = train(optimizer, params, batches[:4], check_vma=rule != "lion")
     expected, _ = plain(RULES[rule], params, batches[:4], 0.5)
     assert_close(found, expected)

@@ -18,7 +18,7 @@ from jaxtyping import UInt
 
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.collectives.in_maps import reduce_over
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.axis import Axis, Varying
 from dynamiq_jax.lax.checks import Op, axis_sizes
 from dynamiq_jax.lax.compat import varying_axes
 from dynamiq_jax.lax.seeds import fold_seed, key_words
@@ -129,6 +129,8 @@ class Gather(NamedTuple):
     """How shards become whole parameters, compressed; `Reduction` is the way back."""
 
     compression: Compression
+    to: Varying = "varying"
+    """See `all_gather`."""
 
     @classmethod
     def of(cls, gather: Compression | Method | ByPath | None, reduction: Compression) -> "Gather":
@@ -161,7 +163,7 @@ class Gather(NamedTuple):
             words = key_words(key)
             for dimension, names in split:
                 seed = None if words is None else fold_seed(words, GATHERS + dimension)
-                part = _gather_along(part, own, names, dimension, seed)
+                part = _gather_along(part, own, names, dimension, seed, self.to)
             return part
 
         return _by_kind(params, self.compression, splits, others, gathered, sharded=True)
@@ -177,23 +179,27 @@ def _gather_along(
     names: tuple[str, ...],
     dimension: int,
     seed: UInt[Array, " 2"] | None,
+    to: Varying,
 ) -> dict[str, Array]:
     """Leaves that are whole along a dimension, which some axes split."""
     method = compression.method
     if not isinstance(method, BF16 | F32):
-        options = {"method": compression, "key": seed, "axis": dimension, "tiled": True}
+        options = {"method": compression, "key": seed, "axis": dimension, "tiled": True, "to": to}
         return all_gather(part, names, **options)
     n = math.prod(map(lax.axis_size, names))
     least = compression.route((n,), hierarchies=False).limits.min_leaf_size
+
+    def exact(x: Array) -> Array:
+        stacked = jnp.moveaxis(Axis(names).all_gather(x, to), 0, dimension)
+        return stacked.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
 
     def native(x: Array) -> Array:
         wire = method.native_dtype(x.dtype)
         narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
         if not narrow or n * x.size < least:
-            return lax.all_gather(x, names, axis=dimension, tiled=True)
+            return exact(x)
         words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens words
-        words = lax.all_gather(words, names, axis=dimension, tiled=True)
-        return lax.bitcast_convert_type(words, wire).astype(x.dtype)
+        return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)
 
     return jax.tree.map(native, part)
 

@@ -21,8 +21,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from dynamiq_jax.collectives.halves import all_gather
-from dynamiq_jax.collectives.scattered import Reduction, Split, split_of
+from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of
 from dynamiq_jax.collectives.unreduced import is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
@@ -400,25 +399,16 @@ class _Update(NamedTuple):
         self, masters: list[Array], copies: list[Array], layout: _Layout, key: Array
     ) -> list[Array]:
         """How far masters are from the copy: decoded, and exactly where all workers know."""
-        found, alike = [], {}
-        for i, (master, copy, split) in enumerate(zip(masters, copies, layout.splits, strict=True)):
-            left = master - _own(copy, split, self.axis).astype(jnp.float32)
-            found.append(left.astype(copy.dtype) if split else left)
-            if split:
-                alike.setdefault((split[0][0], layout.others[i]), []).append(i)
-        for (dimension, _), numbers in alike.items():
-            whole = all_gather(
-                {layout.names[i]: found[i] for i in numbers},
-                self.axis.name,
-                axis=dimension,
-                tiled=True,
-                to="invarying",
-                method=self.differences,
-                key=key,
-            )
-            for i in numbers:
-                found[i] = whole[layout.names[i]]
-        return found
+        found = [
+            master - _own(copy, split, self.axis).astype(jnp.float32)
+            for master, copy, split in zip(masters, copies, layout.splits, strict=True)
+        ]
+        some = [i for i, split in enumerate(layout.splits) if split]
+        own = {layout.names[i]: found[i].astype(copies[i].dtype) for i in some}
+        gather = Gather(self.differences, to="invarying")
+        splits, others = [layout.splits[i] for i in some], [layout.others[i] for i in some]
+        whole = gather(own, key, splits, others) if some else {}
+        return [whole.get(name, x) for name, x in zip(layout.names, found, strict=True)]
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:
