@@ -1,22 +1,26 @@
 """`dq.optax.sharded` on 8 devices: against plain optax on the whole batch, and its state."""
 
-import functools
+import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from cases import auto_mesh, promoting, small
+from cases import CHEAP, assert_same_bits, auto_mesh, promoting, small
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.lax.axis import Axis, axis_names
 
 N = 8
-EXACT = dq.Compression(dq.F32(), min_leaf_size=256)
-LOSSY = dq.DynamiQ(bits=2.5, dither=True, backend="jnp")
-FIVE = small(dq.DynamiQ(backend="jnp"))
+EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0)
+TWO_BITS = small(dq.DynamiQ(bits=2.5, dither=True, backend="jnp"))
 KEY = jax.random.key(0)
 RULES = {
     "adamw": optax.adamw(
@@ -65,35 +69,33 @@ def plain(inner, params, batches, max_norm=None):
     return run(params, batches)
 
 
-@functools.cache
-def stepper(optimizer, mesh, splits, check_vma=True):
-    """jit of (params, opt_state, x) -> (params, opt_state) under a map."""
-    specs = splits.value
+def start(optimizer, params, mesh=None, axes="data", check_vma=True, specs=None):
+    """The first state, and jit of (params, opt_state, x) -> (params, opt_state) under a map."""
+    mesh = auto_mesh() if mesh is None else mesh
+    first = dq.optax.init(optimizer, params, mesh)
+    splits, specs = dq.optax.state_specs(first), P() if specs is None else specs
 
     def step(params, opt_state, x):
-        local = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+        local = Axis(axis_names(axes)).to_varying(params)
         grads = jax.grad(loss_fn)(local, x)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), opt_state
 
-    options = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
-
-
-class Held:
-    """A value that `functools.cache` compares by identity."""
-
-    def __init__(self, value):
-        self.value = value
+    options = {"in_specs": (specs, splits, P(axes)), "out_specs": (specs, splits)}
+    return first, jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
 
 
-def train(optimizer, params, batches, n=N, state=None, **options):
-    mesh = auto_mesh(n)
-    state = dq.optax.init(optimizer, params, mesh) if state is None else state
-    step = stepper(optimizer, mesh, Held(dq.optax.state_specs(state)), **options)
+def train(optimizer, params, batches, **options):
+    state, step = start(optimizer, params, **options)
     for x in batches:
         params, state = step(params, state, x)
     return params, state
+
+
+def make(rule="sgd", method=EXACT, differences=EXACT, **options):
+    own = {"axis_name": "data", "method": method, "differences": differences, **options}
+    return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
 
 
 def assert_close(found, expected, rtol=2e-4):
@@ -101,14 +103,240 @@ def assert_close(found, expected, rtol=2e-4):
         np.testing.assert_allclose(found[name], x, rtol=rtol, atol=2e-5, err_msg=name)
 
 
+def assert_copies_equal(tree):
+    for x in jax.tree.leaves(tree):
+        first, *others = x.addressable_shards
+        for other in others:
+            assert_same_bits(np.asarray(other.data), np.asarray(first.data))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_exact_halves_train_as_plain_optax_does(rule):
     params, batches = problem()
-    options = {"method": EXACT, "differences": EXACT, "max_norm": 0.5}
-    optimizer = promoting(dq.optax.sharded(RULES[rule], "data", **options))
-    found, state = train(optimizer, params, batches[:4], check_vma=rule != "lion")
+    found, state = train(make(rule, max_norm=0.5), params, batches[:4], check_vma=rule != "lion")
     expected, _ = plain(RULES[rule], params, batches[:4], 0.5)
     assert_close(found, expected)
     assert_close(state.masters, expected)
     assert int(state.step) == 4
     assert int(state.skipped) == 0
+
+
+def test_workers_hold_their_slices():
+    params, _ = problem()
+    state = dq.optax.init(make("adamw"), params, auto_mesh())
+    split = {"in": (2, 64), "odd": (63, 8), "neither": (3, 5), "scale": (64,), "out": (8, 8)}
+    for tree in (state.masters, state.inner[0].mu):
+        assert {name: x.addressable_shards[3].data.shape for name, x in tree.items()} == split
+        assert {name: x.shape for name, x in tree.items()} == jax.tree.map(jnp.shape, params)
+    assert state.inner[0].count.sharding.is_fully_replicated
+    assert_same_bits(jax.device_get(state.masters), jax.device_get(params))
+
+
+def test_compressed_halves_train_and_copies_stay_equal():
+    params, batches = problem()
+    found, state = train(make("adamw", CHEAP, CHEAP), params, batches[:8])
+    expected, _ = plain(RULES["adamw"], params, batches[:8])
+    assert_copies_equal(found)
+    for name in ("in", "odd", "out"):
+        moved = np.linalg.norm(expected[name] - params[name])
+        assert 0 < np.linalg.norm(found[name] - expected[name]) < 0.2 * moved
+        assert 0 < np.linalg.norm(found[name] - state.masters[name]) < 0.05 * moved
+    assert_close({"neither": found["neither"]}, {"neither": state.masters["neither"]}, rtol=1e-6)
+
+
+def test_what_a_difference_loses_is_in_the_next_one():
+    params, batches = problem()
+    once = optax.scale_by_schedule(lambda count: -0.1 * (count == 0))
+    state, step = start(make(once, EXACT, TWO_BITS), params)
+    gaps = []
+    for _ in range(4):
+        params, state = step(params, state, batches[0])
+        gaps.append(float(jnp.linalg.norm(params["in"] - state.masters["in"])))
+    assert gaps[0] > 0
+    assert gaps[2] < 0.9 * gaps[1] < 0.9**2 * gaps[0]
+
+
+def test_bf16_copies_have_f32_masters():
+    params, batches = problem(jnp.bfloat16)
+    found, state = train(make("adamw"), params, batches[:4])
+    expected, _ = plain(RULES["adamw"], jax.tree.map(jnp.float32, params), batches[:4])
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(state.masters)} == {jnp.dtype(jnp.float32)}
+    for name, x in expected.items():
+        moved = np.linalg.norm(x - params[name].astype(jnp.float32))
+        assert np.linalg.norm(state.masters[name] - x) < 0.05 * moved
+        rounded = state.masters[name].astype(jnp.bfloat16).astype(jnp.float32)
+        assert np.linalg.norm(found[name].astype(jnp.float32) - rounded) < 0.02 * moved + 1e-6
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    params, batches = problem()
+    state, step = start(make("adamw", CHEAP, CHEAP), params)
+    params, state = before = step(params, state, batches[0])
+    for count, bad in enumerate([np.nan, np.inf, -np.inf], 1):
+        params, state = step(params, state, batches[1].at[9, 2].set(bad))  # worker 2's
+        assert_same_bits(jax.device_get(params), jax.device_get(before[0]))
+        assert_same_bits(jax.device_get(state.masters), jax.device_get(before[1].masters))
+        assert_same_bits(jax.device_get(state.inner), jax.device_get(before[1].inner))
+        assert (int(state.step), int(state.skipped)) == (1 + count, count)
+
+
+def explicit_steps(optimizer, params, batches, mesh, axis_name, specs=None):
+    """Trains outside of maps: the loss of all examples, gradients unreduced."""
+
+    def loss(params, x):
+        return loss_fn(params, jax.reshard(x, P(axis_name)))
+
+    grad_fn = dq.value_and_grad(loss, axis_name=axis_name, method=EXACT, reduce=False)
+
+    @jax.jit
+    def step(params, state, x):
+        grads = grad_fn(params, x)[1]
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        specs = specs or dict.fromkeys(params, P())
+        placed = jax.tree.map(
+            lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s)), params, specs
+        )
+        state = dq.optax.init(optimizer, placed, mesh)
+        for x in batches:
+            x = jax.device_put(x, jax.NamedSharding(mesh, P(axis_name)))
+            placed, state = step(placed, state, x)
+    return placed, state
+
+
+def test_outside_of_maps_on_explicit_axes():
+    params, batches = problem()
+    mesh = jax.make_mesh((N,), ("data",))
+    found, state = explicit_steps(make("adamw", max_norm=0.5), params, batches[:4], mesh, "data")
+    expected, _ = plain(RULES["adamw"], params, batches[:4], 0.5)
+    assert_close(found, expected)
+    assert state.inner[0].mu["in"].addressable_shards[0].data.shape == (2, 64)
+    assert_copies_equal(found)
+
+
+TENSOR = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(), "scale": P()}
+
+
+def test_data_by_model_on_explicit_axes():
+    params, batches = problem()
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    optimizer = make("adamw", max_norm=0.5)
+    found, state = explicit_steps(optimizer, params, batches[:3], mesh, "data", TENSOR)
+    expected, _ = plain(RULES["adamw"], params, batches[:3], 0.5)
+    assert_close(found, expected)
+    assert state.masters["in"].sharding.spec == P(("model", "data"), None)
+    assert state.inner[0].nu["out"].sharding.spec == P("data", "model")
+
+
+def test_several_axes_of_workers():
+    params, batches = problem()
+    axes, kinds = ("node", "gpu"), (AxisType.Auto,) * 2
+    options = {"mesh": jax.make_mesh((2, 4), axes, axis_types=kinds), "axes": axes}
+    expected, _ = plain(RULES["adamw"], params, batches[:2])
+    found, state = train(make("adamw", axis_name=axes), params, batches[:2], **options)
+    assert_close(found, expected)
+    assert state.masters["in"].sharding.spec[0] == axes
+    levels = dataclasses.replace(CHEAP, topology=dq.Hierarchical(outer=dq.Direct()))
+    found, _ = train(make("adamw", levels, axis_name=axes), params, batches[:2], **options)
+    assert_copies_equal(found)
+    for name in ("in", "odd", "out"):
+        moved = np.linalg.norm(expected[name] - params[name])
+        assert 0 < np.linalg.norm(found[name] - expected[name]) < 0.3 * moved
+
+
+def test_accumulation_reduces_once_per_window():
+    params, batches = problem()
+    inner = make("adamw")
+    optimizer = dq.optax.multi_steps(inner, 2, "data")
+    found, state = train(optimizer, params, batches[:4])
+    windows = batches[:4].reshape(2, 64, 16)
+    assert_close(found, plain(RULES["adamw"], params, windows)[0])
+    assert int(state.inner_opt_state.step) == 2
+
+
+@pytest.mark.parametrize("n", [8, 4])
+def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
+    params, batches = problem()
+    optimizer = make("adamw")
+    params, state = train(optimizer, params, batches[:2])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore(tmp_path / "state")
+    params = jax.device_get(params)
+    fresh, step = start(optimizer, params, auto_mesh(n))
+    again = dq.optax.restore_state(saved, fresh)
+    assert_same_bits(jax.device_get(again.masters), jax.device_get(state.masters))
+    assert again.masters["in"].addressable_shards[0].data.shape == (16 // n, 64)
+    for x in batches[2:4]:
+        params, again = step(params, again, x)
+    assert_close(params, plain(RULES["adamw"], problem()[0], batches[:4])[0])
+
+
+MIXED = {
+    "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum.*max_norm="),
+    "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and.*are not finite"),
+    "adafactor": (optax.adafactor(1e-3), "reduce_.*dq.optax.all_reduce"),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "random_bits"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_an_optimizer_that_mixes_coordinates_is_refused(name):
+    inner, message = MIXED[name]
+    params, batches = problem()
+    with pytest.raises(ValueError, match=message):
+        train(make(inner), params, batches[:1])
+
+
+def test_what_does_not_go_is_refused():
+    params, batches = problem()
+    optimizer = make("sgd")
+    with pytest.raises(ValueError, match=r"how many workers axis 'data' has; call dq.optax.init"):
+        optimizer.init(params)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    with pytest.raises(ValueError, match=r"optimizer.update\(grads, opt_state, params\)"):
+        optimizer.update(params, state)
+    with pytest.raises(ValueError, match="no map over axis 'data', and no mesh of Explicit axes"):
+        optimizer.update(params, state, params)
+    with pytest.raises(ValueError, match="max_norm=0 must be above 0"):
+        make("sgd", max_norm=0)
+    with pytest.raises(ValueError, match=r"leaf in is sharded over \['data'\]"):
+        dq.optax.init(make("sgd", specs=dict.fromkeys(params, P("data"))), params, auto_mesh())
+    with pytest.warns(UserWarning, match=r"1 leaves of .* no dimension that divides by the 8"):
+        dq.optax.init(optimizer, {"w": jnp.ones((33, 17))}, auto_mesh())
+
+
+def test_copies_that_differ_are_found():
+    params, batches = problem()
+    optimizer = make("sgd", check_every=2)
+    mesh = auto_mesh()
+    state = dq.optax.init(optimizer, params, mesh)
+    splits = dq.optax.state_specs(state)
+
+    def step(params, state, x):
+        odd = jax.lax.axis_index("data") == 3
+        apart = jax.tree.map(lambda p: jnp.where(odd, p + 1, p), params)
+        return optimizer.update(jax.grad(loss_fn)(params, x), state, apart)[1]
+
+    options = {"in_specs": (P(), splits, P("data")), "out_specs": splits, "check_vma": False}
+    step = jax.jit(jax.shard_map(step, mesh=mesh, **options))
+    odd = dataclasses.replace(state, step=state.step + 1)
+    jax.block_until_ready(step(params, odd, batches[0]))
+    with pytest.raises(Exception, match="the copy differs between the workers"):
+        jax.block_until_ready(step(params, state, batches[0]))
+        jax.effects_barrier()
+
+
+def test_what_travels():
+    params, batches = problem()
+    state, step = start(make("adamw", CHEAP, CHEAP), params)
+    hlo = step.lower(params, state, batches[0]).compile().as_text()
+    large = re.findall(r"= \w+\[([\d,]+)\]\S* (all-reduce|all-gather|reduce-scatter)\(", hlo)
+    sizes = [(math.prod(map(int, shape.split(","))), kind) for shape, kind in large]
+    floats = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:reduce|gather|to-all)", hlo)
+    assert max(math.prod(map(int, shape.split(","))) for shape in floats) < 200
+    assert any(kind == "all-gather" and size > 200 for size, kind in sizes)  # of words
