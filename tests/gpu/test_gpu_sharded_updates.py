@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import promoting
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -37,7 +38,7 @@ def make(backend):
 
 def simulated(backend):
     """Parameters and masters after three steps of workers that one GPU plays."""
-    optimizer, (params, batches) = make(backend), problem(WORKERS)
+    optimizer, (params, batches) = promoting(make(backend)), problem(WORKERS)
     rows = batches.reshape(3, WORKERS, -1, 512)
 
     def one(x):
@@ -66,7 +67,7 @@ def test_real_workers_train_and_have_equal_copies():
     if n < 2:
         pytest.skip(f"needs 2 GPUs, this machine has {n}")
     mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    optimizer, (params, batches) = make(None), problem(n)
+    optimizer, (params, batches) = promoting(make(None)), problem(n)
     state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(state)
 
