@@ -7,6 +7,7 @@ gradient is scattered over these, and what each device is left with all-reduced 
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -42,6 +43,21 @@ def gather(params: Any, splits: list[Split]) -> Any:
     """Whole parameters from every device's shards of them, exactly."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten(map(_whole, leaves, splits))
+
+
+LARGE_GATHER = 1 << 30
+"""Bytes of whole parameters on one device above which a gather before the loss is warned of."""
+
+
+def warn_of_gather(leaves: list[Leaf], splits: list[Split], remedy: str) -> None:
+    """Warns of a large gather before the loss; ``leaves`` are what one device holds afterwards."""
+    gathered = [leaf.nbytes for leaf, split in zip(leaves, splits, strict=True) if split]
+    if sum(gathered) > LARGE_GATHER:
+        warnings.warn(
+            f"{len(gathered)} sharded parameters are gathered before the loss, "
+            f"{sum(gathered):,} bytes on every device; to hold one layer at a time {remedy}",
+            stacklevel=3,
+        )
 
 
 def _whole(x: Array, split: Split) -> Array:
