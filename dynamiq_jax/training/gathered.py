@@ -76,7 +76,7 @@ def gather_outside(
     check_key(key)
     mesh = mesh_of(params)
     leaves, treedef = jax.tree.flatten(params)
-    placed = [jax.typeof(x).sharding.spec for x in leaves]
+    placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     splits = [split_of(spec, axis.names) for spec in placed]
     kept = [name for name in mesh.axis_names if name not in axis.names]
     whole = [only(spec, kept) for spec in placed]
