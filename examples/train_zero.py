@@ -34,8 +34,8 @@ The curves (PNG) and all numbers (JSON) land in ``runs/``.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -47,36 +47,63 @@ import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_model import CONFIGS, Config, init_params, make_loss
-from train_fsdp import (
-    TOPOLOGIES,
-    Sharded,
-    Sharing,
-    Wire,
-    bytes_per_worker,
-    compression,
-    dynamiq_gather,
-    dynamiq_scatter,
-    lax_gather,
-    lax_scatter,
-    sent_bytes,
-    table,
-    train_replicated,
-)
+from rich.table import Column, Table
 from train_llm import (
     AXIS,
     MAX_NORM,
     RECIPES,
     Recipe,
+    Result,
     Run,
     check_choice,
     fit,
     introduce,
     keep,
+    lax_psum,
     make_optimizer,
+    make_step,
     start,
 )
 
 import dynamiq_jax as dq
+
+TOPOLOGIES = {"direct": dq.Direct(), "ring": dq.Ring(), "butterfly": dq.Butterfly()}
+
+
+# --- The two collectives: parameters gathered, gradients scattered --------------------------------
+
+
+class Wire(NamedTuple):
+    """What travels: lists of every worker's shards, to all of the whole matrices, and back.
+
+    ``gather(shards)`` gives whole matrices, the same on all workers; ``scatter(grads)`` takes each
+    worker's gradients of them and gives it its slices of their sums.
+    """
+
+    name: str
+    gather: Callable[[list[jax.Array]], list[jax.Array]]
+    scatter: Callable[[list[jax.Array]], list[jax.Array]]
+
+
+def lax_gather(shards: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """Gathers in ``dtype``, exactly."""
+    return [jax.lax.all_gather(x.astype(dtype), AXIS, tiled=True) for x in shards]
+
+
+def dynamiq_gather(shards: list[jax.Array], method: dq.Compression) -> list[jax.Array]:
+    """Gathers quantised: the same bits on all workers, unbiased but for the cast to bf16."""
+    return [x.astype(jnp.bfloat16) for x in dq.all_gather(shards, AXIS, tiled=True, method=method)]
+
+
+def lax_scatter(grads: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """The baseline: jax.lax.psum_scatter in the wire's dtype."""
+    return [jax.lax.psum_scatter(g.astype(dtype), AXIS, tiled=True) for g in grads]
+
+
+def dynamiq_scatter(grads: list[jax.Array], method: dq.Compression) -> list[jax.Array]:
+    """Scatters compressed sums."""
+    return dq.psum_scatter(grads, AXIS, tiled=True, method=method)
+
 
 # --- Shards: every leaf flat, in equal slices, the last one filled up with zeros ------------------
 
@@ -128,6 +155,15 @@ def clip_by_norm_of_slices(max_norm: float) -> optax.GradientTransformation:
         return jax.tree.map(lambda g: g * (max_norm / jnp.maximum(norm, max_norm)), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class Sharded(NamedTuple):
+    """Compiled functions; the arrays have the whole model's shapes, spread over the devices."""
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    """From a PRNG key to (params, opt_state), every device its own part of them."""
+    step: Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
+    """As `train_llm.make_step`'s."""
 
 
 # --- The step -------------------------------------------------------------------------------------
@@ -190,6 +226,60 @@ def make_complete(config: Config) -> Callable[[Any], Any]:
     return partial(jax.tree.map, lambda like, x: whole(x, Shape(like.shape, like.dtype)), abstract)
 
 
+# --- What travels and what stays ------------------------------------------------------------------
+
+SENT = {  # bytes that each of n workers sends, by byte of the operand
+    "all_gather": lambda n: n - 1,
+    "all_gather_invariant": lambda n: n - 1,
+    "all_to_all": lambda n: (n - 1) / n,
+    "ppermute": lambda n: 1,
+    "psum": lambda n: 2 * (n - 1) / n,
+    "psum_invariant": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+
+
+def sent_bytes(function: Callable, *args: Any, inside: str, n_workers: int) -> float:
+    """Bytes that one worker sends in the calls of the jitted function named ``inside``."""
+
+    def visit(eqns: list, times: int, counts: bool) -> float:
+        total = 0.0
+        for eqn in eqns:
+            params = eqn.params
+            if counts and eqn.primitive.name in SENT:
+                operands = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
+                total += times * SENT[eqn.primitive.name](n_workers) * operands
+            trips = times * params.get("length", 1)
+            for jaxpr in subjaxprs(params):
+                total += visit(jaxpr.eqns, trips, counts or params.get("name") == inside)
+        return total
+
+    return visit(jax.make_jaxpr(function)(*args).jaxpr.eqns, 1, False)
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The programs inside an operation, as of jit, shard_map, remat or scan."""
+    for param in params.values():
+        for value in param if isinstance(param, tuple) else (param,):
+            value = getattr(value, "jaxpr", value)
+            if hasattr(value, "eqns"):
+                yield value
+
+
+def bytes_per_worker(tree: Any) -> int:
+    """What the first device holds of a tree of arrays."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@dataclass(kw_only=True)
+class Sharing(Result):
+    """`Result`, and where the bytes are; ``wire_bytes`` counts both directions."""
+
+    gradient_bytes: float  # sent by one worker per step
+    param_bytes: float  # the same, for gathering
+    state_bytes: int  # parameters and moments that one worker holds
+
+
 # --- Runs -----------------------------------------------------------------------------------------
 
 
@@ -215,7 +305,47 @@ def train_zero(run: Run, wire: Wire) -> Sharing:
     return result
 
 
+def train_replicated(run: Run) -> Sharing:
+    """The same with all parameters on every worker, and the gradient's f32 lax.psum."""
+    params, optimizer = run.init(), make_optimizer(run.recipe)
+    opt_state = run.replicated(optimizer.init, params)
+    method = lax_psum(run.loss_fn, params, run.mesh, "f32")
+    result = Sharing(
+        method="replicated",
+        wire_bytes=method.wire_bytes,
+        bits_per_coord=method.bits_per_coord,
+        gradient_bytes=method.wire_bytes,
+        param_bytes=0.0,
+        state_bytes=bytes_per_worker((params, opt_state)),
+    )
+    fit(run, result, make_step(method, optimizer), params, opt_state)
+    return result
+
+
+def table(results: list[Sharing]) -> Table:
+    """The comparison, one row per run; megabytes are one worker's."""
+    figures = ("validation loss", "gradients MB/step", "params MB/step", "bits/coord", "state MB")
+    columns = [Column(name.replace(" ", "\n"), justify="right") for name in (*figures, "s/step")]
+    out = Table("method", *columns)
+    for r in results:
+        out.add_row(
+            r.method, f"{r.validation_loss:.4f}", f"{r.gradient_bytes / 1e6:,.2f}",
+            f"{r.param_bytes / 1e6:,.2f}", f"{r.bits_per_coord:.2f}",
+            f"{r.state_bytes / 1e6:,.2f}", f"{r.seconds_per_step:.3f}",
+        )  # fmt: skip
+    return out
+
+
 # --- Command line ---------------------------------------------------------------------------------
+
+
+def compression(bits: float, option: str, topology: str | None = None) -> dq.Compression:
+    """DynamiQ at so many bits, for buckets as small as the tiny model's embedding, too."""
+    try:
+        route = TOPOLOGIES.get(topology or "")
+        return dq.Compression(dq.DynamiQ(bits=bits), topology=route, min_bucket_size=32_768)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {bits}: {error}") from error
 
 
 def main(

@@ -234,9 +234,9 @@ def test_by_path_and_under_vmap():
 
     def run(shards):
         request = dq.Compression(method, **SMALL)
-        return dq.reduce_in_backward(shards, "data", method=request, specs=P("data"))
+        return dq.reduce_in_backward(shards, "data", method=request, specs=P(None, "data"))
 
-    shards = jax.tree.map(lambda w: w.reshape(N, -1, DIM), layers)
+    shards = jax.tree.map(lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0), layers)
     whole = jax.jit(jax.vmap(run, axis_name="data"))(shards)
     assert shapes == {(DIM, DIM)}
     assert_replicas_equal(whole)

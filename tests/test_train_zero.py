@@ -19,7 +19,6 @@ import dynamiq_jax as dq
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import llm_model
-import train_fsdp
 import train_llm
 import train_zero
 
@@ -49,12 +48,12 @@ def scatter_together(grads):
     return jnp.split(jax.lax.psum_scatter(rows, "data"), ends)
 
 
-EXACT = train_fsdp.Wire("exact", gather_together, scatter_together)
-COMPRESSED = train_fsdp.Wire(
+EXACT = train_zero.Wire("exact", gather_together, scatter_together)
+COMPRESSED = train_zero.Wire(
     "compressed",
-    partial(train_fsdp.dynamiq_gather, method=dq.Compression(dq.DynamiQ(bits=8), **LARGE)),
+    partial(train_zero.dynamiq_gather, method=dq.Compression(dq.DynamiQ(bits=8), **LARGE)),
     partial(
-        train_fsdp.dynamiq_scatter,
+        train_zero.dynamiq_scatter,
         method=dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE),
     ),
 )
@@ -129,7 +128,7 @@ def test_every_worker_carries_an_eighth_of_everything():
 def test_counted_bytes_are_the_bits_asked_for():
     programs = make(COMPRESSED)
     params, opt_state = jax.eval_shape(programs.init, jax.random.key(0))
-    count = partial(train_fsdp.sent_bytes, programs.step, params, opt_state, batch(), n_workers=N)
+    count = partial(train_zero.sent_bytes, programs.step, params, opt_state, batch(), n_workers=N)
     share = (N - 1) / N
     scattered = share * (2 * 5 / 8 * BLOCK + 4 * (ENDS + SCALES))
     # Slices of 4590 coordinates: padding adds a sixteenth.

@@ -25,7 +25,7 @@ from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import tracing
+from dynamiq_jax.training.gathered import traced
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -97,10 +97,10 @@ class Deferred(NamedTuple):
         sharded = {i for i, x in enumerate(leaves) if axes_of(_spec(x)) & {*self.axis.names}}
         if not sharded:
             return sharded
-        with tracing(seeded=False) as found, constraints_without(self.axis.names):
+        with traced() as calls, constraints_without(self.axis.names):
             with contextlib.suppress(Exception):  # the loss may need whole leaves
                 jax.eval_shape(lambda: loss(params, data))
-        return sharded if found.gathers else set()
+        return sharded if calls else set()
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
@@ -145,7 +145,7 @@ class Deferred(NamedTuple):
 
         with constraints_without(self.axis.names):
             value, back, aux = jax.vjp(loss_of, held, has_aux=True)
-            with tracing(seeded=True):
+            with traced():
                 (grads,) = back(self._seed(value.dtype))
         return ((value, aux) if self.has_aux else value), grads
 
