@@ -412,6 +412,14 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         jax.eval_shape(dq.value_and_grad(inner, axis_name="data", mesh=mesh), *args)
 
 
+def test_explicit_integers_are_gathered_exactly():
+    mesh = mesh_of("data", kind=AxisType.Explicit)
+    tree = put({"table": np.arange(8), "none": None}, mesh, {"table": P("data"), "none": None})
+    found = dq.reduce_in_backward(tree, "data")
+    assert jax.typeof(found["table"]).sharding.spec == P(None) and found["none"] is None
+    np.testing.assert_array_equal(found["table"], np.arange(8))
+
+
 # --- `value_and_grad` says what it gathers --------------------------------------------------------
 
 
