@@ -26,8 +26,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes",
-    "several hosts", "scan", "sequential", "loop", "loss scaling", "weight", "budget", "grid",
-    "packets", "by path", "by step", "metrics",
+    "several hosts", "scan", "fsdp", "sequential", "loop", "loss scaling", "weight", "budget",
+    "grid", "packets", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -118,10 +118,9 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3,
-        "linen": 3, "meshes": 0, "several hosts": 2, "scan": 2, "sequential": 2, "loop": 2,
-        "loss scaling": 1,
-        "weight": 1, "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3,
-        "metrics": 0,
+        "linen": 3, "meshes": 0, "several hosts": 2, "scan": 2, "fsdp": 2, "sequential": 2,
+        "loop": 2, "loss scaling": 1, "weight": 1, "budget": 1, "grid": 1, "packets": 2,
+        "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -193,6 +192,15 @@ def test_loss_scaling(run, capsys):
     found = run("loss scaling")
     assert capsys.readouterr().out == "scale 16384\n"
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["params"]))
+
+
+@pytest.mark.release
+def test_fsdp(run, capsys):
+    found = run("fsdp")
+    assert re.fullmatch(r"loss 1\.\d+\n", capsys.readouterr().out)  # it was 5
+    kernel = found["layers"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (6, 32, 256)
+    assert np.all(np.isfinite(kernel))
 
 
 @pytest.mark.parametrize("name", daily(["scan", "sequential"], ["scan"]))

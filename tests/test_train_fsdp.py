@@ -1,9 +1,12 @@
 """The sharded example: the same training as with whole parameters, and what is where."""
 
+import math
+import re
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +34,16 @@ CONFIG = replace(
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
-GATHERED = dq.Compression(dq.DynamiQ(bits=8), **LARGE)
 METHODS = {
-    "exact": dq.Compression(exclude=""),
-    "compressed": dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE),
-}
-GATHERS = {
-    "exact": partial(train_fsdp.lax_gather, dtype=jnp.float32),
-    "compressed": partial(train_fsdp.dynamiq_gather, method=GATHERED),
+    "exact": {"method": dq.Compression(exclude=""), "gather": dq.F32()},
+    "compressed": {"method": dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE)},
 }
 
 
 def sharded(name):
-    scatter = partial(train_fsdp.dynamiq_scatter, method=METHODS[name])
-    wire = train_fsdp.Wire(name, GATHERS[name], scatter)
-    return train_fsdp.make_sharded(CONFIG, RECIPE, auto_mesh(N), wire)
+    """``init`` and ``step``."""
+    run = SimpleNamespace(model=CONFIG, recipe=RECIPE, mesh=auto_mesh(N))
+    return train_fsdp.make_sharded(run, **METHODS[name])
 
 
 def batches():
@@ -82,8 +80,8 @@ def whole_run():
 
 @pytest.fixture(scope="module")
 def exact_run():
-    run = sharded("exact")
-    return trained(run.step, *run.init(jax.random.key(0)))
+    init, step = sharded("exact")
+    return trained(step, *init(jax.random.key(0)))
 
 
 @pytest.mark.release
@@ -110,24 +108,23 @@ def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
 
 @pytest.mark.release
 def test_compressed_training_is_close(exact_run):
-    run = sharded("compressed")
-    params, opt_state = run.init(jax.random.key(0))
-    params, _, losses = trained(run.step, params, opt_state)
+    init, step = sharded("compressed")
+    params, _, losses = trained(step, *init(jax.random.key(0)))
     assert difference(params, exact_run[0]) > 1e-7  # compression took place
     np.testing.assert_allclose(losses, exact_run[2], rtol=0.01)
 
 
-def test_counted_bytes_are_the_bits_asked_for():
-    run = sharded("compressed")
-    params, opt_state = jax.eval_shape(run.init, jax.random.key(0))
+def test_layers_travel_at_the_bits_asked_for():
+    init, step = sharded("compressed")
     tokens = jax.ShapeDtypeStruct((2 * N, CONFIG.seq_len + 1), jnp.int32)
-    count = partial(train_fsdp.sent_bytes, run.step, params, opt_state, tokens, n_workers=N)
-    share, vectors = (N - 1) / N, 3 * 64
-    # Embedding and head go exactly: out as they are stored, back as they were used.
-    scattered = share * (5 / 8 * BLOCK + 2 * ENDS + 2 * 4 * vectors)
-    assert 0.998 * scattered < count(inside="scatter_grads") < (1 + 1 / 16) * scattered  # padding
-    gathered = share * (2 * 8 / 8 * BLOCK + 4 * ENDS)  # with remat a block twice
-    assert 0.998 * gathered < count(inside="gather_params") < (1 + 1 / 16) * gathered
+    state = jax.eval_shape(init, jax.random.key(0))
+    text = str(jax.make_jaxpr(step)(*state, tokens))
+    arrays = re.findall(r":u(?:int)?(8|16|32)\[([\d,]+)\]\S* = (all_gather|all_to_all)\b", text)
+    sent = {"all_gather": 0, "all_to_all": 0}  # bits of all payloads
+    for width, shape, name in arrays:
+        sent[name] += int(width) * math.prod(map(int, shape.split(",")))
+    assert 0.998 * 5 * BLOCK < sent["all_to_all"] < (5 + 5 / 16) * BLOCK  # padding
+    assert 0.998 * 16 * BLOCK < sent["all_gather"] < (16 + 1) * BLOCK  # forward and again
 
 
 @pytest.mark.release
@@ -143,8 +140,3 @@ def test_clipping_uses_the_norm_over_all_shards(max_norm):
 
     expected, _ = optax.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), clipped(grads), expected)
-
-
-def test_matrices_must_split_evenly():
-    with pytest.raises(ValueError, match=r"w has 12 rows, no multiple of the 8 devices"):
-        train_fsdp.check_rows({"w": jnp.zeros((12, 3)), "b": jnp.zeros(3)}, N)

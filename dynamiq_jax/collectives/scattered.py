@@ -7,6 +7,7 @@ gradient is scattered over these, and what each device is left with all-reduced 
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,7 @@ from dynamiq_jax.methods import BF16, F32, DynamiQ, Method
 from dynamiq_jax.request.compression import ByPath, Compression
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
-from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of, only, part, surroundings
+from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of, part, surroundings
 
 Split = tuple[tuple[int, tuple[str, ...]], ...]
 """The dimensions of a leaf that data axes split, each with its axes."""
@@ -42,6 +43,21 @@ def gather(params: Any, splits: list[Split]) -> Any:
     """Whole parameters from every device's shards of them, exactly."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten(map(_whole, leaves, splits))
+
+
+LARGE_GATHER = 1 << 30
+"""Bytes of whole parameters on one device above which a gather before the loss is warned of."""
+
+
+def warn_of_gather(leaves: list[Leaf], splits: list[Split], remedy: str) -> None:
+    """Warns of a large gather before the loss; ``leaves`` are what one device holds afterwards."""
+    gathered = [leaf.nbytes for leaf, split in zip(leaves, splits, strict=True) if split]
+    if sum(gathered) > LARGE_GATHER:
+        warnings.warn(
+            f"{len(gathered)} sharded parameters are gathered before the loss, "
+            f"{sum(gathered):,} bytes on every device; to hold one layer at a time {remedy}",
+            stacklevel=3,
+        )
 
 
 def _whole(x: Array, split: Split) -> Array:
@@ -72,17 +88,19 @@ class Shards:
         """
         self._around = around = surroundings(axis)
         leaves, treedef = jax.tree.flatten(params)
-        told = flat_specs(specs, params, {**around.sizes, **dict.fromkeys(axis.names)})
+        known = {*around.sizes, *axis.names}
+        told = flat_specs(specs, params, known)
         self._splits = [split_of(spec, axis.names) for spec in told]
         self._others = [axes_of(spec) - {*axis.names} for spec in told]
         opened = around.specs(params, specs) if any(self._splits) else None
         self._opened = opened or [P()] * len(leaves)
         sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
+        within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         shapes = []
         for leaf, x, spec, split in zip(
             describe_leaves(params), leaves, told, self._splits, strict=True
         ):
-            part(leaf, only(spec, around.open), around.sizes)  # refuses specs that are too long
+            part(leaf, spec, within)  # refuses specs that do not fit
             self._check(leaf, x, spec, split, axis)
             shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
         self.whole = treedef.unflatten(shapes)

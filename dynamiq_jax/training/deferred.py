@@ -18,15 +18,16 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
 from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
 from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import tracing
+from dynamiq_jax.training.gathered import traced
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, names_of, only
+from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
 
 class Deferred(NamedTuple):
@@ -74,6 +75,7 @@ class Deferred(NamedTuple):
         placed = [P(*_spec(x).partitions) for x in leaves]
         own = self._own(loss, params, data)
         chosen = large_leaves(params, placed, self.mesh, self.axis, self.compression) - own
+        self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
         try:
@@ -95,10 +97,18 @@ class Deferred(NamedTuple):
         sharded = {i for i, x in enumerate(leaves) if axes_of(_spec(x)) & {*self.axis.names}}
         if not sharded:
             return sharded
-        with tracing(seeded=False) as found, constraints_without(self.axis.names):
+        with traced() as calls, constraints_without(self.axis.names):
             with contextlib.suppress(Exception):  # the loss may need whole leaves
                 jax.eval_shape(lambda: loss(params, data))
-        return sharded if found.gathers else set()
+        return sharded if calls else set()
+
+    def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
+        """Warns if sharded leaves that are not the loss's ``own`` are large together."""
+        specs = jax.tree.structure(params).unflatten(map(self._whole, placed))
+        parts, _ = placed_leaves(params, self.mesh, specs)
+        splits = [split_of(spec, self.axis.names) for spec in placed]
+        gathered = [() if i in own else split for i, split in enumerate(splits)]
+        warn_of_gather(parts, gathered, "call dq.reduce_in_backward in each layer of the loss")
 
     def _held(
         self, leaves: list[Array], placed: list[P], deferred: Collection[int], own: Collection[int]
@@ -135,7 +145,7 @@ class Deferred(NamedTuple):
 
         with constraints_without(self.axis.names):
             value, back, aux = jax.vjp(loss_of, held, has_aux=True)
-            with tracing(seeded=True):
+            with traced():
                 (grads,) = back(self._seed(value.dtype))
         return ((value, aux) if self.has_aux else value), grads
 

@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,31 +28,17 @@ from dynamiq_jax.lax.seeds import check_key, key_words
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import axes_of, only
 
-
-@dataclass
-class Loss:
-    """The loss that `value_and_grad` is tracing.
-
-    Attributes:
-      gathers: whether it has called `gather_outside`.
-      seeded: whether cotangents come from `value_and_grad`'s seed.
-    """
-
-    gathers: bool = False
-    seeded: bool = False
-
-
-_loss: contextvars.ContextVar[Loss | None] = contextvars.ContextVar("dynamiq_jax_loss")
+_calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dynamiq_jax_calls")
 
 
 @contextlib.contextmanager
-def tracing(*, seeded: bool) -> Iterator[Loss]:
-    """While it lasts, `gather_outside` knows that `value_and_grad` is tracing."""
-    token = _loss.set(loss := Loss(seeded=seeded))
+def traced() -> Iterator[list[Axis]]:
+    """While it lasts, `value_and_grad` is tracing: lists the axes of `gather_outside`'s calls."""
+    token = _calls.set(calls := [])
     try:
-        yield loss
+        yield calls
     finally:
-        _loss.reset(token)
+        _calls.reset(token)
 
 
 def gather_outside(
@@ -71,12 +56,12 @@ def gather_outside(
     Raises:
       ValueError: in the backward pass, the derivative is not `value_and_grad`'s.
     """
-    if (loss := _loss.get(None)) is not None:
-        loss.gathers = True
+    if (calls := _calls.get(None)) is not None:
+        calls.append(axis)
     check_key(key)
     mesh = mesh_of(params)
     leaves, treedef = jax.tree.flatten(params)
-    placed = [jax.typeof(x).sharding.spec for x in leaves]
+    placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     splits = [split_of(spec, axis.names) for spec in placed]
     kept = [name for name in mesh.axis_names if name not in axis.names]
     whole = [only(spec, kept) for spec in placed]
@@ -112,7 +97,7 @@ def gather_outside(
         return gathered(tree, words), words
 
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
-        if not ((loss := _loss.get(None)) and loss.seeded):
+        if _calls.get(None) is None:
             raise ValueError(
                 "reduce_in_backward outside of maps found a derivative that is not "
                 "dq.value_and_grad's: JAX's seed is a constant, of which every device would add "

@@ -31,11 +31,12 @@ def reduce_in_backward(
     specs: Any = None,
     gather: Compression | Method | ByPath | None = None,
 ) -> Any:
-    """The parameters themselves; their gradients are reduced, compressed, on their way back.
+    """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
 
-    Stands in the loss, where parameters are used. It casts replicated parameters to varying ones,
-    as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its derivative is `dq.reduce`.
-    So `jax.grad` of such a loss gives reduced gradients, and nothing is to be reduced after it::
+    It stands in the loss, where parameters are used. Replicated parameters are returned as they
+    are, cast to varying as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its
+    derivative is `dq.reduce`. So `jax.grad` of such a loss gives reduced gradients, and nothing is
+    to be reduced after it::
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
@@ -43,34 +44,59 @@ def reduce_in_backward(
     In a scan over layers the reduction is a part of the scan's backward pass: layer by layer,
     where a reduction after `jax.grad` waits for the last of them.
 
-    * The loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad` is inside the
-      map: the derivative of a loss that is averaged already has a 1 / n of its own. `jax.grad`
-      around a `jax.shard_map` with ``check_vma=True`` is refused.
+    **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. They are gathered,
+    compressed, and their gradients are scattered, compressed::
+
+        @jax.checkpoint  # gathers again in the backward pass, the same bits
+        def layer(x, shards):
+            own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), shards)
+            return block(dq.reduce_in_backward(own, "data", specs=P("data")), x), None
+
+    Whole parameters have the dtype of shards: cast shards to the dtype that the layer computes in,
+    or f32 takes twice the memory of bf16. With several axes leaves are gathered over those in their
+    specs, scattered over them and all-reduced over the others (HSDP).
+
+    **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
+    others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
+    differentiates it, which sums the gradients of other parameters, too. The derivative by
+    `jax.grad` is refused: JAX's seed is a constant, which XLA counts once for every device.
+    Parameters that are used elementwise with examples, such as a bias, JAX cannot type as reduced;
+    its error says so, and ``Compression(exclude=...)`` leaves them to JAX.
+
+    * Inside of maps the loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad`
+      is inside the map: the derivative of a loss that is averaged already has a 1 / n of its own.
+      `jax.grad` around a `jax.shard_map` with ``check_vma=True`` is refused.
     * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
       with a whole layer. ``Format(scale_axis="auto")`` looks at these leaves alone.
     * Parameters that are used twice pass once, above both uses.
-    * Not inside `dq.value_and_grad`, which reduces by itself. What runs outside of any map, such as
-      an evaluation, takes the model without it.
+    * Not inside `dq.value_and_grad` on Auto axes, which reduces by itself. What runs outside of any
+      map, such as an evaluation, takes the model without it (Auto axes).
     * Derivatives are of the first order, in reverse mode.
 
     Args:
       params: any pytree; integers and the like pass. Where it has such leaves, ``method`` by path
         and ``specs`` see `None` in their place.
-      axis_name: as for `psum`.
-      op: "mean" or "sum".
-      method: as for `psum`; none with memory, which has nowhere to go.
+      axis_name: as for `psum`; all axes that split the batch.
+      op: "mean" or "sum". Outside of maps it does not count: the loss is that of all examples.
+      method: as for `psum`; none with memory, which has nowhere to go. By path it sees the shapes
+        of whole leaves.
       key: as for `psum`. In a scan all layers see the same key, and round alike: fold in the
         layer's number, or leave it out.
-      specs: as for `psum`.
+      specs: as for `psum`; and which leaves are shards, of which dimension: a PartitionSpec that
+        names ``axis_name``, or some of its axes. Outside of maps types say it.
+      gather: how shards are gathered, as ``method``: default ``DynamiQ(bits=8)``, with the limits
+        of ``method`` and without the leaves that it excludes. ``BF16()`` and ``F32()`` are native
+        all-gathers of 16 bits and of the leaf's own.
 
     Returns:
-      A tree like ``params``, varying over the axis.
+      A tree like ``params``, of whole leaves, varying over the axis.
 
     Raises:
-      ValueError: ``op`` is neither, or a method has memory; in the backward pass, what `reduce`
-        raises, and that `jax.grad` is outside of the map.
+      ValueError: ``op`` is neither, a method has memory, ``specs`` do not fit or call a leaf a
+        shard that is the same on all workers; in the backward pass, what `reduce` raises, that
+        `jax.grad` is outside of the map, or that it is not `value_and_grad`'s, outside of maps.
       NameError: ``axis_name`` is not mapped.
-      NotImplementedError: a derivative of the derivative is taken.
+      NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
     axis = check_axis(axis_name)
     options = {"op": op, "method": method, "specs": specs, "gather": gather}

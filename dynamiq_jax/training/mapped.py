@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.in_maps import share_of, weigh
-from dynamiq_jax.collectives.scattered import Reduction, gather, split_of
+from dynamiq_jax.collectives.scattered import Reduction, gather, split_of, warn_of_gather
 from dynamiq_jax.lax.axis import Axis, AxisName
 from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
@@ -104,6 +104,10 @@ def mapped_value_and_grad(
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
         splits = [split_of(spec, axes) for spec in mine]
+        pairs = zip(describe_leaves(params), placed, strict=True)
+        parts = [part(leaf, only(spec, others), mesh.shape) for leaf, spec in pairs]
+        remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
+        warn_of_gather(parts, [split_of(spec, axes) for spec in placed], remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 

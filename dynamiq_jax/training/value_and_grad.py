@@ -49,10 +49,17 @@ def value_and_grad(
     axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
     there as they are in the mesh.
 
-    Every device reduces its own shards of the gradient, over the data axes alone. Parameters that
-    are sharded over a data axis (FSDP) are gathered over it, exactly, before the loss takes them;
-    their gradients are scattered over it, compressed, and all-reduced over the other data axes
-    (HSDP). With `Hierarchical` the last data axis scatters natively, in 16 bits.
+    Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
+    parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
+    all-reduced over the other data axes (HSDP). With `Hierarchical` the last data axis scatters
+    natively, in 16 bits.
+
+    **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
+    holds the whole model in the parameters' dtype (4 bytes for each f32 parameter, divided by the
+    axes that are not data axes). A warning has the bytes where they exceed 1 GiB. The remedy is
+    `reduce_in_backward` in the layers, which gathers one layer at a time, compressed. On Explicit
+    axes it stands in the loss that this function takes: sharded parameters of a loss that calls it
+    stay sharded. On Auto axes it stands under `jax.shard_map`, in the place of this function.
 
     Args:
       loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. Pure,
