@@ -25,9 +25,9 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "jit", "auto", "optax", "accumulation", "checkpoint", "nnx map", "nnx", "linen", "meshes",
-    "several hosts", "scan", "fsdp", "sequential", "loop", "loss scaling", "weight", "budget",
-    "grid", "packets", "by path", "by step", "metrics",
+    "jit", "auto", "optax", "accumulation", "checkpoint", "sharded", "sharded jit", "nnx map",
+    "nnx", "linen", "meshes", "several hosts", "scan", "fsdp", "sequential", "loop", "loss scaling",
+    "weight", "budget", "grid", "packets", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -117,10 +117,10 @@ def test_every_recipe_has_a_test():
 def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
-        "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "nnx map": 3, "nnx": 3,
-        "linen": 3, "meshes": 0, "several hosts": 2, "scan": 2, "fsdp": 2, "sequential": 2,
-        "loop": 2, "loss scaling": 1, "weight": 1, "budget": 1, "grid": 1, "packets": 2,
-        "by path": 0, "by step": 3, "metrics": 0,
+        "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "sharded": 3,
+        "sharded jit": 0, "nnx map": 3, "nnx": 3, "linen": 3, "meshes": 0, "several hosts": 2,
+        "scan": 2, "fsdp": 2, "sequential": 2, "loop": 2, "loss scaling": 1, "weight": 1,
+        "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -162,6 +162,16 @@ def test_checkpoint(run):
     assert [str(warning.message) for warning in caught] == [said]
     residual = found["opt_state"][0].memory.value[0].residual
     assert residual.shape[0] == 4
+
+
+def test_sharded_updates(run, capsys):
+    """Both ways train alike; outside of maps the loss is that of all rows."""
+    mapped, outside = run("sharded"), run("sharded jit")
+    said = r"loss 0\.\d{3}, a worker updates \(32, 1024\) of \(256, 1024\), 0 steps skipped"
+    assert re.fullmatch(said + r"\nloss 0\.\d{3}\n", capsys.readouterr().out)
+    assert float(outside["loss"]) == pytest.approx(float(mapped["loss"]), rel=0.02)
+    masters = outside["opt_state"].masters["out"]["kernel"]
+    assert masters.addressable_shards[0].data.shape == (128, 8)
 
 
 @pytest.mark.parametrize("name", daily(["nnx map", "nnx", "linen"], ["nnx"]))
