@@ -1,5 +1,6 @@
 """Advice: what follows from made-up rows, what is measured on eight CPU devices, and its files."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,9 +20,16 @@ from typer.testing import CliRunner
 import dynamiq_jax as dq
 from dynamiq_jax.commands import cli
 from dynamiq_jax.commands.bench import advice, all_reduce, timing
-from dynamiq_jax.commands.bench.advice import NATIVE, SettingRow, decide, step_times
+from dynamiq_jax.commands.bench.advice import (
+    NATIVE,
+    SettingRow,
+    choose_way,
+    decide,
+    step_times,
+)
 from dynamiq_jax.commands.model_tree import load_model_tree, save_model_tree
 from dynamiq_jax.request.configuration import describe, parse
+from dynamiq_jax.request.ways import Way
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -277,6 +285,25 @@ class TestCommand:
         for expected in ("links of 8 CPU device(s)", "over cpu", "bf16 psum", "DynamiQ at 5 bits"):
             assert expected in output
         assert dq.Compression.load(folder / "choice.toml") == dq.Compression(**parse(said.config))
+        assert "Train with sharded updates (dq.optax.sharded)" in plain(output)
+
+    @pytest.mark.parametrize(
+        ("memory", "says"),
+        [
+            (None, r"sharded updates \(dq.optax.sharded\)"),
+            (1000, r"sharded updates \(dq.optax.sharded\)"),
+            (900, r"FSDP \(dq.reduce_in_backward\): .* 5.5e-07 GB, and 60% .* are 5.4e-07"),
+        ],
+    )
+    def test_the_way_to_train_sends_least_and_has_room(self, memory, says):
+        rows = [("data parallel", 50, 600), ("sharded updates", 40, 450), ("FSDP", 90, 50)]
+        found = [
+            Way(name=name, call=f"dq.{name}", sent_bytes=sent, kept_bytes=kept, gradient_bytes=100)
+            for name, sent, kept in rows
+        ]
+        found[1] = dataclasses.replace(found[1], call="dq.optax.sharded")
+        found[2] = dataclasses.replace(found[2], call="dq.reduce_in_backward")
+        assert re.match(f"Train with {says}", choose_way(found, memory))
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
         result = invoke("--params", "10K", "--repeats", 1)

@@ -1,5 +1,7 @@
 """What `explain` and `wire_bits` say of a tree: routes, buckets, totals, and the printed table."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,7 +251,7 @@ def test_what_crosses_the_outer_axes_is_printed_below_the_total():
     """By hand: 4 nodes of 8 workers; in units in which all of a bf16 all-reduce takes 16 bits."""
     method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
     found = dq.explain(LARGE, (4, 8), method=method, verbose=False)
-    *_, total, outer, _, caption = str(found).splitlines()[:-1]
+    *_, total, outer, _, caption = str(found).splitlines()[:-6]
     assert total.split() == ["total", f"{found.wire_bytes:,.0f}", f"{found.bits_per_coord:.3f}"]
     bits = 8 * found.outer_wire_bytes / (2 * 31 / 32 * 2**24)
     numbers = f"{found.outer_wire_bytes:,.0f}", f"{bits:.3f}"
@@ -257,3 +259,29 @@ def test_what_crosses_the_outer_axes_is_printed_below_the_total():
     assert bits == pytest.approx(5 / 8 * (3 / 4) / (31 / 32), rel=0.01)
     assert caption.startswith("DynamiQ(")
     assert "outer axes" not in str(dq.explain(LARGE, (4, 8), topology=dq.Ring(), verbose=False))
+
+
+def test_ways_to_train_are_compared():
+    """By hand: 8 workers; leaves that travel exactly are whole in all three."""
+    size, n = 2**24, 8
+    shapes = {"w": (size,), "b": (7,)}
+    tree = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    method = dq.Compression(dq.DynamiQ(), topology=dq.Direct())
+    found = method.explain(tree, n, verbose=False)
+    whole, sharded, fsdp = found.ways
+    assert whole.sent_bytes == found.wire_bytes
+    share = (n - 1) / n * size / 8
+    assert sharded.sent_bytes == pytest.approx((5 + 2.5) * share, rel=0.01)
+    assert fsdp.sent_bytes == pytest.approx((5 + 8 + 8) * share, rel=0.01)
+    small = 12 * 7
+    kept = [small + 12 * size, small + (4 + 12 / n) * size, small + 12 / n * size]
+    assert [way.kept_bytes for way in found.ways] == kept
+    gradients = [4 * (size + 7), 4 * (size + 7), 4 * (size / n + 7)]
+    assert [way.gradient_bytes for way in found.ways] == gradients
+    *_, head, first, second, third = str(found).splitlines()
+    assert head.split() == "way to train sends MB/step keeps MB gradients MB by".split()
+    assert second.split()[2:] == ["13.8", "92.3", "67.1", "dq.optax.sharded"]
+    assert (first.split()[-1], third.split()[0]) == ("dq.psum", "FSDP")
+    half = dataclasses.replace(method, method=dq.comparators.MXFP8())
+    assert half.explain(tree, n, verbose=False).ways == ()
+    assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()

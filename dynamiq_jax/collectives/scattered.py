@@ -23,8 +23,9 @@ from dynamiq_jax.lax.axis import Axis, Varying
 from dynamiq_jax.lax.checks import Op, axis_sizes
 from dynamiq_jax.lax.compat import varying_axes
 from dynamiq_jax.lax.seeds import fold_seed, key_words
-from dynamiq_jax.methods import BF16, F32, DynamiQ, Method
+from dynamiq_jax.methods import BF16, F32, Method
 from dynamiq_jax.request.compression import ByPath, Compression
+from dynamiq_jax.request.ways import PARAMETERS
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of, part, surroundings
@@ -158,7 +159,7 @@ class Gather(NamedTuple):
         """
         if isinstance(gather, Compression):
             return cls(gather)
-        chosen = DynamiQ(bits=8) if gather is None else gather
+        chosen = PARAMETERS if gather is None else gather
 
         def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
             if reduction.by_path and cast(ByPath, reduction.method)(path, leaf) is None:

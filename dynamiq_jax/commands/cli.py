@@ -28,6 +28,7 @@ from dynamiq_jax.commands.bench import (
 from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.commands.simulate import Case, study
 from dynamiq_jax.methods import DynamiQ, Format
+from dynamiq_jax.request import ways
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.request.configuration import SUFFIXES, parse
 from pallas_kernels import resolve_backend
@@ -621,8 +622,13 @@ def advise(
             "\n"
             + textwrap.indent(said.snippet(mesh.axis_names if nodes > 1 else ("data",)), "    ")
         )
+        chosen = Compression(**parse(said.config))
+        if compared := chosen.explain(tree, shape, verbose=False).ways:
+            stats = workers[0].memory_stats() or {}
+            sentence = advice.choose_way(compared, stats.get("bytes_limit"))
+            typer.echo("\n" + "\n".join([*ways.lines(compared), textwrap.fill(sentence, 100)]))
         if config:
-            Compression(**parse(said.config)).save(config)
+            chosen.save(config)
             typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")
     if first and json_file:
         tables.write_json(json_file, measured, tables.surroundings(workers), links=links)

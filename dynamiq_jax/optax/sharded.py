@@ -28,14 +28,12 @@ from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.lax.compat import inner_jaxprs, with_constants
 from dynamiq_jax.lax.fingerprint import assert_same_on_workers
 from dynamiq_jax.lax.seeds import check_key
-from dynamiq_jax.methods import DynamiQ, Method, ShardedMethod
+from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.optax.state import Part, known_sizes, product
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
-
-DIFFERENCES = DynamiQ(bits=2.5, dither=True)
-"""The default encoding of parameters' differences; docs/training-quality.md has the losses."""
 
 MIXING = frozenset(
     "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod reduce_and "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.request.routes import Route
+from dynamiq_jax.request.ways import Way, lines, ways
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping
 
 
@@ -50,6 +51,8 @@ class Explanation:
       relative_error: about the |error|² / |sum|² of super-groups of little energy, see
         `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
       advice: what to do where that is too much; `None` if it is not.
+      ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
+        nothing is compressed.
     """
 
     rows: tuple[Row, ...]
@@ -63,6 +66,7 @@ class Explanation:
     bits_per_coord: float
     relative_error: float | None
     advice: str | None
+    ways: tuple[Way, ...] = ()
 
     def __str__(self) -> str:
         title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
@@ -85,6 +89,8 @@ class Explanation:
             (name, "", "", "", f"{sent:,.0f}", f"{self._bits_per_coord(sent):.3f}")
             for name, sent in totals
         ]
+        if self.ways:
+            caption += ["", *lines(self.ways)]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
 
     def _bits_per_coord(self, sent: float) -> float:
@@ -138,6 +144,7 @@ def explain_grouping(
         bits_per_coord=8 * total / (share * size) if share * size else 0.0,
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
+        ways=ways(grouping, total, n) if pays else (),
     )
 
 

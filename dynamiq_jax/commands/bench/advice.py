@@ -40,6 +40,7 @@ from dynamiq_jax.commands.bench.timing import (
 from dynamiq_jax.lax.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
 from dynamiq_jax.request.configuration import describe
+from dynamiq_jax.request.ways import Way
 
 MIN_GAIN = 0.05
 """The share of time that has to be saved, to compress at all and for every step to fewer bits."""
@@ -486,6 +487,39 @@ def decide(
         *_caveats(chosen, native),
     ]
     return Advice(compress=True, row=chosen, saved=saved(chosen), sentences=tuple(sentences))
+
+
+ROOM = 0.6
+"""The share of a device's memory that parameters, optimizer and gradients may take."""
+
+
+def choose_way(found: Sequence[Way], memory_bytes: int | None) -> str:
+    """A sentence: which way to train, of those that `dq.explain` compares.
+
+    Args:
+      found: data parallel, sharded updates, FSDP.
+      memory_bytes: those of a device; `None` if it does not tell.
+    """
+    whole = [way for way in found if way.name != "FSDP"]
+    fits = [
+        way
+        for way in whole
+        if memory_bytes is None or way.kept_bytes + way.gradient_bytes <= ROOM * memory_bytes
+    ]
+    if not fits:
+        least = min(way.kept_bytes + way.gradient_bytes for way in whole)
+        return (
+            f"Train with FSDP (dq.reduce_in_backward): whole parameters with gradients take at "
+            f"least {least / 1e9:,.4g} GB, and {ROOM:.0%} of a device's memory are "
+            f"{ROOM * (memory_bytes or 0) / 1e9:,.4g}."
+        )
+    chosen = min(fits, key=lambda way: way.sent_bytes)
+    return (
+        f"Train with {chosen.name} ({chosen.call}), if the optimizer's update of a coordinate "
+        "depends on this coordinate alone, as in AdamW, Lion and SGD; else data parallel."
+        if chosen.name == "sharded updates"
+        else f"Train with {chosen.name} ({chosen.call})."
+    )
 
 
 def _best(rows: Sequence[SettingRow]) -> SettingRow:

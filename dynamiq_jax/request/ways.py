@@ -1,0 +1,107 @@
+"""Bytes of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynamiq_jax.methods import BF16, F32, DynamiQ, ShardedMethod
+from dynamiq_jax.methods.base import Method
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import Bucket, Grouping
+
+DIFFERENCES = DynamiQ(bits=2.5, dither=True)
+"""The default encoding of parameters' differences; docs/training-quality.md has the losses."""
+
+PARAMETERS = DynamiQ(bits=8)
+"""The default encoding of parameters that are gathered for a layer."""
+
+MOMENTS = 8
+"""Bytes that AdamW keeps of a parameter besides the parameter: two f32 moments."""
+
+MASTER = 4
+"""Bytes of an f32 master."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train with AdamW: the bytes that one worker sends and holds.
+
+    Attributes:
+      name: "data parallel", "sharded updates" or "FSDP".
+      call: the function of the library.
+      sent_bytes: per step; FSDP gathers parameters twice, in the forward and the backward pass.
+      kept_bytes: from step to step: parameters, masters where they are not the parameters, moments.
+      gradient_bytes: at the end of the backward pass.
+    """
+
+    name: str
+    call: str
+    sent_bytes: float
+    kept_bytes: float
+    gradient_bytes: float
+
+
+def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, ...]:
+    """The three ways for the leaves of a grouping; none if a method does not scatter.
+
+    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
+
+    Args:
+      grouping: the buckets, and the leaves that travel exactly.
+      all_reduced: bytes that one worker sends to all-reduce the gradients.
+      n_workers: workers on all axes.
+    """
+    if not all(isinstance(b.route.method, ShardedMethod | BF16 | F32) for b in grouping.buckets):
+        return ()
+    n, whole = n_workers, [leaf for leaf, _ in grouping.exact]
+    share = 2 * (n - 1) / n
+    exact = share * sum(leaf.nbytes for leaf in whole)
+    kept = sum(leaf.nbytes + MOMENTS * leaf.size for leaf in whole)
+    split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
+    scattered = sum(
+        _half(bucket, bucket.route.runner, bucket.route.flat, n) for bucket in grouping.buckets
+    )
+    differences = sum(_half(bucket, DIFFERENCES, None, n) for bucket in grouping.buckets)
+    parameters = sum(_half(bucket, PARAMETERS, None, n) for bucket in grouping.buckets)
+    of_whole = sum(leaf.nbytes for leaf in whole)
+    return (
+        Way(
+            name="data parallel",
+            call="dq.psum",
+            sent_bytes=all_reduced,
+            kept_bytes=kept + nbytes + MOMENTS * size,
+            gradient_bytes=of_whole + nbytes,
+        ),
+        Way(
+            name="sharded updates",
+            call="dq.optax.sharded",
+            sent_bytes=exact + scattered + differences,
+            kept_bytes=kept + nbytes + (MASTER + MOMENTS) * size / n,
+            gradient_bytes=of_whole + nbytes,
+        ),
+        Way(
+            name="FSDP",
+            call="dq.reduce_in_backward",
+            sent_bytes=exact + scattered + 2 * parameters,
+            kept_bytes=kept + (nbytes + MOMENTS * size) / n,
+            gradient_bytes=of_whole + nbytes / n,
+        ),
+    )
+
+
+def _half(bucket: Bucket, method: Method, topology: Topology | None, n_workers: int) -> float:
+    """Bytes of a reduce-scatter, or without a topology of an all-gather, of a bucket."""
+    if isinstance(method, ShardedMethod):
+        return method.sharded_wire_bits(-(-bucket.size // n_workers), n_workers, topology) / 8
+    return bucket.route.wire_bits(bucket)[0] / 8 / 2
+
+
+def lines(found: Sequence[Way]) -> list[str]:
+    """A plain text table, in MB of a million bytes."""
+    head = f"{'way to train':16}{'sends MB/step':>14}{'keeps MB':>12}{'gradients MB':>14}  by"
+    body = [
+        f"{way.name:16}{way.sent_bytes / 1e6:14,.1f}{way.kept_bytes / 1e6:12,.1f}"
+        f"{way.gradient_bytes / 1e6:14,.1f}  {way.call}"
+        for way in found
+    ]
+    return [head, *body]
