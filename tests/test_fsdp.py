@@ -405,6 +405,14 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         with pytest.raises(ValueError, match="specs=.* are for maps"):
             jax.eval_shape(partial(model, each=partial(each, specs=SPECS)), *args)
 
+    jitted, options = jax.jit(loss), {"axis_name": "data", "mesh": mesh, "method": TYPED}
+    with jax.set_mesh(mesh):  # what JAX has traced before counts for nothing
+        jax.eval_shape(jitted, *args)
+        text = str(jax.make_jaxpr(dq.value_and_grad(jitted, **options))(*args))
+        assert "reduce_scatter" in text and f"f32[{LAYERS},{DIM},{DIM}]{{R" not in text
+        with pytest.raises(ValueError, match="not dq.value_and_grad's"):
+            jax.eval_shape(jax.grad(jitted), *args)
+
     def inner(layers, x):  # a derivative inside of the loss has a seed of its own
         return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
 
