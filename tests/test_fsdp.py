@@ -86,6 +86,10 @@ def gradient(mesh, axes, specs, *, check_vma=True, scanned=True, remat=True, **o
     return jax.jit(jax.shard_map(grad, mesh=mesh, check_vma=check_vma, **maps))
 
 
+def put(tree, mesh, specs):
+    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), specs))
+
+
 def assert_close(found, rtol=2e-5):
     for name, own in expected().items():
         np.testing.assert_allclose(found[name], own, rtol=rtol, atol=1e-7)
@@ -224,6 +228,33 @@ def test_with_an_automatic_axis_beside_it():
     assert_close(jax.jit(f)(layers, x))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_copies_over_another_axis_stay_equal(kind):
+    """Types say what explicit axes split; of automatic ones ``specs`` do."""
+    mesh, rng = mesh_of("data", "model", kind=kind), np.random.default_rng(0)
+    arrays = {name: np.float32(rng.standard_normal((64, 128))) for name in ("copied", "parted")}
+    x = np.float32(rng.standard_normal((2, 64, 128)))
+    told = {"copied": P("data"), "parted": P("data", "model")}
+    specs = dict.fromkeys(told, P("data"))
+
+    def grad(params, x):
+        options = {"specs": told if kind == AxisType.Auto else specs, "gather": CHEAP}
+        each = partial(dq.reduce_in_backward, axis_name="data", method=CHEAP, **options)
+        return jax.grad(lambda p: sum(jnp.sum(w * x[0]) for w in each(p).values()))(params)
+
+    maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
+    with jax.set_mesh(mesh):
+        args = put(arrays, mesh, told), put(x, mesh, P("data"))
+        found = jax.jit(jax.shard_map(grad, axis_names={"data"}, **maps))(*args)
+    for own in found.values():
+        assert vnmse(own, x.mean(0)) < 0.05
+    parts = {}
+    for shard in found["copied"].addressable_shards:
+        parts.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+    for copies in parts.values():
+        assert_replicas_equal(np.stack(copies))
+
+
 def test_by_path_and_under_vmap():
     """Leaves that the method leaves out are gathered exactly; both see shapes of whole leaves."""
     shapes, layers = set(), {"kernel": problem()[0]["kernel"][0], "rest": problem()[0]["kernel"][1]}
@@ -312,10 +343,6 @@ def test_sequential_takes_whole_parameters():
 
 TYPED = dq.Compression(dq.F32(), min_leaf_size=DIM * DIM, min_bucket_size=0)
 """Vectors stay as they are: JAX has no rule for sums of examples and what is typed as reduced."""
-
-
-def put(tree, mesh, specs):
-    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), specs))
 
 
 def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
