@@ -21,7 +21,7 @@ from dynamiq_jax.collectives import scattered
 N, DIM, LAYERS = 4, 128, 3
 EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 SPECS = {"kernel": P("data"), "bias": P()}
-KEY = jax.random.key(5)
+KEY = jax.device_put(np.uint32([3, 5]))
 
 
 def layer(x, w):
@@ -119,8 +119,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_dimension_over_any_of_the_axes(name):
     axes, specs = LAYOUTS[name]
-    f = gradient(mesh_of(*axes), axes, specs, method=EXACT, gather=dq.F32(), op="mean")
-    assert_close(f(*problem()))
+    op = "sum" if name == "hsdp" else "mean"
+    f = gradient(mesh_of(*axes), axes, specs, method=EXACT, gather=dq.F32(), op=op)
+    over = N if op == "sum" else 1
+    assert_close({name: own / over for name, own in jax.device_get(f(*problem())).items()})
 
 
 def test_five_bits_back_and_eight_forth_are_close():
@@ -130,12 +132,6 @@ def test_five_bits_back_and_eight_forth_are_close():
         own, exact = found["kernel"][i], expected()["kernel"][i]
         assert 1e-4 < vnmse(own, exact) < 4e-2
     assert vnmse(found["bias"], expected()["bias"]) < 1e-2
-
-
-def test_sums():
-    f = gradient(mesh_of("data"), "data", SPECS, method=EXACT, gather=dq.F32(), op="sum")
-    found = f(*problem())["kernel"]
-    np.testing.assert_allclose(found, N * expected()["kernel"], rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -245,7 +241,8 @@ def test_copies_over_another_axis_stay_equal(kind):
     maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
     with jax.set_mesh(mesh):
         args = put(arrays, mesh, told), put(x, mesh, P("data"))
-        found = jax.jit(jax.shard_map(grad, axis_names={"data"}, **maps))(*args)
+        mapped = jax.shard_map(grad, axis_names={"data"}, check_vma=False, **maps)
+        found = jax.jit(mapped)(*args)
     for own in found.values():
         assert vnmse(own, x.mean(0)) < 0.05
     parts = {}
@@ -450,7 +447,7 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
 def test_explicit_integers_are_gathered_exactly():
     mesh = mesh_of("data", kind=AxisType.Explicit)
     tree = put({"table": np.arange(8), "none": None}, mesh, {"table": P("data"), "none": None})
-    found = dq.reduce_in_backward(tree, "data")
+    found = jax.jit(lambda tree: dq.reduce_in_backward(tree, "data"))(tree)
     assert jax.typeof(found["table"]).sharding.spec == P(None) and found["none"] is None
     np.testing.assert_array_equal(found["table"], np.arange(8))
 
