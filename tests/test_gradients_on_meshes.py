@@ -75,7 +75,7 @@ LAYOUTS = {
 
 def model(params, x, y):
     hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
-    hidden = hidden * jnp.linspace(0.5, 1.5, 64)[None]  # so that the order of units matters
+    hidden = hidden * np.linspace(0.5, 1.5, 64, dtype=np.float32)[None]  # units have an order
     examples, features = jax.typeof(hidden).sharding.spec
     # On Explicit axes products over a dimension that is split have to say what becomes of it.
     told = {} if features is None else {"out_sharding": P(examples)}

@@ -92,9 +92,10 @@ class Shards:
         known = {*around.sizes, *axis.names}
         told = flat_specs(specs, params, known)
         self._splits = [split_of(spec, axis.names) for spec in told]
-        self._others = [axes_of(spec) - {*axis.names} for spec in told]
         opened = around.specs(params, specs) if any(self._splits) else None
         self._opened = opened or [P()] * len(leaves)
+        pairs = zip(told, self._opened, strict=True)
+        self._others = [(axes_of(own) | axes_of(typed)) - {*axis.names} for own, typed in pairs]
         sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
         within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         shapes = []

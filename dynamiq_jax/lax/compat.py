@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax._src import config
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
@@ -68,6 +69,17 @@ def transposes_a_map() -> bool:
         frame = frame.f_back
     return False
 
+
+# JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Its
+# options are such a context, and there is no public way to make one.
+traced_for = config.int_state(
+    name="dynamiq_jax_traced_for",
+    default=0,
+    help="number of the trace of dynamiq_jax.value_and_grad; 0 outside",
+    include_in_jit_key=True,
+    include_in_trace_context=True,
+)
+"""``with traced_for(number):`` traces anew what was traced for another number."""
 
 _SHARD_MAP_FILE = os.path.join("jax", "_src", "shard_map.py")
 

@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
 from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.compat import traced_for
 from dynamiq_jax.lax.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import traced
+from dynamiq_jax.training.gathered import BACKWARD, watched
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -97,7 +98,7 @@ class Deferred(NamedTuple):
         sharded = {i for i, x in enumerate(leaves) if axes_of(_spec(x)) & {*self.axis.names}}
         if not sharded:
             return sharded
-        with traced() as calls, constraints_without(self.axis.names):
+        with watched() as calls, constraints_without(self.axis.names):
             with contextlib.suppress(Exception):  # the loss may need whole leaves
                 jax.eval_shape(lambda: loss(params, data))
         return sharded if calls else set()
@@ -145,7 +146,7 @@ class Deferred(NamedTuple):
 
         with constraints_without(self.axis.names):
             value, back, aux = jax.vjp(loss_of, held, has_aux=True)
-            with traced():
+            with traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
         return ((value, aux) if self.has_aux else value), grads
 

@@ -7,6 +7,7 @@ unreduced and one compressed collective sums and scatters it.
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,19 +25,24 @@ from dynamiq_jax.collectives.unreduced import (
     scattered_spec,
 )
 from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.lax.compat import traced_for
 from dynamiq_jax.lax.seeds import check_key, key_words
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import axes_of, only
 
 _calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dynamiq_jax_calls")
+_numbers = itertools.count(2)
+BACKWARD = 1
+"""`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 
 
 @contextlib.contextmanager
-def traced() -> Iterator[list[Axis]]:
-    """While it lasts, `value_and_grad` is tracing: lists the axes of `gather_outside`'s calls."""
+def watched() -> Iterator[list[Axis]]:
+    """Lists the axes of all calls of `gather_outside` while it lasts, in jitted functions, too."""
     token = _calls.set(calls := [])
     try:
-        yield calls
+        with traced_for(next(_numbers)):
+            yield calls
     finally:
         _calls.reset(token)
 
@@ -97,7 +103,7 @@ def gather_outside(
         return gathered(tree, words), words
 
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
-        if _calls.get(None) is None:
+        if traced_for.value != BACKWARD:
             raise ValueError(
                 "reduce_in_backward outside of maps found a derivative that is not "
                 "dq.value_and_grad's: JAX's seed is a constant, of which every device would add "
