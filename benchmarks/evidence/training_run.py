@@ -111,6 +111,8 @@ class Mean(NamedTuple):
     spread: Callable[[Tree, Array, int], Tree] | None = None
     """(masters - copy, key, workers) -> what all add to the copy; `None`: there is no copy."""
     copy_dtype: Any = jnp.float32
+    copy_kept: bool = True
+    """Whether the copy starts from that of the step before, or from zero."""
 
 
 def exact_mean() -> Mean:
@@ -181,10 +183,11 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
 
 
 def sharded_mean(text: str, topology: str, backend: str) -> Mean:
-    """Sharded updates, GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16.
+    """Sharded updates, GRADIENTS/DIFFERENCES, with /bf16 or /whole after it.
 
     A method, or "exact", scatters gradients to the owners of slices. Another one gathers how much
-    the owners' masters differ from the copy that all workers have, in f32 or bf16.
+    the owners' masters differ from the copy that all workers have, in f32 or bf16. With "whole" it
+    gathers the parameters themselves, as FSDP does.
 
     Raises:
       ValueError: a part is not known.
@@ -231,10 +234,11 @@ def sharded_mean(text: str, topology: str, backend: str) -> Mean:
         return sum(32.0 if r is None else r.method.bits for r in requests) / 2
 
     options = " / ".join(contenders.in_full(r and r.method) for r in requests)
-    dtype = jnp.bfloat16 if copy else jnp.float32
+    dtype = jnp.bfloat16 if copy == ["bf16"] else jnp.float32
     return Mean(
-        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype
-    )
+        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype,
+        copy_kept=copy != ["whole"],
+    )  # fmt: skip
 
 
 def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
@@ -355,6 +359,9 @@ def make_trainer(
             return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
 
         def moved(masters, copy, key):
+            if not mean.copy_kept:
+                copy = jax.tree.map(jnp.zeros_like, copy)
+
             narrow = mean.copy_dtype
             left = jax.tree.map(
                 lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy
