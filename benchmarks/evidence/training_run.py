@@ -193,10 +193,8 @@ def sharded_mean(text: str, topology: str, backend: str) -> Mean:
       ValueError: a part is not known.
     """
     scattered, gathered, *copy = text.strip().split("/")
-    if copy not in ([], ["bf16"]):
-        raise ValueError(
-            f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/DIFFERENCES/bf16"
-        )
+    if copy not in ([], ["bf16"], ["whole"]):
+        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES, and /bf16 or /whole")
     requests: list[Any] = []
     for part in (scattered, gathered):
         if part == EXACT:
