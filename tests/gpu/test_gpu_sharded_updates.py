@@ -59,7 +59,8 @@ def test_kernels_give_the_bits_of_the_reference():
         np.testing.assert_array_equal(copy, np.broadcast_to(copy[:1], copy.shape))
         np.testing.assert_allclose(copy, expected[name], rtol=2e-2, atol=2e-3)
     gap = copies["in"][0] - masters["in"].reshape(512, 1024)
-    assert 0 < float(jnp.linalg.norm(gap)) < 0.5
+    step = 1e-2 * gap.size**0.5  # the norm of one step of AdamW, of which an encoding loses a half
+    assert 0 < float(jnp.linalg.norm(gap)) < 0.6 * step
 
 
 def test_real_workers_train_and_have_equal_copies():
