@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.lax.axis import Axis, axis_names
+from dynamiq_jax.core.axis import Axis, axis_names
 
 N = 8
 EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0)

@@ -12,10 +12,10 @@ from jax import Array
 
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.collectives.in_maps import with_tangent
-from dynamiq_jax.lax.axis import Axis, AxisName, Varying
-from dynamiq_jax.lax.checks import axis_sizes, check_axis, check_groups
-from dynamiq_jax.lax.compat import inlined
-from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.axis import Axis, AxisName, Varying
+from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
+from dynamiq_jax.core.compat import inlined
+from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES

@@ -17,10 +17,10 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.checks import Op, axis_sizes, check_groups
-from dynamiq_jax.lax.compat import inlined, zero_tangent
-from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
+from dynamiq_jax.core.compat import inlined, zero_tangent
+from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
