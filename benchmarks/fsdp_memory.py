@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from schedule import TARGET
 
 import dynamiq_jax as dq
-import dynamiq_jax.lax.xla
+import dynamiq_jax.core.xla
 import pallas_kernels.backend
 
 P = jax.P
@@ -86,7 +86,7 @@ def main(
             # As if these GPUs were there: which kernels run follows from it.
             with (
                 mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True),
-                mock.patch.object(dynamiq_jax.lax.xla, "_is_known", lambda name, value: True),
+                mock.patch.object(dynamiq_jax.core.xla, "_is_known", lambda name, value: True),
                 mock.patch.object(jax, "default_backend", lambda: "gpu"),
                 mock.patch.object(jax, "device_count", lambda *_: gpus),
             ):

@@ -33,7 +33,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import dynamiq_jax.lax.xla
+import dynamiq_jax.core.xla
 import pallas_kernels.backend
 from dynamiq_jax.commands.bench import contenders
 
@@ -157,7 +157,7 @@ def compiled(method: str, make_run: Any, n_gpus: int) -> str:
     # As if these GPUs were there: which kernels run and how payloads travel follows from it.
     with (
         mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True),
-        mock.patch.object(dynamiq_jax.lax.xla, "_is_known", lambda name, value: True),
+        mock.patch.object(dynamiq_jax.core.xla, "_is_known", lambda name, value: True),
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(jax, "device_count", lambda *_: n_gpus),
     ):

@@ -44,7 +44,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
 from dynamiq_jax.commands.bench.timing import compile_together
-from dynamiq_jax.lax.xla import compiled_by, compiler_options
+from dynamiq_jax.core.xla import compiled_by, compiler_options
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 

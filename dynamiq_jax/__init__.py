@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
-from dynamiq_jax.lax.xla import jit
+from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 from dynamiq_jax.request.compression import Compression, explain

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import MIN_LEAF_SIZE, Call
 from dynamiq_jax.methods.dynamiq.plan import plan_widths
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax import comparators
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}

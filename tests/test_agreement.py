@@ -18,7 +18,7 @@ from compiler import FLAGS
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax import fingerprint
+from dynamiq_jax.core import fingerprint
 from dynamiq_jax.request import agreement
 from dynamiq_jax.request.compression import as_compression
 

@@ -107,7 +107,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq import codec
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 
 def flip_on_worker_1(x):
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1)

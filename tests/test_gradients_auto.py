@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax.constraints import constraints_without
+from dynamiq_jax.core.constraints import constraints_without
 
 F32 = small(dq.F32())
 OPTIONS = {"axis_name": "data", "method": F32}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax.seeds import statistics_seed
+from dynamiq_jax.core.seeds import statistics_seed
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,

@@ -27,9 +27,9 @@ from dynamiq_jax.commands.simulate.gradients import (
 )
 from dynamiq_jax.commands.simulate.survey import Given, add_exactly, shared_by_all, survey
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors import sequential
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
-from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.base import Call
 
 METHOD = dq.DynamiQ(bits=5.5, widths=(4, 8))

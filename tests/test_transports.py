@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax import xla
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core import xla
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors import reduce_scatter
-from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout
 
 BF16, F32 = small(dq.BF16()), small(dq.F32())

@@ -7,8 +7,8 @@ from jax import Array
 
 from dynamiq_jax.collectives.in_maps import reduce_over
 from dynamiq_jax.collectives.unreduced import is_outside, reduce_outside
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, check_axis
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import (

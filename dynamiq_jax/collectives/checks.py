@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.compat import is_constant, is_transposed
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import is_constant, is_transposed
 from dynamiq_jax.tree.leaves import Grouping, Leaf
 
 

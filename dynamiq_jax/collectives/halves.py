@@ -12,10 +12,10 @@ from jax import Array
 
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.collectives.in_maps import with_tangent
-from dynamiq_jax.lax.axis import Axis, AxisName, Varying
-from dynamiq_jax.lax.checks import axis_sizes, check_axis, check_groups
-from dynamiq_jax.lax.compat import inlined
-from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.axis import Axis, AxisName, Varying
+from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
+from dynamiq_jax.core.compat import inlined
+from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
@@ -128,7 +128,9 @@ def _scatter_leaves(
         parts = [rows(leaf) for leaf in bucket.leaves]
         x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         exact = axis.psum_scatter
-        compressed = functools.partial(_scatter_bucket, axis=axis, bucket=bucket)
+        method, topology = bucket.route.halves()
+        run = _scatter_bucket if axis.several_vmapped else _scatter_alike
+        compressed = functools.partial(run, axis=axis, method=method, topology=topology)
         total = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
         start = 0
         for leaf, part in zip(bucket.leaves, parts, strict=True):
@@ -149,10 +151,14 @@ def _slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Lea
     return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
 
-def _scatter_bucket(x: Array, seed: Seed, *, axis: Axis, bucket: Bucket) -> Array:
-    method, topology = bucket.route.halves()
+def _scatter_bucket(
+    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, topology: Topology | None
+) -> Array:
     return method.reduce_scatter(x, Call(axis, topology, seed))
 
+
+# Buckets of the same size are traced and lowered once, as in `in_maps`.
+_scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
 
 _scatter_compiled = inlined(
     _scatter_leaves,
@@ -263,7 +269,9 @@ def _gather_leaves(
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
         x = concatenate(bucket, dict(enumerate(values)))
-        compressed = functools.partial(_gather_bucket, workers=workers, bucket=bucket, to=to)
+        run = _gather_bucket if workers.several_vmapped else _gather_alike
+        method, _ = bucket.route.halves()
+        compressed = functools.partial(run, workers=workers, method=method, to=to)
         gathered = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
         start = 0
         for leaf in bucket.leaves:
@@ -273,12 +281,14 @@ def _gather_leaves(
     return values
 
 
-def _gather_bucket(x: Array, seed: Seed, *, workers: Axis, bucket: Bucket, to: Varying) -> Array:
-    method, _ = bucket.route.halves()
+def _gather_bucket(
+    x: Array, seed: Seed, *, workers: Axis, method: ShardedMethod, to: Varying
+) -> Array:
     whole = method.all_gather(x, Call(workers, None, seed), invarying=to != "varying")
     return workers.gathered_as(whole, to)
 
 
+_gather_alike = jax.jit(_gather_bucket, static_argnames=("workers", "method", "to"))
 _gather_compiled = inlined(
     _gather_leaves,
     static_argnames=("grouping", "workers", "axis", "tiled", "to", "n_workers"),

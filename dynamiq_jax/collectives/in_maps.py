@@ -17,11 +17,11 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.checks import Op, axis_sizes, check_groups
-from dynamiq_jax.lax.compat import inlined, zero_tangent
-from dynamiq_jax.lax.seeds import Seed, bucket_seed, check_key, key_words
-from dynamiq_jax.methods import State
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
+from dynamiq_jax.core.compat import inlined, zero_tangent
+from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
     BucketMetrics,
@@ -38,7 +38,8 @@ from dynamiq_jax.request.compression import (
     first_states,
 )
 from dynamiq_jax.request.explanation import explain_grouping
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, concatenate, split
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import Grouping, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import (
     Surroundings,
     bucket_axes,
@@ -192,8 +193,11 @@ def _reduce_leaves(
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)
         options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
+        run = _reduce_bucket if axis.several_vmapped else _reduce_alike
         for number, bucket in enumerate(grouping.buckets):
-            compressed = functools.partial(_reduce_bucket, axis=axis, bucket=bucket, **options)
+            route = bucket.route
+            own = {"method": route.of_bucket(bucket), "topology": route.flat}
+            compressed = functools.partial(run, axis=axis, **own, **options)
             flat, (after[number], of_bucket) = with_tangent(compressed, exact_reduce)(
                 concatenate(bucket, values), bucket_seed(words, bucket.tag), after[number]
             )
@@ -207,12 +211,25 @@ def _reduce_leaves(
 
 
 def _reduce_bucket(
-    x: Array, seed: Seed, state: State, *, axis: Axis, bucket: Bucket, divisor: int, metrics: bool
+    x: Array,
+    seed: Seed,
+    state: State,
+    *,
+    axis: Axis,
+    method: Method,
+    topology: Topology | None,
+    divisor: int,
+    metrics: bool,
 ) -> tuple[Array, tuple[State, BucketMetrics | None]]:
-    call = Call(axis, bucket.route.flat, seed, divisor, state, metrics)
-    outcome = bucket.route.of_bucket(bucket).all_reduce(x, call)
+    outcome = method.all_reduce(x, Call(axis, topology, seed, divisor, state, metrics))
     known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
     return outcome.value, (outcome.state, known)
+
+
+# A function of its own in the program: buckets of the same size are traced and lowered once.
+_reduce_alike = jax.jit(
+    _reduce_bucket, static_argnames=("axis", "method", "topology", "divisor", "metrics")
+)
 
 
 _reduce_compiled = inlined(

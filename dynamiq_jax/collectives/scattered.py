@@ -19,10 +19,10 @@ from jaxtyping import UInt
 
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.collectives.in_maps import reduce_over
-from dynamiq_jax.lax.axis import Axis, Varying
-from dynamiq_jax.lax.checks import Op, axis_sizes
-from dynamiq_jax.lax.compat import varying_axes
-from dynamiq_jax.lax.seeds import fold_seed, key_words
+from dynamiq_jax.core.axis import Axis, Varying
+from dynamiq_jax.core.checks import Op, axis_sizes
+from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.seeds import fold_seed, key_words
 from dynamiq_jax.methods import BF16, F32, Method
 from dynamiq_jax.request.compression import ByPath, Compression
 from dynamiq_jax.request.ways import PARAMETERS

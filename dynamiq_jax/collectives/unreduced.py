@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.in_maps import reduce_over
 from dynamiq_jax.collectives.scattered import Reduction, split_of
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.checks import Op
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.checks import Op
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression

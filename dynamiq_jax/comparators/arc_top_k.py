@@ -26,8 +26,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from dynamiq_jax.comparators.native import ROUNDING, MatrixMethod, Wire, native_sum
+from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax.comparators.native import NativeSumMethod
 from dynamiq_jax.comparators.thc_codec import scale_of
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import LARGEST, Call, TellsLosses, clipped
 
 

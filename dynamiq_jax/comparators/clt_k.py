@@ -21,8 +21,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer
 
 from dynamiq_jax.comparators.native import ROUNDING, NativeSumMethod, native_sum
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 

@@ -32,10 +32,10 @@ from jaxtyping import Float, Int, UInt
 
 from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
 from dynamiq_jax.comparators.noise import chunk_noise, uniform
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.fingerprint import assert_same_on_workers
-from dynamiq_jax.lax.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, sent_bits

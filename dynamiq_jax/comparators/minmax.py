@@ -17,9 +17,9 @@ from jaxtyping import Float, UInt
 from dynamiq_jax.comparators import minmax_codec as minmax
 from dynamiq_jax.comparators.minmax_codec import Rounding
 from dynamiq_jax.comparators.noise import chunk_noise
+from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.executors import ChunkCodec, reduce_scatter
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.base import Call, ShardedMethod
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, sent_bits

@@ -17,9 +17,9 @@ from jaxtyping import Float, UInt, UInt8
 
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators.noise import chunk_noise
+from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.executors import Carry, ChunkCodec
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits

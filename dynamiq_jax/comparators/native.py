@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import MIN_LEAF_SIZE, Limits, Method
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, UInt
 
+from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import seed_of
 from dynamiq_jax.methods.base import Call, Method, Outcome, clipped
 from dynamiq_jax.topologies import Topology
 

@@ -28,8 +28,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.comparators.native import MatrixMethod, Wire, native_sum
+from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed, seed_of
 from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 

@@ -34,9 +34,9 @@ from dynamiq_jax.comparators.lanes import (
     unpack_bits,
     unpack_lanes,
 )
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
-from dynamiq_jax.lax.axis import Axis
 from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.fields import Options
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis

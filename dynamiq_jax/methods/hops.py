@@ -12,9 +12,9 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
-from dynamiq_jax.lax.fingerprint import assert_same_on_workers
-from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.base import Call, Collective, Outcome, State, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 
 
 class Metrics(NamedTuple):

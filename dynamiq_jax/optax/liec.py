@@ -16,8 +16,8 @@ from jaxtyping import Int
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.minmax import MinMax
-from dynamiq_jax.lax.axis import AxisName
-from dynamiq_jax.lax.checks import check_axis
+from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.replicated import first_memory
 from dynamiq_jax.optax.state import PerWorker, known_sizes, product

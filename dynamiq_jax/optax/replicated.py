@@ -10,8 +10,8 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes, product

@@ -23,11 +23,11 @@ from jax.sharding import get_abstract_mesh
 
 from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of
 from dynamiq_jax.collectives.unreduced import is_outside, mesh_of, unreduced_axes
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.lax.compat import inner_jaxprs, with_constants
-from dynamiq_jax.lax.fingerprint import assert_same_on_workers
-from dynamiq_jax.lax.seeds import check_key
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.compat import inner_jaxprs, with_constants
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.optax.state import Part, known_sizes, product
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression

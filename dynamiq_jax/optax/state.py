@@ -12,8 +12,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
-from dynamiq_jax.lax.checks import axis_sizes
+from dynamiq_jax.core.axis import Axis, AxisName, axis_names
+from dynamiq_jax.core.checks import axis_sizes
 
 Tree = TypeVar("Tree")
 

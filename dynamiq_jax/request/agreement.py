@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.compat import coordination_client
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import coordination_client
 from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096

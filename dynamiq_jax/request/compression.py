@@ -14,10 +14,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, axis_counts, check_axis
+from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.fields import Options, check_fields
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, axis_counts, check_axis
-from dynamiq_jax.lax.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.lax.seeds import fold_seed
+from dynamiq_jax.core.seeds import fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import AnyTopology, Topology

@@ -31,7 +31,7 @@ Worker = Any
 Transport = Literal["collectives", "permutes"]
 """The mover of payloads. "collectives": all-to-all and all-gather where all workers send to all.
 "permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.lax.xla`)."""
+ppermutes use best (`dynamiq_jax.core.xla`)."""
 
 
 class Stage(NamedTuple):

@@ -10,7 +10,7 @@
 rules 2 and 3 serve, and `assumed` says so.
 
 What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
-(`dynamiq_jax.lax.xla`), else "collectives".
+(`dynamiq_jax.core.xla`), else "collectives".
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-from dynamiq_jax.lax.xla import copy_engines
+from dynamiq_jax.core.xla import copy_engines
 from dynamiq_jax.topologies.base import AnyTopology, Transport
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
 from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.compat import traced_for
-from dynamiq_jax.lax.constraints import constraints_without
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import traced_for
+from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression

@@ -24,9 +24,9 @@ from dynamiq_jax.collectives.unreduced import (
     resharded,
     scattered_spec,
 )
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.compat import traced_for
-from dynamiq_jax.lax.seeds import check_key, key_words
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import traced_for
+from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import axes_of, only
 

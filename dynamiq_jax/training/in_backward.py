@@ -10,10 +10,10 @@ from jax import Array
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.scattered import Gather, Reduction, Shards
 from dynamiq_jax.collectives.unreduced import is_outside
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.lax.compat import transposes_a_map, varying_axes
-from dynamiq_jax.lax.seeds import check_key, key_words
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.compat import transposes_a_map, varying_axes
+from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.in_maps import share_of, weigh
 from dynamiq_jax.collectives.scattered import Reduction, gather, split_of, warn_of_gather
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.constraints import constraints_without
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves

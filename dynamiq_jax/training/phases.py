@@ -23,7 +23,7 @@ import jax
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from dynamiq_jax.lax.compat import evaluate, inner_jaxprs, with_constants
+from dynamiq_jax.core.compat import evaluate, inner_jaxprs, with_constants
 
 COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "

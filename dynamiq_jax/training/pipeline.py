@@ -22,10 +22,10 @@ from jax import Array, lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax.lax.axis import Axis, AxisName
-from dynamiq_jax.lax.checks import Op, check_axis
-from dynamiq_jax.lax.compat import assume_invarying, evaluate, varying_axes, with_constants
-from dynamiq_jax.lax.seeds import fold_seed, key_words
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.compat import assume_invarying, evaluate, varying_axes, with_constants
+from dynamiq_jax.core.seeds import fold_seed, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import Reducer

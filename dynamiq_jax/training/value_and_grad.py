@@ -11,8 +11,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
-from dynamiq_jax.lax.axis import AxisName
-from dynamiq_jax.lax.checks import check_axis
+from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred

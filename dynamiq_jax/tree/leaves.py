@@ -20,7 +20,7 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import Array
 
-from dynamiq_jax.lax.compat import varying_axes
+from dynamiq_jax.core.compat import varying_axes
 
 COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 

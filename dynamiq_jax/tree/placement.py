@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.lax.axis import Axis, axis_names
+from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 
 LAYERS, DIM = 6, 512
 METHOD = dq.Compression(dq.DynamiQ(), topology=dq.Direct(), min_leaf_size=0, min_bucket_size=0)

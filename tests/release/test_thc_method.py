@@ -22,7 +22,7 @@ from test_thc_codec import CODES, INDEPENDENT, lognormal_scaled
 import dynamiq_jax as dq
 from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
 
 SHORT: dict[str, Any] = {"piece_size": 1024}

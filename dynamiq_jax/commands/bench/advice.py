@@ -37,7 +37,7 @@ from dynamiq_jax.commands.bench.timing import (
     silent,
     time_calls,
 )
-from dynamiq_jax.lax.xla import compiled_by, compiler_options
+from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
 from dynamiq_jax.request.configuration import describe
 from dynamiq_jax.request.ways import Way

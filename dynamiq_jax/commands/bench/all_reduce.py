@@ -38,7 +38,7 @@ from dynamiq_jax.commands.bench.timing import (
     time_calls,
 )
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.lax.xla import compiled_by, compiler_options, copy_engines, jit
+from dynamiq_jax.core.xla import compiled_by, compiler_options, copy_engines, jit
 from dynamiq_jax.topologies import with_transport
 
 AXES = ("node", "gpu")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from dynamiq_jax.lax.axis import Axis, AxisName, axis_names
+from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 import pallas_kernels as pk
+from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
-from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
 from dynamiq_jax.methods.plain import Kept

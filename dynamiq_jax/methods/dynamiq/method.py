@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.lax.seeds import Seed
 from dynamiq_jax.methods.base import (
     MIN_BUCKET_SIZE,
     MIN_LEAF_SIZE,

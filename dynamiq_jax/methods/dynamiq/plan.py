@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from dynamiq_jax.lax.seeds import Seed, seed_of
+from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jax import lax
 
-from dynamiq_jax.lax.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName
 
 Op = Literal["sum", "mean"]
 """The operation over workers."""

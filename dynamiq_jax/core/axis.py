@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.lax.compat import (
+from dynamiq_jax.core.compat import (
     assume_invarying,
     half_reduced_axes,
     is_constant,

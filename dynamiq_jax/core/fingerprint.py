@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.lax.axis import Axis
+from dynamiq_jax.core.axis import Axis
 from pallas_kernels import mix
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax.lax.axis import Axis
-from dynamiq_jax.lax.compat import varying_axes
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import varying_axes
 from pallas_kernels import mix
 
 

@@ -1,1 +1,0 @@
-"""JAX's collectives and types as this library needs them."""

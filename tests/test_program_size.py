@@ -1,0 +1,35 @@
+"""Programs do not grow with workers or with equal buckets."""
+
+import jax
+import pytest
+
+import dynamiq_jax as dq
+
+
+def lines(topology, n_workers, n_leaves=1):
+    """Lines of the jaxpr of a psum in buckets of one leaf; equal functions are printed once."""
+    limits = {"min_leaf_size": 1, "min_bucket_size": 1, "bucket_bytes": 4 * 2**16}
+    method = dq.Compression(dq.DynamiQ(backend="jnp"), topology=topology, **limits)
+    tree = {f"w{i:02}": jax.ShapeDtypeStruct((2**16,), "float32") for i in range(n_leaves)}
+
+    def total(tree):
+        return dq.psum(tree, "data", method=method)
+
+    traced = jax.make_jaxpr(total, axis_env=[("data", n_workers)])(tree)
+    return str(traced).count("\n")
+
+
+@pytest.mark.parametrize("topology", [dq.Direct(), dq.Ring(unroll_up_to=1)])
+def test_workers_add_nothing(topology):
+    assert lines(topology, 64) <= 1.02 * lines(topology, 8)
+
+
+def test_a_butterfly_grows_by_its_rounds():
+    assert lines(dq.Butterfly(), 64) <= 1.7 * lines(dq.Butterfly(), 8)
+
+
+@pytest.mark.parametrize("topology", [dq.Direct(), dq.Ring(unroll_up_to=1), dq.Butterfly()])
+def test_equal_buckets_are_traced_once(topology):
+    one, many = lines(topology, 8), lines(topology, 8, 12)
+    assert many - one < 11 * 10
+    assert one > 400
