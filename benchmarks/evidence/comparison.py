@@ -365,29 +365,31 @@ def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
     )
 
 
-HEAD = (
-    "method, name", "wire bits", "state, bytes", "vNMSE", "loss, difference in %", "speed-up",
-)  # fmt: skip
+STATE, SPEEDUP = "state, bytes", "speed-up"
+LAST: Mapping[str, str] = {"small": STATE, "seeds": STATE, "large": SPEEDUP}
+"""The last column of tables that have more than bits, error and loss."""
 
 
 def table(name: str) -> str:
     """A table of losses, under its command."""
     chosen = LOSSES[name]
     rows, errors = loss_rows(chosen), error_texts()
-    timed = name == "large"
-    width = len(HEAD) - (not timed)
-    lines = [HEAD[:width]]
+    last = LAST.get(name)
+    heads = ["method, name", "wire bits", "vNMSE", "loss, difference in %"]
+    lines = [[*heads, last] if last else heads]
     for number in sorted({group(row) for row in rows}):
-        lines.append((f"*{GROUPS[number][1]}*", *[""] * (width - 1)))
+        lines.append([f"*{GROUPS[number][1]}*"])
         for row in (row for row in rows if group(row) == number):
             settings = row["settings"]
             method, workers = settings["method"], settings["workers"]
-            state = state_bytes_per_coord(method, settings["topology"], chosen.model, workers)
-            cells = (
-                titled(method), f"{row['bits_per_coord']:.2f}", f"{state:.2g}",
-                error_text(method, errors), loss_text(row), time_text(method),
-            )  # fmt: skip
-            lines.append(cells[:width])
+            cells = [titled(method), f"{row['bits_per_coord']:.2f}"]
+            cells += [error_text(method, errors), loss_text(row)]
+            if last == STATE:
+                state = state_bytes_per_coord(method, settings["topology"], chosen.model, workers)
+                cells.append(f"{state:.2g}")
+            elif last == SPEEDUP:
+                cells.append(time_text(method))
+            lines.append(cells)
     return settings_text(chosen, rows) + "\n\n" + markdown(lines)
 
 
@@ -470,12 +472,11 @@ def transport_table() -> str:
     found = [by_method(run) for run in runs]
     psum = [rows.pop(BF16) for rows in found]
     heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
-    lines = [("method, name", "MB sent", *heads)]
+    lines = [("method, name", *heads)]
     times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
-    lines.append((f"bf16 psum, `{BF16}`", f"{psum[0]['wire_bytes'] / 1e6:.0f}", *times))
+    lines.append((f"bf16 psum, `{BF16}`", *times))
     for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
-        speedups = (f"{rows[name]['speedup']:.2f}" for rows in found)
-        lines.append((titled(name), f"{found[0][name]['wire_bytes'] / 1e6:.3g}", *speedups))
+        lines.append((titled(name), *(f"{rows[name]['speedup']:.2f}" for rows in found)))
     about = runs[0]["about"]
     machine = f"{about['n_devices']} × {about['device_kind']}, NVLink multicast off"
     return (
