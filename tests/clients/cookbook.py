@@ -14,7 +14,7 @@ OWN = Client(
     repository="jax-ml/jax",
     commit="cec06d116c05f0d52adfceee3d3b730fdbcb0ce5",
     folder=FILE,
-    mesh="8 fsdp, Explicit, FSDP",
+    mesh="8 fsdp, Explicit",
     step="jit_train_step",
     patch=(
         Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n"),

@@ -17,7 +17,7 @@ OWN = Client(
     repository="google/flax",
     commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
     folder="examples/gemma",
-    mesh="8 fsdp × 1 tensor, Explicit, FSDP",
+    mesh="8 fsdp, Explicit",
     step="jit_jax_train_step",
     patch=(
         Change(
@@ -37,7 +37,7 @@ VARIANTS = {
     "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
     "FSDP × TP": dataclasses.replace(
         OWN,
-        mesh="4 fsdp × 2 tensor, Explicit, FSDP",
+        mesh="4 fsdp × 2 tensor, Explicit",
         options={"fsdp": 4, "tensor": 2},
     ),
 }

@@ -48,7 +48,7 @@ OWN = Client(
     repository="google/flax",
     commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
     folder="examples/lm1b",
-    mesh="8 data × 1 fsdp × 1 tensor, Auto",
+    mesh="8 data, Auto",
     step="jit_train_step",
     patch=on_auto("axis_name='data'"),
 )
@@ -58,13 +58,13 @@ VARIANTS = {
     "FSDP, no dropout": dataclasses.replace(
         OWN,
         patch=SHARDED,
-        mesh="1 data × 8 fsdp × 1 tensor, Auto",
+        mesh="8 fsdp, Auto",
         options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0},
     ),
     "DP × TP, no dropout": dataclasses.replace(
         OWN,
         patch=SHARDED,
-        mesh="4 data × 1 fsdp × 2 tensor, Auto",
+        mesh="4 data × 2 tensor, Auto",
         options={"shape": (4, 1, 2), "dropout": 0.0},
     ),
 }

@@ -61,7 +61,7 @@ OWN = Client(
     options={"fsdp": False},
 )
 VARIANTS = {
-    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto, FSDP", options={}),
+    "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto", options={}),
     "DP": OWN,
     "DP, Explicit": dataclasses.replace(
         OWN, mesh="8 data, Explicit", patch=ON_EXPLICIT, setting=EXPLICIT
