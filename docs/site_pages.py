@@ -28,7 +28,7 @@ PAGES |= {
 }
 """Files of the repository, and where the site has them."""
 
-FENCE = re.compile(r"^(```.*?^```$|(?: {4}.*\n)+)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^(```.*?^```$|(?: {4}[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 NAME = re.compile(r"(?<![\[`])`((?:docs/)?[\w./-]+\.md)`(?![\]`])")
