@@ -58,21 +58,16 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     return jnp.stack(rows).astype(jnp.bfloat16)
 
 
-class UpgradeOrder(NamedTuple):
-    """In what order tiles are widened: E + 1 states, each one upgrade of one level further."""
-
-    taken: np.ndarray
-    """int32[E + 1, U]: how many levels, those of most energy, have each upgrade by then."""
-    next: np.ndarray
-    """int32[E + 1]: which upgrade is next; 0 after the last one."""
-
-
 @functools.lru_cache(maxsize=64)
-def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
-    """The order in which tiles are widened: all to the floor, then where most error is removed.
+def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
+    """In what order tiles are widened: all to the floor, then where most error is removed.
 
     It depends on no data: a tile's energy is one of `_LEVELS` levels below the largest, and the
     gain of an upgrade at a level is that level's energy times the upgrade's gain.
+
+    Returns:
+      int32[E + 1, U], one row for each state, which is one upgrade of one level further than the
+      last: how many levels, those of most energy, have each upgrade by then.
     """
     _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(_LEVELS)
@@ -85,41 +80,33 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> UpgradeOrder:
     upgrade = order % max(len(upgrades), 1)
     taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
     assert np.all(np.diff(taken, axis=1) <= 0), "an upgrade before the one that it follows"
-    return UpgradeOrder(
-        np.pad(taken, ((1, 0), (0, 0))).astype(np.int32), np.pad(upgrade, (0, 1)).astype(np.int32)
-    )
+    return np.pad(taken, ((1, 0), (0, 0))).astype(np.int32)
 
 
 class _Tables(NamedTuple):
-    """`upgrade_order` of several floors, padded to equal lengths."""
+    """`upgrade_order` of F floors, padded to equal lengths by upgrades that no tile gets."""
 
     taken: np.ndarray
-    """int32[F, E + 1, U]"""
-    next: np.ndarray
-    """int32[F, E + 1]"""
-    states: np.ndarray
-    """int32[F]: how many are no padding."""
+    """int32[U, F, E + 2]: the last state comes twice."""
     words: np.ndarray
-    """int32[F, U]: what an upgrade of one tile takes; at least 1."""
-    widths: np.ndarray
-    """int32[F, U + 1]: the width after so many upgrades."""
+    """int32[U, F]: what an upgrade of one tile takes; at least 1."""
+    wider: np.ndarray
+    """int32[U, F]: by how many bits an upgrade widens a tile."""
 
 
 @functools.lru_cache(maxsize=64)
 def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
-    orders = [upgrade_order(fmt, floor) for floor in floors]
-    states = np.array([len(order.next) for order in orders], np.int32)
-    n_states, n_upgrades = states.max(), max(1, *(len(u) for _, u in upgrades))
-    taken = np.zeros((len(floors), n_states, n_upgrades), np.int32)
-    following = np.zeros((len(floors), n_states), np.int32)
-    words = np.ones((len(floors), n_upgrades), np.int32)
-    widths = np.zeros((len(floors), n_upgrades + 1), np.int32)
+    orders = [upgrade_order(fmt, floor).T for floor in floors]
+    shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
+    taken = np.zeros((*shape, 1 + max(order.shape[1] for order in orders)), np.int32)
+    words, wider = np.ones(shape, np.int32), np.zeros(shape, np.int32)
     for i, (order, (narrowest, own)) in enumerate(zip(orders, upgrades, strict=True)):
-        taken[i, : states[i], : len(own)], following[i, : states[i]] = order
-        words[i, : len(own)] = [u.words for u in own]
-        widths[i, : len(own) + 1] = [narrowest, *(u.width for u in own)]
-    return _Tables(taken, following, states, words, widths)
+        repeats = taken.shape[2] - order.shape[1]
+        taken[: len(own), i] = np.pad(order, ((0, 0), (0, repeats)), mode="edge")
+        words[: len(own), i] = [u.words for u in own]
+        wider[: len(own), i] = np.diff([narrowest, *(u.width for u in own)])
+    return _Tables(taken, words, wider)
 
 
 def assign_widths(
@@ -135,36 +122,40 @@ def assign_widths(
     from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
     tiles get it.
 
+    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
+    adds up what upgrades take, and indices are flat: XLA joins such operations.
+
     Args:
       level: the energy of each tile, summed over chunks and workers, as `steps_below`, ascending.
-      payload_words: budgets, in 32-bit words: of F assignments, made together, since what takes
-        time is the number of kernels.
+      payload_words: budgets, in 32-bit words: of F assignments.
       fmt: its widths are the choice.
       floors: what all tiles get before any gets more, in each of the F; where the payload is too
         small for that, those of least energy do without. `None` is the narrowest.
     """
-    tables = _tables(fmt, floors)
-    tile, least = jnp.arange(level.shape[0], dtype=jnp.int32), fmt.tile_words(min(fmt.widths))
-    budgets = np.array(payload_words) - level.shape[0] * least
-    below = level[:, None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)[None]
-    tiles_of = jnp.sum(below, axis=0, dtype=jnp.int32)  # of the first so many levels
+    tables, narrowest = _tables(fmt, floors), min(fmt.widths)
+    tile, least = jnp.arange(level.shape[0], dtype=jnp.int32)[None], fmt.tile_words(narrowest)
+    budget = np.array(payload_words, np.int32) - level.shape[0] * least
+    below = level[None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)[:, None]
+    tiles_of = jnp.sum(below, axis=1, dtype=jnp.int32)  # of the first so many levels
 
-    def assign(budget, table: Any):
-        spent = jnp.sum(tiles_of[table.taken] * table.words[None], axis=1)
-        fits = (spent <= budget) & (jnp.arange(spent.shape[0]) < table.states)
-        state = jnp.maximum(jnp.sum(fits, dtype=jnp.int32) - 1, 0)
-        upgraded = tiles_of[table.taken[state]]
+    upgrades = list(zip(tables.taken, tables.words, tables.wider, strict=True))
+    spent = sum(tiles_of[taken[:, :-1]] * words[:, None] for taken, words, _ in upgrades)
+    state = jnp.sum(spent <= budget[:, None], axis=1, dtype=jnp.int32)
+    state = jnp.maximum(state - 1, 0)
+    at = state + np.arange(len(floors)) * tables.taken.shape[2]
+    now = [jnp.asarray(taken.reshape(-1))[at] for taken in tables.taken]
+    then = [jnp.asarray(taken.reshape(-1))[at + 1] for taken in tables.taken]
+    left = budget - sum(
+        tiles_of[levels] * words for levels, words in zip(now, tables.words, strict=True)
+    )
+    offset, width = tile * least, narrowest
+    for levels, further, words, wider in zip(now, then, tables.words, tables.wider, strict=True):
         # What is left pays for the next upgrade in part.
-        left = budget - jnp.sum(upgraded * table.words)
-        following = table.next[state]
-        affordable = jnp.where(state < table.states - 1, left // table.words[following], 0)
-        is_next = jnp.arange(upgraded.shape[0]) == following
-        upgraded = upgraded + jnp.where(is_next, jnp.maximum(affordable, 0), 0)
-        before = jnp.minimum(tile[:, None], upgraded[None]) * table.words[None]
-        width = table.widths[jnp.sum(tile[:, None] < upgraded[None], axis=1, dtype=jnp.int32)]
-        return tile * least + jnp.sum(before, axis=1, dtype=jnp.int32), width
-
-    return jax.vmap(assign)(jnp.asarray(budgets, jnp.int32), jax.tree.map(jnp.asarray, tables))
+        more = jnp.where(further > levels, jnp.maximum(left // words, 0), 0)
+        upgraded = (tiles_of[levels] + more)[:, None]
+        offset = offset + jnp.minimum(tile, upgraded) * words[:, None]
+        width = width + jnp.where(tile < upgraded, wider[:, None], 0)
+    return offset, width
 
 
 def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
