@@ -1,10 +1,11 @@
 """The kernels of compressed all-reduce: statistics, compress, decompress and the fused hops.
 
 Each operation has two implementations that produce the same integers: `pallas_kernels.reference`
-(jax.numpy, any device) and `pallas_kernels.triton` (Pallas through Triton, NVIDIA GPUs).
-``backend`` names one: "jnp", "triton", or "interpret" (the Triton kernels on Pallas' interpreter,
-for tests). ``None`` takes "triton" where JAX's default backend is an NVIDIA GPU and "jnp"
-elsewhere; a named backend is never replaced by another.
+(jax.numpy, any device) and `pallas_kernels.kernels` (Pallas, NVIDIA GPUs), which Pallas lowers
+through Triton or Mosaic GPU. ``backend`` names one: "jnp", "triton", "mosaic" (from Hopper and JAX
+0.11 on), or "interpret" (the Triton kernels on Pallas' interpreter, for tests). ``None`` takes
+"triton" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is never
+replaced by another.
 
 Operands that belong together travel together: `Input`, `Source`, `Target`, `Result`. Shapes used
 throughout (S = super-group size, R = `TILE_ROWS`): a gradient has d coordinates, and M = C*m
@@ -36,9 +37,15 @@ def _implementation(backend: Backend | None):
     resolved = resolve_backend(backend)
     if resolved == "jnp":
         return reference, {}
-    from pallas_kernels import triton
+    from pallas_kernels import kernels
 
-    return triton, {"interpret": resolved == "interpret"}
+    if resolved == "mosaic":
+        from pallas_kernels.mosaic import Mosaic
+
+        return kernels, {"lowering": Mosaic()}
+    from pallas_kernels.triton import Triton
+
+    return kernels, {"lowering": Triton(interpret=resolved == "interpret")}
 
 
 def statistics(

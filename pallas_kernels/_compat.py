@@ -5,6 +5,9 @@ from typing import Any
 
 import jax
 
+RUNS_MOSAIC = jax.__version_info__ >= (0, 11)
+"""Whether Mosaic GPU kernels take references to what they write into."""
+
 _STRUCT_TAKES = inspect.signature(jax.ShapeDtypeStruct).parameters
 
 

@@ -4,7 +4,9 @@ from typing import Literal, get_args
 
 import jax
 
-Backend = Literal["triton", "jnp", "interpret"]
+from pallas_kernels._compat import RUNS_MOSAIC
+
+Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
 
 def check_backend(backend: Backend | None) -> None:
@@ -27,17 +29,23 @@ def resolve_backend(backend: Backend | None) -> Backend:
 
     Raises:
       ValueError: ``backend`` is none of the known ones.
-      NotImplementedError: "triton" is named where no NVIDIA GPU is the default platform.
+      NotImplementedError: "triton" or "mosaic" is named where no NVIDIA GPU is the default
+        platform, or "mosaic" with a JAX that has too little of it.
     """
     check_backend(backend)
     on_nvidia = _on_nvidia()
     if backend is None:
         return "triton" if on_nvidia else "jnp"
-    if backend == "triton" and not on_nvidia:
+    if backend in ("triton", "mosaic") and not on_nvidia:
         raise NotImplementedError(
-            f"backend='triton' needs an NVIDIA GPU, and JAX's default platform here is "
+            f"backend={backend!r} needs an NVIDIA GPU, and JAX's default platform here is "
             f"{jax.default_backend()!r}; pass backend=None (the fastest that runs here), 'jnp', "
             "or 'interpret' (the Triton kernels on Pallas' interpreter, slow)"
+        )
+    if backend == "mosaic" and not RUNS_MOSAIC:
+        raise NotImplementedError(
+            f"backend='mosaic' needs JAX >= 0.11, and this is {jax.__version__}; update JAX, or "
+            "pass backend=None (the fastest that runs here)"
         )
     return backend
 

@@ -1,10 +1,9 @@
 """The arithmetic of one tile on values in registers, shared by kernels of every lowering of Pallas.
 
-A tile's values are f32[quads, R, groups, QUAD] (R = `TILE_ROWS`) from the first load to the last
-store. Compilers deal the last axes to threads first, so that a thread holds all quads of a group:
-maxima and words of a group take no exchange between threads. A tile's width is static: a kernel
-reads it at run time and takes the branch compiled for it (`by_width`), in which every shift, mask
-and level constant is static.
+A tile's values stay in registers from the first load to the last store, and a thread holds all
+quads of a group: maxima and words of a group take no exchange between threads. A tile's width is
+static: a kernel reads it at run time and takes the branch compiled for it (`Tile.by_width`), in
+which every shift, mask and level constant is static.
 
 The arithmetic is that of `pallas_kernels.reference`, operation by operation where rounding could
 differ: no product of inexact operands meets an addition, so that FMA contraction cannot change a
@@ -13,7 +12,7 @@ and `Payload` hold.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.format import (
-    DEALT,
     DITHER_BITS,
-    QUAD,
     SCALE_SLACK,
-    TILE_ROWS,
     WireFormat,
     plane_shift,
     planes_of,
@@ -35,21 +31,84 @@ from pallas_kernels.hashing import Noise, noise_words
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
-class Tile(NamedTuple):
-    """The static facts of a tile and of the lowering."""
+class Tile(Protocol):
+    """A program's part of a chunk, as a lowering holds it in registers.
+
+    Arrays of *coordinates* have the shape that the lowering chose; those of *super-groups* and of
+    *groups* broadcast by `to_groups` and `to_coordinates`.
+    """
 
     fmt: WireFormat
-    levels: Callable[[jax.Array], jax.Array]
-    """The entries f32 of `level_tables` at indices int32 of any shape."""
-    inverse: Callable[[jax.Array], jax.Array]
-    """1/x, correctly rounded, of normal positive f32 below 2^126."""
-    magnitude_plus: Callable[[jax.Array, np.float32], jax.Array]
-    """|x| + c, rounded once."""
+    c: Any
+    """The position of the program's chunk among those of the call: int32 scalar."""
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """[quads of a group, R, groups, QUAD]."""
-        return self.fmt.group_size // QUAD, TILE_ROWS, self.fmt.groups, QUAD
+    def rows(self, order_ref, chunk) -> jax.Array:
+        """The numbers of the tile's super-groups, out of ``order_ref[chunk]``: int32."""
+        ...
+
+    def by_width(self, tiles_ref, chunk, branch: Callable, *operands):
+        """``branch(offset, w)(*operands)`` by the tile's entry in ``tiles_ref[chunk]``."""
+        ...
+
+    def load(self, x_ref, rows, n_rows: int) -> jax.Array:
+        """The coordinates of super-groups ``rows``, 0 from ``n_rows`` on: f32."""
+        ...
+
+    def load_rows(self, ref, rows) -> jax.Array:
+        """One f32 for each of the super-groups ``rows``, for all their coordinates."""
+        ...
+
+    def store(self, out_ref, rows, values) -> None:
+        """Writes coordinates f32 to those of ``rows`` that ``out_ref`` has, in its dtype."""
+        ...
+
+    def payload(self, ref, where: tuple) -> "Payload":
+        """The payload ``ref[*where]``."""
+        ...
+
+    def levels(self, at) -> jax.Array:
+        """The entries f32 of `level_tables` at indices int32, of coordinates."""
+        ...
+
+    def inverse(self, x) -> jax.Array:
+        """1/x, correctly rounded, of normal positive f32 below 2^126."""
+        ...
+
+    def magnitude_plus(self, x, c: np.float32) -> jax.Array:
+        """|x| + c, rounded once, of coordinates."""
+        ...
+
+    def ceil(self, x) -> jax.Array:
+        """f32 from 1 to 256, rounded up, as int32."""
+        ...
+
+    def zeros(self) -> jax.Array:
+        """f32 zeros of all coordinates."""
+        ...
+
+    def shifts(self, bits: int) -> jax.Array:
+        """0, bits, 2*bits, 3*bits for the coordinates of a quad: uint32."""
+        ...
+
+    def counters(self, rows) -> jax.Array:
+        """The numbers of the quads of super-groups ``rows``, for their coordinates: uint32."""
+        ...
+
+    def group_max(self, values) -> jax.Array:
+        """The largest coordinate f32 of each group."""
+        ...
+
+    def row_max(self, of_groups) -> jax.Array:
+        """The largest f32 of the groups of each super-group."""
+        ...
+
+    def to_groups(self, of_rows) -> jax.Array:
+        """Values of super-groups, for their groups."""
+        ...
+
+    def to_coordinates(self, of_groups) -> jax.Array:
+        """Values of groups, for their coordinates."""
+        ...
 
 
 class Payload(Protocol):
@@ -58,20 +117,28 @@ class Payload(Protocol):
     A section starts at a word offset; see `pallas_kernels.format` for how fields fill its words.
     """
 
-    def load_scales(self, offset, count: int, bits: int) -> jax.Array:
-        """Fields uint32[R, count] of ``bits`` bits each."""
+    def load_row_scales(self, offset) -> jax.Array:
+        """Fields of 16 bits of super-groups: uint32."""
         ...
 
-    def store_scales(self, offset, fields: jax.Array, bits: int) -> None:
-        """Writes fields uint32[rows, count], each below 2^bits."""
+    def store_row_scales(self, offset, fields: jax.Array) -> None:
+        """Writes fields uint32 of super-groups, each below 2^16."""
         ...
 
-    def load_plane(self, offset, bits: int, tile: Tile) -> jax.Array:
-        """Fields uint32[tile.shape] of ``bits`` bits each; bits above those are unspecified."""
+    def load_group_scales(self, offset, bits: int) -> jax.Array:
+        """Fields of ``bits`` bits of groups: uint32."""
         ...
 
-    def store_plane(self, offset, fields: jax.Array, bits: int, tile: Tile) -> None:
-        """Writes fields uint32[tile.shape], each below 2^bits."""
+    def store_group_scales(self, offset, fields: jax.Array, bits: int) -> None:
+        """Writes fields uint32 of groups, each below 2^bits."""
+        ...
+
+    def load_plane(self, offset, bits: int) -> jax.Array:
+        """Fields uint32 of ``bits`` bits of coordinates; bits above those are unspecified."""
+        ...
+
+    def store_plane(self, offset, fields: jax.Array, bits: int) -> None:
+        """Writes fields uint32 of coordinates, each below 2^bits."""
         ...
 
 
@@ -88,50 +155,9 @@ def as_word(value: int):
     return jnp.uint32(value & 0xFFFFFFFF)
 
 
-def field_shifts(shape: tuple[int, ...], bits: int):
-    """0, bits, 2*bits, ... along the last axis: uint32[shape]."""
-    return lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * as_word(bits)
-
-
-def pack(fields, bits: int):
-    """Fields uint32[..., k] below 2^bits, added up as parts of words: uint32[...]."""
-    return jnp.sum(fields << field_shifts(fields.shape, bits), axis=-1, dtype=jnp.uint32)
-
-
-def by_width(width, widths: tuple[int, ...], branch, *operands):
-    """``branch(w)(*operands)`` for the ``w`` in ``widths`` that ``width`` equals."""
-    if len(widths) == 1:
-        return branch(widths[0])(*operands)
-    return lax.cond(
-        width == widths[0],
-        branch(widths[0]),
-        lambda *rest: by_width(width, widths[1:], branch, *rest),
-        *operands,
-    )
-
-
-def quad_numbers(tile: Tile):
-    """The number, in its row of the tile, of every quad of a payload: int32[quads, R, groups]."""
-    shape = quads, *_ = tile.shape[:3]
-    group = lax.broadcasted_iota(jnp.int32, shape, 2) * quads
-    return group + lax.broadcasted_iota(jnp.int32, shape, 0)
-
-
-def coordinates(rows, tile: Tile):
-    """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
-    group = lax.broadcasted_iota(jnp.int32, tile.shape, 2)
-    column = group // DEALT * (DEALT * tile.fmt.group_size) + group % DEALT * QUAD
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 0) * (DEALT * QUAD)
-    column = column + lax.broadcasted_iota(jnp.int32, tile.shape, 3)
-    return jnp.broadcast_to(rows[None, :, None, None], tile.shape), column
-
-
 def noise_of(rows, noise: Noise, tile: Tile):
     """Noise words [quads, R, groups, QUAD] of the super-groups ``rows[R]``."""
-    first = rows.astype(jnp.uint32) * as_word(tile.fmt.super_group_size // QUAD)
-    counter = first[None, :, None] + quad_numbers(tile).astype(jnp.uint32)
-    rotation = field_shifts(tile.shape, 8)
-    return noise_words(counter[..., None], rotation, noise, tile.fmt.rounding)
+    return noise_words(tile.counters(rows), tile.shifts(8), noise, tile.fmt.rounding)
 
 
 def finished(value, mean_sum, divisor: int):
@@ -145,12 +171,12 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
 
     ``noise`` gives the words of its encoder, for formats with dither.
     """
-    fmt, shape = tile.fmt, tile.shape
+    fmt = tile.fmt
     if width == 0:
-        return jnp.zeros(shape, jnp.float32)
+        return tile.zeros()
     code = jnp.uint32(0)
     for plane in planes_of(width):
-        fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane, tile)
+        fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane)
         if plane < 16:
             fields = fields & as_word((1 << plane) - 1)
         fields = fields << as_word(plane_shift(width, plane))
@@ -162,7 +188,7 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
     if fmt.dither:
         return _decode_dithered(code, noise, width, tile) * scale
     if width == 1:
-        return _f32(_u32(jnp.broadcast_to(scale, shape)) | ((code ^ 1) << 31))
+        return _f32(_u32(scale) | ((code ^ 1) << 31))
     sign = (code << as_word(32 - width)) & as_word(1 << 31)
     level = code & as_word((1 << (width - 1)) - 1)
     return _f32(_u32(_decode_levels(level, width, tile)) | sign) * scale
@@ -207,13 +233,13 @@ def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
     """Group scales f32[1, R, groups, 1] of a record."""
     fmt = tile.fmt
     if fmt.group_scale == "bf16":
-        fields = payload.load_scales(offset, fmt.groups, 16)
-        return _finite_scale(fields, width, fmt)[None, :, :, None]
-    super_scale = _finite_scale(payload.load_scales(offset, 1, 16), width, fmt)
+        fields = payload.load_group_scales(offset, 16)
+        return tile.to_coordinates(_finite_scale(fields, width, fmt))
+    super_scale = tile.to_groups(_finite_scale(payload.load_row_scales(offset), width, fmt))
     start = offset + fmt.super_scale_words(width)
-    fraction = payload.load_scales(start, fmt.groups, 8)
+    fraction = payload.load_group_scales(start, 8)
     scale = _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)
-    return scale[None, :, :, None]
+    return tile.to_coordinates(scale)
 
 
 def _finite_scale(fields, width: int, fmt: WireFormat):
@@ -270,27 +296,27 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
         fields = code >> as_word(plane_shift(width, plane))
         if plane < width:
             fields = fields & as_word((1 << plane) - 1)
-        payload.store_plane(offset + fmt.plane_offset(width, plane), fields, plane, tile)
+        payload.store_plane(offset + fmt.plane_offset(width, plane), fields, plane)
 
 
 def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
     """Chooses and stores the scales; returns the reciprocals [1, R, groups, 1] to encode with."""
     fmt = tile.fmt
     cap, to_scale = fmt.super_scale_cap(width), SCALE_SLACK / fmt.level_top(width)
-    top = jnp.max(jnp.max(jnp.abs(values), axis=3), axis=0)
+    top = tile.group_max(jnp.abs(values))
     if fmt.group_scale == "bf16":
         scale = _bf16_up(top * to_scale, cap)
-        payload.store_scales(offset, _u32(scale) >> 16, 16)
-        return _reciprocal(scale, tile)[None, :, :, None]
-    super_scale = _bf16_up(jnp.max(top, axis=1) * to_scale, cap)
-    payload.store_scales(offset, (_u32(super_scale) >> 16)[None], 16)
-    inverse = _reciprocal(super_scale, tile)
-    fraction = top * inverse[:, None] * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
-    fraction = jnp.clip(jnp.ceil(fraction), 1.0, 256.0).astype(jnp.int32)
+        payload.store_group_scales(offset, _u32(scale) >> 16, 16)
+        return tile.to_coordinates(_reciprocal(scale, tile))
+    super_scale = _bf16_up(tile.row_max(top) * to_scale, cap)
+    payload.store_row_scales(offset, _u32(super_scale) >> 16)
+    inverse = tile.to_groups(_reciprocal(super_scale, tile))
+    fraction = top * inverse * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
+    fraction = tile.ceil(jnp.clip(fraction, 1.0, 256.0))
     start = offset + fmt.super_scale_words(width)
-    payload.store_scales(start, (fraction - 1).astype(jnp.uint32), 8)
-    scale = _group_scale(super_scale[:, None], fraction, width, fmt)
-    return _reciprocal(scale, tile)[None, :, :, None]
+    payload.store_group_scales(start, (fraction - 1).astype(jnp.uint32), 8)
+    scale = _group_scale(tile.to_groups(super_scale), fraction, width, fmt)
+    return tile.to_coordinates(_reciprocal(scale, tile))
 
 
 def _bf16_up(x, cap: float):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+import pallas_kernels.backend
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.request.configuration import TOPOLOGIES, methods
 from pallas_kernels import resolve_backend
@@ -339,11 +340,20 @@ def test_bad_keys():
 def test_a_backend_that_cannot_run_here():
     with raises(NotImplementedError, "backend='triton'", "NVIDIA GPU", "'cpu'", "backend=None"):
         psum_of_ones(method=dq.DynamiQ(backend="triton"))
+    with raises(NotImplementedError, "backend='mosaic'", "NVIDIA GPU", "'cpu'", "backend=None"):
+        resolve_backend("mosaic")
     with raises(ValueError, "backend='rocm'", "triton", "jnp", "interpret"):
         resolve_backend("rocm")
     with raises(ValueError, "backend='pallas'", "pass backend='triton'"):
         resolve_backend("pallas")
     assert resolve_backend(None) == "jnp"
+
+
+def test_a_jax_with_too_little_of_mosaic(monkeypatch):
+    monkeypatch.setattr(pallas_kernels.backend, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(pallas_kernels.backend, "RUNS_MOSAIC", False)
+    with raises(NotImplementedError, "backend='mosaic'", "JAX >= 0.11", jax.__version__):
+        resolve_backend("mosaic")
     assert resolve_backend("interpret") == "interpret"
 
 

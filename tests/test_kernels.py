@@ -1,4 +1,4 @@
-"""The Triton kernels give the reference's bits on the interpreter, and still lower for GPUs."""
+"""Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,10 @@ from jax.sharding import AbstractMesh
 from kernel_runs import FORMATS, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
-from pallas_kernels import triton
+from pallas_kernels import kernels
+from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels.mosaic import Mosaic
+from pallas_kernels.triton import Triton
 
 SIZE = 2 * 8 * 2 * 256 + 1000  # two chunks of two tiles and more; no multiple of anything
 
@@ -58,19 +61,35 @@ def _lowered_for_cuda(function, *args) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+LOWERINGS = {"triton": Triton(), "mosaic": Mosaic()}
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(
     "name",
     daily(["default", "paper", "bf16 scales", "odd widths", "dither"], ["default", "dither"]),
 )
-def test_kernels_lower_for_cuda(name, monkeypatch):
+def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
     fmt = FORMATS[name]
     layout, given = operands(fmt, SIZE, jnp.float32)
     arrived = payloads(layout, fmt, given)
-    monkeypatch.setattr(pk, "_implementation", lambda backend: (triton, {}))
-    kernels = {
-        "statistics": lambda o, p: triton.statistics(o.x[0], super_group_size=fmt.super_group_size),
-        **programs(layout, fmt, jnp.float32, "triton"),
-    }
-    for kernel, program in kernels.items():
+    options = {"lowering": LOWERINGS[lowering]}
+    monkeypatch.setattr(pk, "_implementation", lambda backend: (kernels, options))
+    calls = programs(layout, fmt, jnp.float32, lowering)
+    if lowering == "triton":  # the other leaves them to XLA
+        calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
+    for kernel, program in calls.items():
+        if lowering == "mosaic" and not RUNS_MOSAIC and kernel.endswith(" into"):
+            continue  # these need references as operands
         lowered = _lowered_for_cuda(program, given, arrived)
         assert f"dynamiq_{kernel.split()[0]}" in lowered, kernel
+
+
+def test_mosaic_takes_as_many_groups_as_a_warp_has_threads(monkeypatch):
+    fmt = pk.WireFormat(group_size=8, super_group_size=512)
+    layout, given = operands(fmt, SIZE, jnp.float32)
+    arrived = payloads(layout, fmt, given)
+    monkeypatch.setattr(pk, "_implementation", lambda _: (kernels, {"lowering": Mosaic()}))
+    program = programs(layout, fmt, jnp.float32, "mosaic")["compress"]
+    with pytest.raises(NotImplementedError, match="up to 32 groups .* pass group_size >= 16"):
+        _lowered_for_cuda(program, given, arrived)

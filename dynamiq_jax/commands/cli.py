@@ -279,7 +279,8 @@ def bench_kernels(
     ] = False,
     repeats: Repeats = None,
     backend: Annotated[
-        str | None, typer.Option(help="triton, jnp or interpret (default: the fastest here).")
+        str | None,
+        typer.Option(help="triton, mosaic, jnp or interpret (default: the fastest here)."),
     ] = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,

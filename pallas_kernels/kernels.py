@@ -1,0 +1,313 @@
+"""The operations as Pallas kernels, for every lowering of Pallas.
+
+One program handles one tile, or several parts of tiles: super-groups gathered through ``order``,
+held in registers from the first load to the last store. How a program holds, loads and stores them
+is the lowering's (`pallas_kernels.triton`, `pallas_kernels.mosaic`); the arithmetic is in
+`pallas_kernels.tile`.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.format import TILE_ROWS, Input, Result, Source, Target, WireFormat
+from pallas_kernels.hashing import NOISE_WORDS, Noise
+from pallas_kernels.tile import Tile, decode, encode, finished, level_tables, noise_of
+
+
+class Launch(NamedTuple):
+    """The static facts of a launch with one result."""
+
+    kernel: Any
+    name: str
+    fmt: WireFormat
+    tiles: int
+    """Tiles of a chunk."""
+    chunks: int
+    """Chunks of the call."""
+    shape: tuple[int, ...]
+    """The shape of the result."""
+    dtype: Any
+    """The dtype of the result."""
+    replaces: int | None
+    """The operand that the result takes the place of, if any."""
+    static: tuple[tuple[str, Any], ...]
+    """The kernel's keyword arguments."""
+
+
+class Lowering(Protocol):
+    """A lowering of Pallas: how a program holds its tile, and how it is launched; hashable."""
+
+    def tile(self, fmt: WireFormat, table_ref, tiles: int) -> Tile:
+        """The tile of the program that runs, one of ``tiles`` in its chunk."""
+        ...
+
+    def launch(self, launch: Launch, operands: tuple) -> jax.Array:
+        """The result of ``launch.kernel(*references, lowering=, fmt=, **static)``.
+
+        The references are those of ``operands``, without the replaced one, and of the result.
+        """
+        ...
+
+    def statistics(self, x, super_group_size: int) -> tuple[jax.Array, jax.Array]:
+        """See `pallas_kernels.statistics`."""
+        ...
+
+
+def rows_of(x, super_group_size: int):
+    """x as [rows, S]: free where S divides d, one padded copy otherwise."""
+    pad = -x.shape[0] % super_group_size
+    return (jnp.pad(x, (0, pad)) if pad else x).reshape(-1, super_group_size)
+
+
+def _scalar(value):
+    """An operand for a scalar, which kernels read as ``ref[0]``."""
+    return jnp.reshape(value, (1,)).astype(jnp.int32)
+
+
+def _mean(source: Source):
+    """An operand for the means, whether there are any or not."""
+    return jnp.zeros(1, jnp.float32) if source.mean is None else source.mean
+
+
+class _Inputs(NamedTuple):
+    """Static facts of inputs: whether each leaves one payload out; which have equal tiles."""
+
+    with_skip: tuple[bool, ...]
+    alike: tuple[int, ...]
+    """How many that follow each other share their tiles, and with them a branch of the kernel."""
+    with_noise: bool
+    """Whether each has the noise of its encoders."""
+
+    def of(self, refs) -> list[list[Input]]:
+        """Inputs whose fields are references, of equal tiles together."""
+        it = iter(refs)
+
+        def take(skips: bool) -> Input:
+            payloads, tiles = next(it), next(it)
+            skip = next(it) if skips else None
+            return Input(payloads, tiles, skip, next(it) if self.with_noise else None)
+
+        found = iter([take(skips) for skips in self.with_skip])
+        return [[next(found) for _ in range(count)] for count in self.alike]
+
+
+def _input_operands(inputs: tuple[Input, ...], fmt: WireFormat) -> tuple[tuple, _Inputs]:
+    """Inputs as a flat tuple of arrays, and what is static of them."""
+    with_skip = tuple(i.skip is not None for i in inputs)
+    alike = tuple(len(list(group)) for _, group in itertools.groupby(inputs, lambda i: id(i.tiles)))
+    flat = []
+    for payloads, tiles, skip, noise in inputs:
+        flat += [payloads, tiles]
+        if skip is not None:
+            flat.append(_scalar(skip))
+        if fmt.dither:
+            flat.append(noise)
+    return tuple(flat), _Inputs(with_skip, alike, fmt.dither)
+
+
+def _noise(noise_ref, where: tuple, rows, tile: Tile):
+    """The noise words of super-groups ``rows`` under the row ``noise_ref[*where]``."""
+    words = Noise(*(noise_ref[(*where, i)] for i in range(NOISE_WORDS)))
+    return noise_of(rows, words, tile)
+
+
+def _load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
+    """``x - mean`` of super-groups ``rows``."""
+    x = tile.load(x_ref, rows, n_rows)
+    return x if mean_ref is None else x - tile.load_rows(mean_ref, rows)
+
+
+def _accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
+    """``total`` plus the decoded records of the tile, of ``chunk``, in all inputs."""
+    for alike in inputs:
+
+        def branch(offset, w, alike=alike):
+            def add_all(so_far):
+                for one in alike:
+                    so_far = _add(so_far, one, rows, offset, w, tile)
+                return so_far
+
+            return add_all
+
+        total = tile.by_width(alike[0].tiles, chunk, branch, total)
+    return total
+
+
+def _add(total, one: Input, rows, offset, width: int, tile: Tile):
+    """``total`` plus the decoded records at ``offset`` in one input."""
+    payloads_ref: Any = one.payloads
+    skip_ref: Any = one.skip
+    count = payloads_ref.shape[0] - (skip_ref is not None)
+
+    def add(k, so_far):
+        if skip_ref is not None:
+            k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
+        noise = functools.partial(_noise, one.noise, (k,), rows, tile)
+        return so_far + decode(tile.payload(payloads_ref, (k, tile.c)), offset, width, noise, tile)
+
+    return add(0, total) if count == 1 else jax.lax.fori_loop(0, count, add, total)
+
+
+def _encode_kernel(
+    x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, noise_ref, table_ref, *rest,
+    lowering, fmt, n_rows, with_mean, arrived, skips_chunk,
+):  # fmt: skip
+    """compress (no inputs) and decompress-accumulate-recompress."""
+    tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
+    out_ref, inputs = rest[-1], arrived.of(rest[skips_chunk:-1])
+
+    def run():
+        chunk = chunks_ref[tile.c]
+        rows = tile.rows(order_ref, chunk)
+        total = _load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
+        total = _accumulate(total, inputs, rows, chunk, tile)
+        noise = _noise(noise_ref, (), rows, tile)
+
+        def branch(offset, w):
+            def encode_tile(total, noise):
+                encode(total, noise, tile.payload(out_ref, (tile.c,)), offset, w, tile)
+                return jnp.int32(0)
+
+            return encode_tile
+
+        tile.by_width(tiles_ref, chunk, branch, total, noise)
+
+    if skips_chunk:
+        pl.when(tile.c != rest[0][0])(run)
+    else:
+        run()
+
+
+def _store(out_ref, value, rows, start, mean_sum, divisor: int, tile: Tile):
+    """Writes finished super-groups ``rows`` to the rows of ``out_ref``, of which ``start`` is 0."""
+    tile.store(out_ref, rows - start, finished(value, mean_sum, divisor))
+
+
+def _finish_kernel(
+    x_ref, mean_ref, mean_sum_ref, order_ref, chunks_ref, start_ref, table_ref, *rest,
+    lowering, fmt, n_rows, with_mean, arrived, divisor,
+):  # fmt: skip
+    """decompress-accumulate."""
+    inputs, out_ref = arrived.of(rest[:-1]), rest[-1]
+    tile = lowering.tile(fmt, table_ref, order_ref.shape[1] // TILE_ROWS)
+    chunk = chunks_ref[tile.c]
+    rows = tile.rows(order_ref, chunk)
+    total = _load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
+    total = _accumulate(total, inputs, rows, chunk, tile)
+    mean_sum = tile.load_rows(mean_sum_ref, rows)
+    _store(out_ref, total, rows, start_ref[0], mean_sum, divisor, tile)
+
+
+def _decode_kernel(
+    mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, noise_ref, payloads_ref, out_ref,
+    *, lowering, fmt, divisor,
+):  # fmt: skip
+    """decompress."""
+    tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
+    chunk = chunks_ref[tile.c]
+    rows = tile.rows(order_ref, chunk)
+    mean_sum = tile.load_rows(mean_sum_ref, rows)
+
+    def branch(offset, w):
+        def decode_tile(mean_sum):
+            noise = functools.partial(_noise, noise_ref, (tile.c,), rows, tile)
+            value = decode(tile.payload(payloads_ref, (tile.c,)), offset, w, noise, tile)
+            _store(out_ref, value, rows, 0, mean_sum, divisor, tile)
+            return jnp.int32(0)
+
+        return decode_tile
+
+    tile.by_width(tiles_ref, chunk, branch, mean_sum)
+
+
+@functools.partial(jax.jit, static_argnames=("launch", "lowering"))
+def _launched(operands: tuple, *, launch: Launch, lowering: Lowering):
+    """The result of a launch. Equal launches of a program are traced and lowered once."""
+    return lowering.launch(launch, operands)
+
+
+def statistics(x, *, super_group_size: int, lowering: Lowering):
+    """See `pallas_kernels.statistics`."""
+    return lowering.statistics(x, super_group_size)
+
+
+def compress(source: Source, chunks, target: Target, skip=None, *, fmt, lowering: Lowering):
+    """See `pallas_kernels.compress`."""
+    return _encode_call("compress", (), source, chunks, target, skip, fmt, lowering)
+
+
+def decompress_accumulate_recompress(
+    inputs: tuple[Input, ...], source: Source, chunks, target: Target, *, fmt, lowering: Lowering
+):
+    """See `pallas_kernels.decompress_accumulate_recompress`."""
+    name = "decompress_accumulate_recompress"
+    return _encode_call(name, inputs, source, chunks, target, None, fmt, lowering)
+
+
+def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt, lowering):
+    rows = rows_of(source.x, fmt.super_group_size)
+    flat, arrived = _input_operands(inputs, fmt)
+    skipped = () if skip is None else (_scalar(skip),)
+    operands = (
+        rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
+        *skipped, *flat,
+    )  # fmt: skip
+    static = {
+        "n_rows": rows.shape[0],
+        "with_mean": source.mean is not None,
+        "arrived": arrived,
+        "skips_chunk": len(skipped),
+    }
+    tiles, count = target.tiles.shape[1], chunks.shape[0]
+    shape, dtype = (count, target.payload_words), jnp.dtype(jnp.uint32)
+    static = tuple(static.items())
+    launch = Launch(_encode_kernel, name, fmt, tiles, count, shape, dtype, None, static)
+    return _launched(operands, launch=launch, lowering=lowering)
+
+
+def decompress_accumulate(
+    inputs: tuple[Input, ...], source: Source, chunks, result: Result, *, fmt, lowering: Lowering
+):
+    """See `pallas_kernels.decompress_accumulate`."""
+    rows = rows_of(source.x, fmt.super_group_size)
+    flat, arrived = _input_operands(inputs, fmt)
+    operands = (
+        rows, _mean(source), result.mean_sum, source.order, chunks, _scalar(result.start),
+        level_tables(fmt), *flat,
+    )  # fmt: skip
+    static = {
+        "n_rows": rows.shape[0],
+        "with_mean": source.mean is not None,
+        "arrived": arrived,
+    }
+    tiles = source.order.shape[1] // TILE_ROWS
+    name, count = "decompress_accumulate", chunks.shape[0]
+    return _finish_call(_finish_kernel, name, tiles, count, operands, result, fmt, lowering, static)
+
+
+def decompress(
+    payloads, tiles, chunks, result: Result, noise=None, *, fmt, lowering: Lowering
+):  # fmt: skip
+    """See `pallas_kernels.decompress`."""
+    words = noise if fmt.dither else jnp.zeros((1, NOISE_WORDS), jnp.uint32)
+    operands = result.mean_sum, result.order, tiles, chunks, level_tables(fmt), words, payloads
+    name, count = "decompress", payloads.shape[0]
+    return _finish_call(
+        _decode_kernel, name, tiles.shape[1], count, operands, result, fmt, lowering, {}
+    )
+
+
+def _finish_call(kernel, name, tiles, chunks, operands, result: Result, fmt, lowering, static):
+    """A call that writes ``result``; what it is written into is the last operand."""
+    into = result.into is not None
+    operands = (*operands, result.into) if into else operands
+    shape, dtype = (result.rows, fmt.super_group_size), jnp.dtype(result.dtype)
+    static = (("divisor", result.divisor), *static.items())
+    replaces = len(operands) - 1 if into else None
+    launch = Launch(kernel, name, fmt, tiles, chunks, shape, dtype, replaces, static)
+    return _launched(operands, launch=launch, lowering=lowering)
