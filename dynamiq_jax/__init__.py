@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
+from dynamiq_jax.collectives.all_to_all import all_to_all
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
@@ -35,6 +36,7 @@ __all__ = [
     "Ring",
     "Scanned",
     "all_gather",
+    "all_to_all",
     "explain",
     "jit",
     "pmean",

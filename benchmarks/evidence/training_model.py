@@ -6,6 +6,7 @@ gives the tree that real training codes have, with one leaf per layer and matrix
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,27 +118,45 @@ def _rotate(x: Array) -> Array:
     return turned.astype(x.dtype)
 
 
-def _block(shape: Shape, x: Array, layer: Tree) -> tuple[Array, None]:
+def times(y: Array, layer: Tree, name: str) -> Array:
+    """The product with one of a layer's matrices, in the dtype of ``y``."""
+    return y @ layer[name].astype(y.dtype)
+
+
+FeedForward = Callable[[Array, Tree], tuple[Array, Any]]
+"""(normed activations [B, T, dim], one layer's parameters) -> what is added to the residual stream,
+and terms of the loss, if any."""
+
+
+def gated(y: Array, layer: Tree) -> tuple[Array, None]:
+    """SwiGLU."""
+    hidden = jax.nn.silu(times(y, layer, "gate")) * times(y, layer, "up")
+    return times(hidden, layer, "down"), None
+
+
+def _block(
+    shape: Shape, feed_forward: FeedForward, x: Array, layer: Tree
+) -> tuple[Array, Array | None]:
     """One decoder layer on ``[B, T, dim]``, as `lax.scan` takes it."""
-
-    def times(y: Array, name: str) -> Array:
-        return y @ layer[name].astype(y.dtype)
-
     y = _norm(x, layer["attention_norm"])
-    q, k, v = (times(y, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
+    q, k, v = (times(y, layer, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
     attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
-    x = x + times(attended.reshape(x.shape), "o")
-    y = _norm(x, layer["mlp_norm"])
-    return x + times(jax.nn.silu(times(y, "gate")) * times(y, "up"), "down"), None
+    x = x + times(attended.reshape(x.shape), layer, "o")
+    added, terms = feed_forward(_norm(x, layer["mlp_norm"]), layer)
+    return x + added, terms
 
 
-def loss(shape: Shape, params: Tree, tokens: Array) -> Array:
-    """Mean cross-entropy in nats per token; ``tokens`` is ``int32[batch, seq_len + 1]``."""
+def loss(shape: Shape, params: Tree, tokens: Array, feed_forward: FeedForward = gated) -> Array:
+    """Mean cross-entropy in nats per token; ``tokens`` is ``int32[batch, seq_len + 1]``.
+
+    The terms of ``feed_forward``, if any, are added.
+    """
     # Looked up in f32: gradients of rows that a batch uses often are summed in f32, too.
     x = params["embed"][tokens[:, :-1]].astype(shape.dtype)
-    block = partial(_block, shape)
-    x, _ = lax.scan(jax.checkpoint(block) if shape.remat else block, x, params["blocks"])
+    block = partial(_block, shape, feed_forward)
+    x, terms = lax.scan(jax.checkpoint(block) if shape.remat else block, x, params["blocks"])
     logits = _norm(x, params["norm"]) @ params["head"].astype(shape.dtype)
     logits = logits.astype(jnp.float32)
     target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+    cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+    return sum(map(jnp.sum, jax.tree.leaves(terms)), start=cross_entropy)

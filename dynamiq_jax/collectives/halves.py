@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -84,15 +84,15 @@ def psum_scatter(
     values, treedef = jax.tree.flatten(x)
     leaves = describe_leaves(x)
     told = {"key": key, "scatter_dimension": scatter_dimension, "tiled": tiled}
-    compare_first("psum_scatter", axis, leaves, _facts(request, axis, sizes, leaves, told))
+    compare_first("psum_scatter", axis, leaves, facts_of(request, axis, sizes, leaves, told))
     check_groups(axis, all_reduce=False)
-    whole = _group(request, leaves, sizes)
+    whole = group_parts(request, leaves, sizes)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
     check_key(key, axis)
     fixed = fixed_leaves(leaves, values, axis)
     check_varying(whole, fixed, axis)
-    grouping = _group(request, leaves, sizes, fixed=fixed, methods=whole.methods)
+    grouping = group_parts(request, leaves, sizes, fixed=fixed, methods=whole.methods)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "n_workers": n}
@@ -112,20 +112,13 @@ def _scatter_leaves(
 ) -> list[Array]:
     n, words, values = n_workers, key_words(key), list(values)
 
-    def rows(leaf: Leaf) -> Array:
-        """Slices of a leaf as rows: [n, coordinates of a slice]."""
-        dimension, shape = scatter_dimension % len(leaf.shape), list(leaf.shape)
-        shape[dimension : dimension + 1] = [n, shape[dimension] // n] if tiled else [n]
-        slices = jnp.moveaxis(values[leaf.index].reshape(shape), dimension, 0)
-        return to_flat(slices, slice_of(leaf))
-
-    def slice_of(leaf: Leaf) -> Leaf:
-        return _slice_of(leaf, scatter_dimension % len(leaf.shape), n, tiled=tiled)
+    cut: dict[str, Any] = {"dimension": scatter_dimension, "n_workers": n, "tiled": tiled}
 
     for leaf, _ in grouping.exact:
-        values[leaf.index] = from_flat(axis.psum_scatter(rows(leaf)), slice_of(leaf))
+        total = axis.psum_scatter(slices_of(values[leaf.index], leaf, **cut))
+        values[leaf.index] = from_flat(total, slice_of(leaf, **cut))
     for bucket in grouping.buckets:
-        parts = [rows(leaf) for leaf in bucket.leaves]
+        parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
         x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         exact = axis.psum_scatter
         method, topology = bucket.route.halves()
@@ -135,13 +128,22 @@ def _scatter_leaves(
         start = 0
         for leaf, part in zip(bucket.leaves, parts, strict=True):
             stop = start + part.shape[1]
-            values[leaf.index], start = from_flat(total[start:stop], slice_of(leaf)), stop
+            values[leaf.index] = from_flat(total[start:stop], slice_of(leaf, **cut))
+            start = stop
     return values
 
 
-def _slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
+def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Array:
+    """Slices of a leaf as rows: [n, coordinates of a slice]."""
+    at, shape = dimension % len(leaf.shape), list(leaf.shape)
+    shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
+    slices = jnp.moveaxis(x.reshape(shape), at, 0)
+    return to_flat(slices, slice_of(leaf, dimension, n_workers, tiled=tiled))
+
+
+def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
     """The slice of a leaf for one worker; the last axis stands for a scale axis that is gone."""
-    shape, axis = list(leaf.shape), leaf.scale_axis
+    shape, axis, dimension = list(leaf.shape), leaf.scale_axis, dimension % len(leaf.shape)
     if tiled:
         shape[dimension] //= n_workers
     else:
@@ -215,7 +217,7 @@ def all_gather(
     values, treedef = jax.tree.flatten(x)
     leaves = describe_leaves(x)
     told = {"key": key, "axis": axis, "tiled": tiled, "to": to}
-    compare_first("all_gather", workers, leaves, _facts(request, workers, sizes, leaves, told))
+    compare_first("all_gather", workers, leaves, facts_of(request, workers, sizes, leaves, told))
     check_groups(workers, all_reduce=False)
     if to != "varying" and workers.groups is not None:
         raise NotImplementedError(
@@ -231,7 +233,7 @@ def all_gather(
     check_key(key, workers)
     n = math.prod(sizes)
     fixed = fixed_leaves(leaves, values, workers)
-    grouping = _group(request, leaves, sizes, fixed=fixed, shards=n)
+    grouping = group_parts(request, leaves, sizes, fixed=fixed, shards=n)
     check_whole(grouping, workers)
     run = _gather_leaves if workers.several_vmapped else _gather_compiled
     options = {"axis": axis, "tiled": tiled, "to": to, "n_workers": n}
@@ -295,7 +297,7 @@ _gather_compiled = inlined(
 )
 
 
-def _group(
+def group_parts(
     request: Compression,
     leaves: list[Leaf],
     sizes: tuple[int, ...],
@@ -303,15 +305,16 @@ def _group(
     fixed: Fixed | None = None,
     methods: Sequence[Method | None] | None = None,
     shards: int = 1,
+    check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly.
 
     Half of an all-reduce pays on fast links from larger buckets on. With ``shards`` the limits are
-    those of leaves that are so many times as large.
+    those of leaves that are so many times as large. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:
-        route.halves()  # refuses methods without them
+        check(route)
         limits = route.limits
         least = limits.min_bucket_bytes * PSUM_SCATTER_BYTES // PSUM_BYTES
         bucket = max(limits.bucket_bytes, 2 * least)
@@ -325,7 +328,7 @@ def _group(
     return found._replace(exact=found.exact + kept)
 
 
-def _facts(
+def facts_of(
     request: Compression, axis: Axis, sizes: tuple[int, ...], leaves: list[Leaf], told: dict
 ) -> Callable[[], dict[str, str]]:
     """Returns a function that tells the facts of a call, for `compare_first`."""

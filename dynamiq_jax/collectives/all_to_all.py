@@ -1,0 +1,309 @@
+"""`all_to_all`: compressed blocks between workers, as tokens travel to their experts and back.
+
+A worker encodes the block of every receiver by itself and at one width. There is nothing on which
+workers have to agree ahead, so that one collective carries all: payloads, and behind them a byte
+for every super-group of 256 coordinates that says whether it held a NaN or an infinity.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+import pallas_kernels as pk
+from dynamiq_jax.collectives.checks import fixed_leaves
+from dynamiq_jax.collectives.halves import facts_of, group_parts, slice_of, slices_of
+from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
+from dynamiq_jax.core.compat import inlined
+from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, fold_seed, key_words, seed_of
+from dynamiq_jax.executors import Encoder
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.hops import HopMethod
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
+from dynamiq_jax.topologies import Direct
+from dynamiq_jax.tree.leaves import Grouping, Leaf, describe_leaves, from_flat
+from dynamiq_jax.tree.placement import check_whole
+from pallas_kernels.format import TILE_ROWS, WireFormat
+
+Tree = TypeVar("Tree")
+
+EIGHT_BITS = DynamiQ(bits=8.5)
+"""Codes of 8 bits, and 0.34 bits of scales for each of them."""
+FLAGS = 16
+"""Flags of super-groups come in multiples of this: payloads are whole quads of words."""
+
+
+def all_to_all(
+    x: Tree,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    tiled: bool = False,
+    method: Compression | Method | ByPath | None = None,
+    backward: Method | None = EIGHT_BITS,
+    key: Array | None = None,
+) -> Tree:
+    """Sends block i of every leaf to worker i, quantised, and so do the cotangents on their way.
+
+    The arguments, the shapes and the derivative are those of `jax.lax.all_to_all`. The result is
+    what it returns plus unbiased noise. The backward pass is the all-to-all of the cotangents back
+    to the senders, quantised by ``backward``. Forward mode (`jax.jvp`) is refused by JAX, as of any
+    `jax.custom_vjp`.
+
+    `DynamiQ` encodes every coordinate at the widest width that ``bits`` hold with their metadata:
+    8 bits take 8.34 on the wire, 6 bits 6.34. Zeros stay zeros, as do padding and dropped tokens.
+    A NaN or an infinity makes the 256 coordinates of its super-group NaN, and no others. Methods
+    of `dynamiq_jax.comparators` that agree on nothing ahead (`MXFP8`, `MinMax`) serve as well, with
+    what their docstrings say of zeros and NaN; `BF16` and `F32` cast.
+
+    There is no such collective outside of maps: there `jax.reshard` changes the sharding.
+
+    Args:
+      x: any pytree. Leaves of other dtypes than f32, bf16 and f16, small ones (as in `psum`), and
+        those that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
+        blocks of a multiple of 256 coordinates nothing is copied ahead of the encoding.
+      axis_name: the mapped axis; a tuple counts as one axis.
+      split_axis: the dimension of every leaf that is cut into blocks; negative ones count from the
+        last.
+      concat_axis: the dimension of the result along which received blocks are put together.
+      axis_index_groups: as for `psum_scatter`.
+      tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and
+        ``concat_axis`` becomes n times as long; otherwise ``split_axis`` is n, and moves.
+      method: as for `psum`, without state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
+      backward: the method of the cotangents of all leaves that are compressed; `None`: that of the
+        leaf.
+      key: as for `psum`. The backward pass rounds by other noise of the same key. Without a key
+        the noise of `DynamiQ` is a hash of each worker's data.
+
+    Raises:
+      ValueError: a leaf's dimension does not divide or does not exist, or an argument is malformed.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: a method that needs an agreement or a state, ``axis_index_groups`` under
+        `jax.vmap`, positional axes, or leaves to be compressed where `jax.shard_map` left axes of
+        the mesh automatic or explicit.
+    """
+    axis = check_axis(axis_name, axis_index_groups)
+    if not axis.names:
+        return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
+    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
+    sizes = axis_sizes(axis, "all_to_all")
+    values, treedef = jax.tree.flatten(x)
+    leaves = describe_leaves(x)
+    told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
+    facts = facts_of(request, axis, sizes, leaves, told | {"backward": backward, "key": key})
+    compare_first("all_to_all", axis, leaves, facts)
+    check_groups(axis, all_reduce=False)
+    n = math.prod(sizes)
+    for leaf in leaves:
+        _check_axes(leaf, split_axis, concat_axis, n, tiled=tiled)
+    if backward is not None:
+        check_method(backward)
+        _check_serves(backward, n)
+    check_key(key, axis)
+    fixed = fixed_leaves(leaves, values, axis)
+    grouping = group_parts(
+        request, leaves, sizes, fixed=fixed, check=lambda route: _check_serves(route.method, n)
+    )
+    check_whole(grouping, axis)
+    values = _exchange_leaves(
+        values, key, grouping=grouping, axis=axis, backward=backward, n_workers=n, **told
+    )
+    return jax.tree.unflatten(treedef, values)
+
+
+@functools.partial(
+    inlined,
+    static_argnames=(
+        "grouping", "axis", "backward", "n_workers", "split_axis", "concat_axis", "tiled",
+    ),
+)  # fmt: skip
+def _exchange_leaves(
+    values: list[Array],
+    key: Array | None,
+    *,
+    grouping: Grouping,
+    axis: Axis,
+    backward: Method | None,
+    n_workers: int,
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool,
+) -> list[Array]:
+    n, words, values = n_workers, key_words(key), list(values)
+    cut: dict[str, Any] = {"dimension": split_axis, "n_workers": n, "tiled": tiled}
+
+    def back(leaf: Leaf, blocks: Array) -> Array:
+        """The result from the blocks of all workers, [n, coordinates of a block]."""
+        block, at = slice_of(leaf, **cut), concat_axis % len(leaf.shape)
+        whole = jnp.moveaxis(from_flat(blocks, block), 0, at)
+        if not tiled:
+            return whole
+        shape = list(block.shape)
+        shape[at] *= n
+        return whole.reshape(shape)
+
+    for leaf, _ in grouping.exact:
+        split, concat = (i % len(leaf.shape) for i in (split_axis, concat_axis))
+        options = {"axis_index_groups": axis.groups, "tiled": tiled}
+        own = jnp.asarray(values[leaf.index])
+        values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
+    for bucket in grouping.buckets:
+        parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
+        blocks = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        if n > 1:
+            forth = bucket.route.of_bucket(bucket)
+            seed = bucket_seed(words, bucket.tag)
+            blocks = _exchange(blocks, seed, axis, forth, backward or forth)
+        start = 0
+        for leaf, part in zip(bucket.leaves, parts, strict=True):
+            stop = start + part.shape[1]
+            values[leaf.index], start = back(leaf, blocks[:, start:stop]), stop
+    return values
+
+
+def _send(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method) -> Array:
+    """Row j of ``x`` goes to worker j; row i of the result came from worker i."""
+    return exchange_rows(x, seed, axis=axis, method=method)
+
+
+_exchange = jax.custom_vjp(_send, nondiff_argnums=(2, 3, 4))
+
+
+def _exchange_forward(x, seed, axis, method, backward):
+    return _exchange(x, seed, axis, method, backward), seed
+
+
+def _exchange_backward(axis, method, backward, seed, cotangent):
+    # An exchange of rows is its own transpose.
+    seed = fold_seed(jnp.asarray(seed), 1)
+    return _exchange(cotangent, seed, axis, backward, backward), None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "method"))
+def exchange_rows(x: Array, seed: Seed, *, axis: Axis, method: HopMethod) -> Array:
+    """One function in the program for all buckets of the same size: [n, s] to [n, s]."""
+    method.warn(Call(axis, Direct(), seed), "all_gather")
+    with jax.named_scope(f"{type(method).__name__.lower()}_all_to_all"):
+        if isinstance(method, DynamiQ):
+            return _exchange_dynamiq(x, seed, axis, method)
+        return _exchange_plain(x, seed, axis, method)
+
+
+def _exchange_dynamiq(
+    x: Float[Array, "n s"], seed: Seed, axis: Axis, method: DynamiQ
+) -> Float[Array, "n s"]:
+    """All super-groups at one width and in their order; each block is one chunk."""
+    n, size = x.shape
+    fmt = _format(method, n)
+    group_size, width = fmt.super_group_size, fmt.widths[0]
+    rows = -(-size // group_size)  # super-groups of a block, and those of its tiles
+    whole = -(-rows // TILE_ROWS) * TILE_ROWS
+    pad = rows * group_size - size
+    flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
+    # Padding of tiles has the numbers behind all others, where kernels read zeros.
+    everyone, place = jnp.arange(n, dtype=jnp.int32), jnp.arange(whole, dtype=jnp.int32)[None]
+    spare = n * rows + everyone[:, None] * (whole - rows) + place - rows
+    order = jnp.where(place < rows, everyone[:, None] * rows + place, spare)
+    offsets = fmt.tile_words(width) * jnp.arange(whole // TILE_ROWS, dtype=jnp.int32)
+    tiles = jnp.broadcast_to(pk.pack_tiles(offsets, width), (n, whole // TILE_ROWS))
+    options = {"fmt": fmt, "backend": method.backend}
+
+    mean, sqnorm = pk.statistics(flat, super_group_size=group_size, backend=method.backend)
+    bad = ~jnp.isfinite(mean).reshape(n, rows)
+    noise = pk.slot_noise(seed_of(seed, sqnorm), n, fmt.rounding)[axis.index]
+    flags = jnp.pad(bad, ((0, 0), (0, -rows % FLAGS))).astype(jnp.uint8)
+    flags = lax.bitcast_convert_type(flags.reshape(n, -1, 4), jnp.uint32)
+    records = whole // TILE_ROWS * fmt.tile_words(width)
+    target = pk.Target(tiles, noise, records + flags.shape[1])
+    payloads = pk.compress(pk.Source(flat, None, order), everyone, target, **options)
+    arrived = axis.all_to_all(payloads.at[:, records:].set(flags))
+
+    bad = lax.bitcast_convert_type(arrived[:, records:], jnp.uint8).reshape(n, -1)[:, :rows]
+    poison = jnp.where(bad > 0, jnp.nan, jnp.float32(0)).reshape(-1)
+    poison = jnp.pad(poison, (0, n * (whole - rows)))
+    result = pk.Result(poison, order, n * rows, x.dtype)
+    return pk.decompress(arrived, tiles, everyone, result, **options).reshape(n, -1)[:, :size]
+
+
+def _exchange_plain(
+    x: Float[Array, "n s"], seed: Seed, axis: Axis, method: HopMethod
+) -> Float[Array, "n s"]:
+    """Every block is the only chunk of one worker, under the seed of sender and receiver."""
+    n, size = x.shape
+    bound = method.bind(size, 1, Direct(streams=1))
+    everyone, first = jnp.arange(n, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
+
+    def codec(block: Array, sender: Array, receiver: Array):
+        shared = method.share(None, fold_seed(seed, sender * n + receiver), bound)
+        return method.codec(block, shared, bound, dtype=x.dtype)
+
+    def encode(block: Array, receiver: Array):
+        own = codec(block, axis.index, receiver)
+        return own.encode((), first, Encoder(0, 0, 0), own.carry)[0]
+
+    def decode(payload, sender: Array) -> Array:
+        own = codec(jnp.zeros(size, x.dtype), sender, axis.index)
+        found, _ = own.decode(payload, first, Encoder(0, first, first), None, own.carry)
+        return found.reshape(-1)[:size]
+
+    arrived = axis.all_to_all(jax.vmap(encode)(x, everyone))
+    return jax.vmap(decode)(arrived, everyone)
+
+
+def _format(method: DynamiQ, n_workers: int) -> WireFormat:
+    """The wire format of one width: the widest that the method's bits hold for all."""
+    found = method.allocation(n_workers, Direct(), "all_gather")
+    return replace(found.fmt, widths=found.floors, rounding="independent")
+
+
+def _check_serves(method: Method, n_workers: int) -> None:
+    """Refuses methods that cannot encode blocks that nobody has been told about."""
+    serves = False
+    if isinstance(method, DynamiQ):
+        one = method.floor is not None or len(method.widths or ()) == 1
+        serves = one and not method.dither and not method.format.subtract_mean
+        serves = serves and _format(method, n_workers).widths[0] > 1
+    elif isinstance(method, HopMethod):
+        x = jax.ShapeDtypeStruct((1,), jnp.float32)
+        bound = method.bind(1, 1, Direct(streams=1))
+        serves = jax.eval_shape(lambda x: method.measure(x, bound), x) is None
+    if not serves:
+        raise NotImplementedError(
+            f"method={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "
+            "agreement, means, dither or state; pass dq.DynamiQ(bits=8.5), dq.comparators.MXFP8() "
+            "or dq.BF16()"
+        )
+
+
+def _check_axes(leaf: Leaf, split_axis: int, concat_axis: int, n: int, *, tiled: bool) -> None:
+    for name, at in (("split_axis", split_axis), ("concat_axis", concat_axis)):
+        if not -len(leaf.shape) <= at < len(leaf.shape):
+            raise ValueError(
+                f"{name}={at}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every "
+                "leaf has, or exchange such leaves apart"
+            )
+    length = leaf.shape[split_axis]
+    if tiled and length % n:
+        raise ValueError(
+            f"leaf {leaf.name} has {length} entries along split_axis={split_axis}, which is not a "
+            f"multiple of the {n} workers; pad it with zeros, which stay zeros"
+        )
+    if not tiled and length != n:
+        raise ValueError(
+            f"leaf {leaf.name} has {length} entries along split_axis={split_axis} and tiled=False "
+            f"needs one for each of the {n} workers; pass tiled=True"
+        )

@@ -1,0 +1,385 @@
+"""`all_to_all` against JAX's own: shapes, noise, derivatives, zeros, NaN, bytes, errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CHEAP, assert_same_bits, auto_mesh, bias, gradient, relative_error, small
+from hlo import OPERATION, arrays_of, bits_of
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax import comparators
+
+N, KEY = 4, jax.random.key(3)
+EIGHT = small(dq.DynamiQ(bits=8.5))
+SOME_SMALL = dq.Compression(dq.DynamiQ(bits=8.5), min_leaf_size=500, min_bucket_size=500)
+LARGEST_STEP = 8 / (32 * (1 + 2 + 4 + 8))
+"""Of width 8, relative to the largest magnitude of a group."""
+
+
+@functools.cache
+def ours(split, concat, tiled=True, n=N, **options):
+    """jit of (tree with leading worker axis, key) -> every worker's result."""
+
+    def one(tree, key):
+        return dq.all_to_all(tree, "data", split, concat, tiled=tiled, key=key, **options)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+
+
+def native(tree, split, concat, tiled=True):
+    """What `jax.lax` makes of the tree; axes count from the first."""
+    one = functools.partial(
+        lax.all_to_all, axis_name="data", split_axis=split, concat_axis=concat, tiled=tiled
+    )
+    return jax.jit(jax.vmap(one, axis_name="data"))(tree)
+
+
+def normal(*shape, dtype="float32"):
+    """Distinct data on all workers."""
+    x = np.random.default_rng(len(shape)).standard_normal((N, *shape))
+    return jnp.asarray(40 * x if dtype == "int32" else x, dtype)
+
+
+AXES = [(0, 0, True), (0, 1, True), (2, 0, True), (1, -1, True), (0, 0, False), (-3, 2, False)]
+
+
+@pytest.mark.parametrize(("split", "concat", "tiled"), AXES)
+def test_blocks_have_the_shapes_and_values_of_lax(split, concat, tiled):
+    """Leaves of all kinds, of which small ones and integers travel exactly."""
+    shape = [8, 12, 20] if tiled else [4, 4, 70]
+    tree = {
+        "w": normal(*shape),
+        "v": [normal(*shape, dtype="bfloat16"), normal(*shape, dtype="float16")],
+        "small": normal(4, 4, 4),
+        "i": normal(*shape, dtype="int32"),
+        "empty": normal(*shape, 0),
+    }
+    if split == -3:
+        tree["empty"] = normal(*shape)
+    found = ours(split, concat, tiled, method=SOME_SMALL)(tree, KEY)
+    axes = (split % 3, concat % 3) if split < 0 or concat < 0 else (split, concat)
+    if concat == -1:
+        del tree["empty"], found["empty"]
+    expected = native(tree, *axes, tiled)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for name in ("small", "i"):
+        assert_same_bits(found[name], expected[name])
+    pairs = (jax.tree.leaves([t["w"], t["v"]]) for t in (found, expected))
+    for left, right in zip(*pairs, strict=True):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        error = np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))
+        most = np.max(np.abs(np.asarray(right, np.float64)))
+        assert 0 < np.max(error) < most * (1.01 * LARGEST_STEP + 2.0**-8)
+        assert 1e-6 < relative_error(left, right) < 2e-4
+
+
+METHODS = {
+    "6 bits": (dq.DynamiQ(bits=6.5), 1e-3, 2e-3),
+    "scale axis": (dq.DynamiQ(bits=8.5, format=dq.Format(scale_axis=1)), 5e-5, 2e-4),
+    "16 bits": (dq.DynamiQ(widths=(16,), bits=17), 1e-6, 1e-5),
+    "mxfp8": (comparators.MXFP8(), 5e-4, 1e-3),
+    "minmax": (comparators.MinMax(bits=8), 3e-5, 1e-4),
+    "minmax, shift": (comparators.MinMax(bits=8, rounding="shift"), 1e-5, 5e-5),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_without_an_agreement(name):
+    """Blocks of very different magnitude: none is decoded as another one."""
+    method, least, most = METHODS[name]
+    magnitude = 10.0 ** np.repeat(np.arange(N * N), 2).reshape(N, 8, 1, 1)
+    x = normal(8, 16, 37) * jnp.asarray(magnitude, jnp.float32)
+    found = np.asarray(ours(0, 0, method=small(method))(x, KEY), np.float64)
+    expected = np.asarray(native(x, 0, 0), np.float64)
+    errors = np.sum((found - expected) ** 2, axis=(2, 3)) / np.sum(expected**2, axis=(2, 3))
+    assert np.all(errors < 4 * most)
+    assert least < np.mean(errors) < most
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"), [(dq.F32(), "float32"), (dq.F32(), "bfloat16"), (dq.BF16(), "bfloat16")]
+)
+def test_exact_methods_are_exact(method, dtype):
+    x = normal(8, 9, 5, dtype=dtype)
+    found = ours(0, 1, method=small(method), backward=None)(x, KEY)
+    assert_same_bits(found, native(x, 0, 1))
+
+
+def pulled(collective, x, cotangent):
+    def one(x, cotangent):
+        y, pull = jax.vjp(collective, x)
+        return y, pull(cotangent)[0]
+
+    return jax.jit(jax.vmap(one, axis_name="data"))(x, cotangent)
+
+
+def test_the_backward_pass_has_bits_and_noise_of_its_own():
+    x, cotangent = normal(8, 6, 50), gradient(1, N, 2 * 24 * 50).reshape(N, 2, 24, 50)
+    lax_one = functools.partial(
+        lax.all_to_all, axis_name="data", split_axis=0, concat_axis=1, tiled=True
+    )
+    y, exact = pulled(lax_one, x, cotangent)
+
+    def errors(method, **options):
+        own = {"tiled": True, "method": small(method), "key": KEY} | options
+        found = pulled(lambda x: dq.all_to_all(x, "data", 0, 1, **own), x, cotangent)
+        assert found[1].shape == x.shape
+        return [relative_error(*pair) for pair in zip(found, (y, exact), strict=True)]
+
+    forth, back = errors(dq.F32())  # the default: codes of 8 bits
+    assert forth == 0
+    assert 3e-5 < back < 2e-4
+    forth, back = errors(dq.DynamiQ(bits=8.5), backward=dq.F32())
+    assert 3e-5 < forth < 2e-4
+    assert back == 0
+    forth, back = errors(dq.DynamiQ(bits=8.5), backward=dq.DynamiQ(bits=5.5))
+    assert 3e-5 < forth < 2e-4
+    assert 3e-3 < back < 2e-2
+    forth, back = errors(dq.DynamiQ(bits=5.5), backward=None)
+    assert 3e-3 < forth < 2e-2
+    assert 3e-3 < back < 2e-2
+
+
+def test_rounding_backwards_is_not_that_of_the_way_forth():
+    def one(x):
+        exchange = functools.partial(
+            dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, tiled=True,
+            method=CHEAP, backward=None, key=KEY,
+        )  # fmt: skip
+        y, pull = jax.vjp(exchange, x)
+        back = pull(x)[0]
+        # An exchange of rows is its own transpose: it differs by its noise alone.
+        squared = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(exchange(x) ** 2))(x)))
+        return y, back, squared(x)
+
+    x = normal(8, 3, 64)
+    y, back, second = jax.jit(jax.vmap(one, axis_name="data"))(x)
+    assert np.mean(np.asarray(y) != np.asarray(back)) > 0.2
+    np.testing.assert_allclose(second, 2.0, rtol=0.5)  # the Hessian of a sum of squares
+
+
+def test_zeros_stay_zeros():
+    """Whole rows, such as padding and dropped tokens, and single ones among others."""
+    x = normal(8, 6, 300)
+    zero = jax.random.bernoulli(KEY, 0.3, x.shape).at[:, 2].set(True).at[:, :, 3].set(True)
+    x = jnp.where(zero, 0.0, x)
+    for method in (EIGHT, small(dq.DynamiQ(bits=5.5)), small(comparators.MXFP8())):
+        found = np.asarray(ours(0, 0, method=method)(x, KEY))
+        zeros = np.asarray(native(zero, 0, 0))
+        np.testing.assert_array_equal(found[zeros], 0.0)
+        assert np.mean(found[~zeros] != 0) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("method", "reach"), [(EIGHT, 256), (small(comparators.MXFP8()), 32), (small(dq.BF16()), 1)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dtype):
+    size = 2 * 8 * 256 - 77  # coordinates for each worker
+    x = gradient(0, N, N * size).reshape(N, N, size).astype(dtype)
+    places = [(0, 1, 300, jnp.nan), (2, 1, 0, jnp.inf), (3, 0, size - 1, -jnp.inf)]
+    sick = np.zeros((N, N, size), bool)
+    for sender, receiver, at, value in places:
+        x = x.at[sender, receiver, at].set(value)
+        sick[receiver, sender, at // reach * reach : (at // reach + 1) * reach] = True
+    found = np.asarray(ours(0, 0, method=method)(x, KEY), np.float32)
+    np.testing.assert_array_equal(np.isfinite(found), ~sick)
+    if reach > 1:
+        assert np.all(np.isnan(found[sick]))
+
+
+def test_shard_map_and_pmap_give_the_bits_of_vmap():
+    """Forth and back, whether JAX checks what varies or not."""
+    n = 8
+    x = gradient(1, n, n * 2 * 300).reshape(n, n * 2, 300)
+
+    def one(x, key):
+        def there(x):
+            return dq.all_to_all(x, "data", 0, 1, tiled=True, method=CHEAP, backward=None, key=key)
+
+        y, pull = jax.vjp(there, x)
+        return y, pull(y)[0]
+
+    expected = jax.jit(jax.vmap(one, (0, None), axis_name="data"))(x, KEY)
+    assert 1e-3 < relative_error(expected[1], x) < 0.1
+
+    def mapped(x, key):
+        return jax.tree.map(lambda y: y[None], one(x[0], key))
+
+    for check in (True, False):
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check}
+        run = jax.jit(jax.shard_map(mapped, mesh=auto_mesh(n), **specs))
+        assert_same_bits(run(x, KEY), expected)
+    pmapped = jax.pmap(one, in_axes=(0, None), axis_name="data")(x, KEY)
+    assert_same_bits(jax.tree.map(np.asarray, pmapped), jax.tree.map(np.asarray, expected))
+
+
+def test_groups_of_workers_and_tuples_of_axes():
+    """Numbers of workers are those within a group, and row-major over several axes."""
+    x = normal(8, 40)
+    specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": P("data")}
+
+    def run(collective, names="data", specs=specs, **options):
+        def one(x):
+            return collective(x[0], names, 0, 1, tiled=True, **options)[None]
+
+        return jax.jit(jax.shard_map(one, **specs))(x)
+
+    exact = {"method": small(dq.F32()), "backward": None}
+    groups = {"axis_index_groups": [[0, 2], [3, 1]]}
+    expected = run(lax.all_to_all, specs=specs | {"check_vma": False}, **groups)
+    for check in (True, False):
+        checked = specs | {"check_vma": check}
+        assert_same_bits(run(dq.all_to_all, specs=checked, **groups, **exact), expected)
+        noisy = run(dq.all_to_all, specs=checked, **groups, method=EIGHT)
+        assert 1e-6 < relative_error(noisy, expected) < 2e-4
+    names, types = ("node", "gpu"), (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:N], axis_types=types)
+    over = {"mesh": mesh, "in_specs": P(names), "out_specs": P(names)}
+    expected = run(lax.all_to_all)
+    assert_same_bits(run(lax.all_to_all, names, over), expected)
+    assert_same_bits(run(dq.all_to_all, names, over, **exact), expected)
+    assert 1e-6 < relative_error(run(dq.all_to_all, names, over, method=EIGHT), expected) < 2e-4
+
+
+@pytest.mark.parametrize(("bits", "width"), [(8.5, 8), (6.5, 6), (5.4, 5), (6, 5)])
+def test_bytes_are_those_of_the_width(bits, width):
+    """One collective forth and one back; scales and flags take 11/32 bits of a coordinate."""
+    n, size = 8, 8 * 16 * 2048
+
+    def one(x):
+        method = small(dq.DynamiQ(bits=bits))
+        exchange = functools.partial(
+            dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, tiled=True, method=method
+        )
+        y, pull = jax.vjp(lambda x: exchange(x[0], backward=None), x)
+        return pull(y)[0]
+
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    run = jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
+    x = jax.ShapeDtypeStruct((n, 8 * 16, 2048), jnp.bfloat16)
+    hlo = run.lower(x).compile().as_text()
+    found = [match for match in map(OPERATION.search, hlo.splitlines()) if match]
+    assert [match["name"] for match in found] == ["all-to-all"] * 2
+    for match in found:
+        moved = sum(bits_of(*array) for array in arrays_of(match["type"]))
+        assert moved == size * (width + 11 / 32)
+        assert moved <= size * bits
+
+
+def test_rounding_is_unbiased_and_new_for_every_key():
+    """C = 2048 and N = 100 keys; see test_psum."""
+    x, samples = gradient(0, 2, 2 * 2048).reshape(2, 2, 2048), 100
+    exchange = ours(0, 0, n=2, method=small(dq.DynamiQ(bits=2.5)))
+    with pytest.warns(UserWarning, match="slows training with Adam"):
+        first = exchange(x, KEY)
+    assert_same_bits(exchange(x, KEY), first)
+    exact = np.asarray(native(x, 0, 0), np.float64)
+    total, squared = np.zeros((2, *exact.shape))
+    for key in jax.random.split(KEY, samples):
+        error = np.asarray(exchange(x, key)) - exact
+        total, squared = total + error, squared + error**2
+    assert 1e-3 < np.sum(squared) / samples / np.sum(exact**2) < 1
+    found = bias(total, squared, samples, exact, blocks=4)
+    assert found.worst_score() < 6
+    assert abs(np.mean(found.spread) - 1) < 0.1
+
+
+def test_noise_without_a_key_follows_the_data():
+    x = jnp.broadcast_to(gradient(0, 1, 2048)[:, None], (N, N, 2048))
+    exchange = ours(0, 0, method=CHEAP)
+    found, again = exchange(x, None), exchange(x, None)
+    assert_same_bits(found, again)
+    # Workers that send the same round by noise of their own, and to every receiver by another.
+    assert np.mean(np.asarray(found[0, 0]) != np.asarray(found[0, 1])) > 0.2
+    assert np.mean(np.asarray(found[0, 0]) != np.asarray(found[1, 0])) > 0.2
+    other = exchange(x.at[0, 0, 0].mul(1.01), None)
+    assert np.mean(np.asarray(found[1, 0]) != np.asarray(other[1, 0])) > 0.2
+    assert_same_bits(found[1, 1], other[1, 1])  # another sender's
+
+
+def test_blocks_are_encoded_without_copies():
+    """With split_axis 0 the kernels read the activations as they are."""
+
+    def moves(split, size):
+        x = jax.ShapeDtypeStruct((N, N * 2, N, size), jnp.float16)
+        options = {"split_axis": split, "concat_axis": 0, "tiled": True, "method": EIGHT}
+        one = functools.partial(dq.all_to_all, axis_name="data", **options)
+        text = str(jax.make_jaxpr(jax.vmap(one, axis_name="data"))(x))
+        whole = N * N * 2 * N * size
+        found = re.findall(r":f16\[([\d,]+)\] = (transpose|pad|concatenate|copy)\b", text)
+        # A pad by nothing has operand and result of one size, and XLA drops it.
+        return [name for shape, name in found if np.prod(eval(f"[{shape}]")) != whole or name != "pad"]
+
+    assert moves(0, 256) == []
+    assert "transpose" in moves(1, 256)
+    assert "pad" in moves(0, 100)
+
+
+def traced(shape, *axes, n=N, **options):
+    options = {"tiled": True} | options
+    x = {"x": jax.ShapeDtypeStruct((n, *shape), jnp.float32)}
+    one = functools.partial(dq.all_to_all, axis_name="data", **options)
+    mapped = jax.vmap(lambda x: one(x, split_axis=axes[0], concat_axis=axes[1]), axis_name="data")
+    return jax.eval_shape(mapped, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "options", "texts"),
+    [
+        ((8, 3), (1, 0), {}, ["leaf ['x'] has 3 entries", "split_axis=1", "the 4 workers", "pad"]),
+        ((8, 3), (0, 0), {"tiled": False}, ["8 entries", "each of the 4 workers", "tiled=True"]),
+        ((8, 3), (2, 0), {}, ["split_axis=2", "shape (8, 3)", "every leaf has"]),
+        ((8, 3), (0, -3), {}, ["concat_axis=-3", "shape (8, 3)", "every leaf has"]),
+        ((), (0, 0), {}, ["split_axis=0", "shape ()"]),
+        ((8,), (0, 0), {"method": 5}, ["method=5 is not a method"]),
+        ((8,), (0, 0), {"backward": 5}, ["method=5 is not a method"]),
+        ((8,), (0, 0), {"key": 7}, ["key=7 is not a PRNG key"]),
+    ],
+)
+def test_malformed_arguments_are_refused(shape, axes, options, texts):
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, texts))):
+        traced(shape, *axes, **options)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        dq.DynamiQ(dither=True),
+        dq.DynamiQ(floor=None),
+        dq.DynamiQ(widths=(1, 8), bits=3, floor=1),
+        dq.DynamiQ(format=dq.Format(subtract_mean=True)),
+        dq.ErrorFeedback(dq.DynamiQ()),
+        comparators.MXFP8(sum="shared-scale"),
+        comparators.THC(),
+        comparators.GlobalQSGD(),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_methods_that_need_more_are_refused(method):
+    text = "all_to_all encodes at one width.*pass dq.DynamiQ"
+    with pytest.raises(NotImplementedError, match=text):
+        traced((8, 4096), 0, 0, method=small(method))
+    with pytest.raises(NotImplementedError, match=text):
+        traced((8, 4096), 0, 0, backward=method)
+
+
+def test_other_refusals():
+    with pytest.raises(NameError, match="call all_to_all under `jax.shard_map`"):
+        dq.all_to_all(jnp.ones((8, 8)), "data", 0, 0)
+    one = functools.partial(
+        dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, method=CHEAP
+    )
+    x = jnp.ones((N, N, 5))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.vmap(lambda x: jax.jvp(one, (x,), (x,)), axis_name="data")(x)
+    with pytest.raises(NotImplementedError, match="no groups"):
+        jax.vmap(lambda x: one(x, axis_index_groups=[[0, 1], [2, 3]]), axis_name="data")(x)
