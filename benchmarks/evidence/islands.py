@@ -149,8 +149,8 @@ def make_trainer(task: Task, exchange: Exchange, every: int) -> Any:
     """The program that trains a model for every seed.
 
     Its arguments are those of `training_run.make_trainer`, and rate and momentum of outer steps. It
-    returns the validation loss [S] of the copy, the training losses [S, steps], and the largest
-    difference between the workers' copies [S].
+    returns the validation loss [S] of the copy, and the largest difference between the workers'
+    copies [S].
     """
     shape, inner = task.shape, make_optimizer("adamw", task.steps)
 
@@ -160,24 +160,23 @@ def make_trainer(task: Task, exchange: Exchange, every: int) -> Any:
 
         def local_step(carry: Any, tokens: Array) -> Any:
             params, state = carry
-            own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
+            grads = jax.grad(partial(loss, shape))(params, tokens)
             updates, state = inner.update(grads, state, params)
             params = jax.tree.map(lambda p, u: p + peak * u, params, updates)
-            return (params, state), own_loss
+            return (params, state), None
 
         def worker_round(copy: Any, states: Any, tokens: Array) -> Any:
             """One worker's local steps, and its part of the outer step."""
-            (local, state), losses = lax.scan(local_step, (copy, states[0]), tokens)
+            (local, state), _ = lax.scan(local_step, (copy, states[0]), tokens)
             moved = unstack(jax.tree.map(jnp.subtract, copy, local))
             updates, outer_state = outer.update(moved, states[1], unstack(copy))
             copy = jax.tree.map(jnp.add, copy, stack(updates))
-            return copy, (state, outer_state), losses
+            return copy, (state, outer_state)
 
         def one_round(carry: Any, own: Array) -> Any:
             tokens = text[own[..., None] + jnp.arange(shape.seq_len + 1)]
             tokens = tokens.reshape(every, WORKERS, shape.sequences, -1)
-            *carry, losses = jax.vmap(worker_round, (0, 0, 1), axis_name=AXIS)(*carry, tokens)
-            return tuple(carry), losses.mean(axis=0)
+            return jax.vmap(worker_round, (0, 0, 1), axis_name=AXIS)(*carry, tokens), None
 
         def first(params: Any) -> Any:
             return params, (inner.init(params), outer.init(unstack(params)))
@@ -186,13 +185,13 @@ def make_trainer(task: Task, exchange: Exchange, every: int) -> Any:
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (WORKERS, *x.shape)), params)
         carry = jax.vmap(first, axis_name=AXIS)(copies)
         rounds = starts.reshape(-1, every, starts.shape[-1])
-        (copies, _), losses = lax.scan(one_round, carry, rounds)
+        (copies, _), _ = lax.scan(one_round, carry, rounds)
         apart = [jnp.max(jnp.abs(x - x[:1])) for x in jax.tree.leaves(copies)]
         params = jax.tree.map(lambda x: x[0], copies)
         rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
         validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
         apart = jnp.max(jnp.stack(apart))
-        return {"validation_loss": validation, "losses": losses.reshape(-1), "apart": apart}
+        return {"validation_loss": validation, "apart": apart}
 
     return jax.jit(jax.vmap(train, (None, None, 0, 0, None, None, None, None)))
 
@@ -235,8 +234,7 @@ def train_row(program: Any, task: Task, settings: dict[str, Any], at_once: int) 
         "settings": settings,
         "kilobytes_per_step": parse(settings["row"]).kilobytes(params) / settings["every"],
         "seconds": round(time.perf_counter() - start, 1),
-        "validation_loss": [float(x) for x in result["validation_loss"]],
-        "training_loss": [float(x) for x in result["losses"].mean(axis=0)[:: settings["every"]]],
+        "validation_loss": [float(f"{x:.7g}") for x in result["validation_loss"]],
     }
 
 
