@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dynamiq_jax as dq
+from dynamiq_jax.tree.leaves import joined
 
 COMPRESSED = ("float32", "bfloat16", "float16")
 EXACT = ("int32", "bool", "complex64", "uint8")
@@ -175,3 +176,15 @@ def test_python_numbers_and_unmapped_values():
     np.testing.assert_array_equal(result[0], [6.0] * 4)
     np.testing.assert_array_equal(result[1], [10.0] * 4)
     np.testing.assert_array_equal(result[2], [12] * 4)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_parts_are_joined_alike_on_gpus(monkeypatch, mapped):
+    parts = [jnp.arange(6.0).reshape(2, 3), jnp.zeros((2, 0)), -jnp.ones((2, 4))]
+    expected = joined(parts)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = jax.jit(jax.vmap(joined) if mapped else joined)(parts)
+    np.testing.assert_array_equal(found, expected)
+    text = jax.jit(joined).lower(parts).as_text()
+    assert "concatenate" not in text
+    assert text.count("dynamic_update_slice ") == len(parts)

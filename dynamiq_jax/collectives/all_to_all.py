@@ -30,7 +30,7 @@ from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.request.agreement import compare_first
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Grouping, Leaf, describe_leaves, from_flat
+from dynamiq_jax.tree.leaves import Grouping, Leaf, describe_leaves, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
@@ -160,7 +160,7 @@ def _exchange_leaves(
         values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
     for bucket in grouping.buckets:
         parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
-        blocks = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        blocks = joined(parts)
         if n > 1:
             forth = bucket.route.of_bucket(bucket)
             seed = bucket_seed(words, bucket.tag)

@@ -30,6 +30,7 @@ from dynamiq_jax.tree.leaves import (
     concatenate,
     describe_leaves,
     from_flat,
+    joined,
     to_flat,
 )
 from dynamiq_jax.tree.placement import check_whole
@@ -119,7 +120,7 @@ def _scatter_leaves(
         values[leaf.index] = from_flat(total, slice_of(leaf, **cut))
     for bucket in grouping.buckets:
         parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
-        x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        x = joined(parts)
         exact = axis.psum_scatter
         method, topology = bucket.route.halves()
         run = _scatter_bucket if axis.several_vmapped else _scatter_alike

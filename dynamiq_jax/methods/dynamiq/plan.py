@@ -9,7 +9,7 @@ widened to the floor, and then the next upgrade is always the one that removes m
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ def assign_widths(
     left = budget - sum(
         tiles_of[levels] * words for levels, words in zip(now, tables.words, strict=True)
     )
-    offset, width = tile * least, narrowest
+    offset, width = tile * least, jnp.int32(narrowest)
     for levels, further, words, wider in zip(now, then, tables.words, tables.wider, strict=True):
         # What is left pays for the next upgrade in part.
         more = jnp.where(further > levels, jnp.maximum(left // words, 0), 0)
