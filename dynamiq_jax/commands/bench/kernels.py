@@ -6,7 +6,8 @@ back-to-back and waited for once, so that their dispatch hides behind the device
 
 Bytes moved are those an ideal kernel reads and writes once: the gradient, payload records,
 per-super-group means and order, results. *Copy* is XLA's ``x + 1`` on the same bf16 array; its
-bandwidth, measured in the same rounds, is the ceiling that the last column refers to.
+bandwidth, measured in the same rounds, is the ceiling that the last column refers to. *Join* brings
+the leaves of a bucket into one array.
 """
 
 import math
@@ -24,6 +25,7 @@ from dynamiq_jax.methods.dynamiq.allocation import Allocation
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
 from dynamiq_jax.topologies import Direct, Stage
+from dynamiq_jax.tree.leaves import joined
 from pallas_kernels import (
     Backend,
     Input,
@@ -38,6 +40,9 @@ from pallas_kernels import (
     slot_noise,
     statistics,
 )
+
+LEAVES = 20
+"""How many leaves *join* has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +113,7 @@ def bench_kernels(
     in_flight: int | None = None,
     backend: Backend | None = None,
 ) -> list[KernelRow]:
-    """Times statistics, the plan and the three coding kernels on the default device.
+    """Times joining of leaves, statistics, the plan and the three coding kernels on a device.
 
     Args:
       coords: bf16 coordinates of the gradient.
@@ -146,6 +151,7 @@ def bench_kernels(
         chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
     cases = [
         _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
+        _join_case(x),
         _statistics_case(x, ran),
     ]
     cases.append(_plan_case(x, chunks[0][1], label, ran))
@@ -175,6 +181,11 @@ def bench_kernels(
             )
         )
     return report
+
+
+def _join_case(x: jax.Array) -> _Case:
+    parts = jnp.array_split(x, LEAVES)
+    return _Case(f"join {LEAVES} leaves", "", partial(jax.jit(joined), parts), 2 * x.nbytes, "xla")
 
 
 def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
