@@ -6,8 +6,8 @@ back-to-back and waited for once, so that their dispatch hides behind the device
 
 Bytes moved are those an ideal kernel reads and writes once: the gradient, payload records,
 per-super-group means and order, results. *Copy* is XLA's ``x + 1`` on the same bf16 array; its
-bandwidth, measured in the same rounds, is the ceiling that the last column refers to. *Join* brings
-the leaves of a bucket into one array.
+bandwidth, measured in the same rounds, is the ceiling that the last column refers to. *Join
+leaves* brings 20 leaves into one array, as the leaves of a bucket.
 """
 
 import math
@@ -42,7 +42,7 @@ from pallas_kernels import (
 )
 
 LEAVES = 20
-"""How many leaves *join* has."""
+"""How many leaves are joined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +151,7 @@ def bench_kernels(
         chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
     cases = [
         _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
-        _join_case(x),
+        *_join_cases(x),
         _statistics_case(x, ran),
     ]
     cases.append(_plan_case(x, chunks[0][1], label, ran))
@@ -183,9 +183,15 @@ def bench_kernels(
     return report
 
 
-def _join_case(x: jax.Array) -> _Case:
-    parts = jnp.array_split(x, LEAVES)
-    return _Case(f"join {LEAVES} leaves", "", partial(jax.jit(joined), parts), 2 * x.nbytes, "xla")
+def _join_cases(x: jax.Array) -> list[_Case]:
+    """What joins the leaves of a bucket, and XLA's concatenation of the same leaves."""
+    ends = [x.size * i // LEAVES // 256 * 256 for i in range(1, LEAVES)]
+    parts = jnp.split(x, ends)
+    calls = {"join leaves": joined, "concatenate leaves": jnp.concatenate}
+    return [
+        _Case(name, "", partial(jax.jit(call), parts), 2 * x.nbytes, "xla")
+        for name, call in calls.items()
+    ]
 
 
 def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
