@@ -184,7 +184,7 @@ def bench_kernels(
 
 
 def _join_cases(x: jax.Array) -> list[_Case]:
-    """What joins the leaves of a bucket, and XLA's concatenation of the same leaves."""
+    """Joining of leaves as in a bucket, and XLA's concatenation of the same leaves."""
     ends = [x.size * i // LEAVES // 256 * 256 for i in range(1, LEAVES)]
     parts = jnp.split(x, ends)
     calls = {"join leaves": joined, "concatenate leaves": jnp.concatenate}
