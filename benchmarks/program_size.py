@@ -1,8 +1,9 @@
 """The size of the program of one `psum`: seconds to trace and to lower, and lines of StableHLO.
 
     python benchmarks/program_size.py --workers 8,64,256
+    python benchmarks/program_size.py --workers 8,64,256 --platform cuda    # without a GPU
 
-Nothing is compiled or run: virtual CPU devices stand for the workers. The trees are one leaf of
+Nothing is compiled or run: virtual CPU devices stand for the workers, whatever the platform. The trees are one leaf of
 11.5 M coordinates, and 291 leaves of 1.5 G coordinates like those of a LLaMA. `lax.pmean` is beside
 every tree.
 """
@@ -10,6 +11,7 @@ every tree.
 import os
 import time
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
@@ -30,6 +32,7 @@ def main(
     topologies: Annotated[str, typer.Option(help="some of them")] = TOPOLOGIES,
     trees: Annotated[str, typer.Option(help="leaf, llama")] = "leaf,llama",
     bits: float = 5.0,
+    platform: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Traces, lowers and prints a table."""
     counts = [int(text) for text in workers.split(",")]
@@ -40,6 +43,11 @@ def main(
     import jax.numpy as jnp
 
     import dynamiq_jax as dq
+    import pallas_kernels.backend
+
+    if platform == "cuda":  # as if GPUs were there: which kernels are lowered follows from it
+        mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True).start()
+        mock.patch.object(jax, "default_backend", lambda: "gpu").start()
 
     P = jax.P
     shapes = {"leaf": {"w": (11_534_336,)}, "llama": llama()}
@@ -57,7 +65,7 @@ def main(
         start = time.perf_counter()
         traced = mapped.trace(args)
         middle = time.perf_counter()
-        lines = traced.lower().as_text().count("\n")
+        lines = traced.lower(lowering_platforms=(platform,)).as_text().count("\n")
         seconds = middle - start, time.perf_counter() - middle
         print(
             f"| {tree} | {n} | {name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {lines:,} |",
