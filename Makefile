@@ -44,6 +44,7 @@ errors: $(VENV)/.installed-dev
 
 figures: $(VENV)/.installed-dev
 	$(VENV)/bin/python benchmarks/evidence/plot_speedups.py
+	$(VENV)/bin/python benchmarks/evidence/training_report.py
 	$(VENV)/bin/python benchmarks/evidence/comparison.py --write
 	$(VENV)/bin/python benchmarks/evidence/time_to_accuracy.py --tolerance 0.5 \
 	  --losses benchmarks/evidence/results/time_to_accuracy_losses.json \

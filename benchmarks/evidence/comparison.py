@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 import typer
+from method_titles import TITLES
 from time_to_accuracy import NONE, Curve, Result, combine, read_curves
 from training import difference
 from training_model import INITS, MODELS, init, unstack
@@ -63,44 +64,6 @@ LOSSES: Mapping[str, Losses] = {
 }
 """By the table's name. DynamiQ's rows of training.json, whose groups are of
 other coordinates, count only where there are none of today's: those with error feedback."""
-
-TITLES: Mapping[str, str] = {
-    "bf16-psum": "bf16 psum",
-    "dynamiq": "**DynamiQ**",
-    "dynamiq-dither": "**DynamiQ**, dither",
-    "dynamiq-axis": "**DynamiQ**, `scale_axis`",
-    "dynamiq-dither-axis": "**DynamiQ**, dither, `scale_axis`",
-    "dynamiq-memory": "DynamiQ, error feedback, groups of neighbours",
-    "dynamiq-ef14": "DynamiQ, error feedback EF14",
-    "dynamiq-ef21": "DynamiQ, error feedback EF21",
-    "mxfp8": "MXFP8",
-    "mxfp6": "MXFP6",
-    "mxfp4": "MXFP4",
-    "mxfp4-stochastic": "MXFP4, random rounding",
-    "mxfp4-ef14": "MXFP4, error feedback EF14",
-    "mxfp4-ef21": "MXFP4, error feedback EF21",
-    "thc": "THC",
-    "thc-saturating": "THC, saturating sums",
-    "omnireduce": "OmniReduce",
-    "topk-chunked": "Chunked top-k, no memory",
-    "topk-chunked-memory": "Chunked top-k",
-    "minmax": "MinMax, random rounding (QSDP's)",
-    "flash": "MinMax, to nearest (Flash Communication's)",
-    "qsgd": "Global-QSGD",
-    "qsgd-exponential": "Global-QSGD, exponential",
-    "marsit": "Marsit",
-    "powersgd": "PowerSGD, rank 4, no memory",
-    "powersgd-memory": "PowerSGD, rank 4",
-    "arc-top-k": "ARC-Top-K, no memory",
-    "arc-top-k-memory": "ARC-Top-K",
-    "clt-k": "CLT-k, no memory",
-    "clt-k-memory": "CLT-k",
-    "sidco": "SIDCo, no memory",
-    "sidco-memory": "SIDCo",
-    "perm-k": "PermK",
-    "liec": "LIEC, around MinMax with 4 bits",
-}
-"""What the page calls methods, by their names on the command line without bits."""
 
 DEFAULTS = {"thc": "thc:4", "omnireduce": "omnireduce:8"}
 """What methods without bits in their name mean."""

@@ -10,11 +10,12 @@ import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from method_titles import colour, title
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "results" / "speedups.json"
 PICTURE = HERE.parents[1] / "docs" / "speedups.png"
-COLOURS = {"5": "#9ecae1", "4": "#4292c6", "3.5": "#084594"}
+BITS = ("5", "4", "3.5")
 
 
 def speedups(row: dict) -> dict[str, float]:
@@ -26,11 +27,12 @@ def draw(data: dict) -> Figure:
     """Bars for every row, one for each number of bits, and a line where psum stands."""
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(COLOURS)
-    for place, (bits, colour) in enumerate(COLOURS.items()):
+    width = 0.8 / len(BITS)
+    for place, bits in enumerate(BITS):
+        method = f"dynamiq:{bits}"
         heights = [speedups(row)[bits] for row in data["rows"]]
         at = [number + (place - 1) * width for number in range(len(heights))]
-        bars = axes.bar(at, heights, 0.92 * width, color=colour, label=f"{bits} bits")
+        bars = axes.bar(at, heights, 0.92 * width, color=colour(method), label=title(method))
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     names = [f"{row['links']}\n{row['size']}" for row in data["rows"]]

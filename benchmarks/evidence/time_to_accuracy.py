@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from method_titles import colour, title
 from rich.console import Console
 from rich.table import Column, Table
 from training import CURVE_WINDOW, difference
@@ -208,17 +209,20 @@ def plot(file: Path, curves: Mapping[str, Curve], results: Sequence[Result]) -> 
     from matplotlib.figure import Figure
 
     carriers = list(dict.fromkeys(r.transport for r in results))
-    figure = Figure(figsize=(5 * len(carriers) + 1, 4), layout="constrained")
+    figure = Figure(figsize=(4 * len(carriers), 4), layout="constrained")
     panels = figure.subplots(1, len(carriers), squeeze=False)[0]
     for axes, carrier in zip(panels, carriers, strict=True):
-        for r in (r for r in results if r.transport == carrier):
+        own = [r for r in results if r.transport == carrier]
+        for r in sorted(own, key=lambda r: (-r.step_ms, r.timed_as != r.method)):
+            dashes = "--" if r.timed_as != r.method else "-"  # over the curve of equal steps
             curve = curves[r.method]
             seconds = curve.middles * r.step_ms / 1e3
-            axes.plot(seconds[1:], curve.losses.mean(axis=0)[1:], label=r.method)
+            loss = curve.losses.mean(axis=0)
+            axes.plot(seconds[1:], loss[1:], dashes, color=colour(r.method), label=title(r.method))
         axes.set(title=carrier, xlabel="seconds", ylabel="training loss (nats/token)")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=200)
 
 
 def _loss(r: Result) -> str:

@@ -1,9 +1,18 @@
-"""Tables and plots of `training.py`, from the rows that it keeps."""
+"""Tables and plots of `training.py`, from the rows that it keeps.
 
+    python benchmarks/evidence/training_report.py
+
+This command draws ``docs/training-quality.png``: AdamW's losses with 1.1 M and 17 M parameters over
+`Direct` and `Ring`, from ``results/dither.json`` and, where that has no row,
+``results/training.json``.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from method_titles import colour, title
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -108,9 +117,11 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
 
 
-MARKERS = {"direct": "o", "ring": "s", "butterfly": "^", "native": "D"}
-STYLES = {"direct": "-", "ring": "--", "butterfly": ":", "native": "-."}
+WAYS = {"butterfly": "over Butterfly", "direct": "over Direct", "ring": "over Ring"}
+STYLES = {"direct": "o-", "ring": "s--", "butterfly": "^:", "native": "D-."}
 X_TICKS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16, 32)
+MODEL_TITLES = {"tiny": "1.1 M parameters", "mid": "17 M parameters", "125m": "125 M parameters"}
+INIT_TITLES = {"gpt2": "GPT-2's initialisation", "unit": "unit variance"}
 
 
 def plot(file: Path, rows: Sequence[Row]) -> None:
@@ -119,30 +130,28 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
     Rows that diverged have no difference and are not drawn.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     drawn = [row for row in rows if row["settings"]["method"] != "exact"]
     drawn = [row for row in drawn if row["summary"]["validation"]["percent"] is not None]
     groups = panels(drawn)
     across = min(len(groups), 2) or 1
     down = -(-len(groups) // across) or 1
-    figure = Figure(figsize=(5.5 * across + 2, 4 * down), layout="constrained")
+    figure = Figure(figsize=(4 * across, 3.1 * down + 1.2), layout="constrained")
     grid: Any = list(figure.subplots(down, across, squeeze=False).flat)
-    families = list(dict.fromkeys(_curve(row)[0] for row in drawn))
-    bits = [_bits(row) for row in drawn]
-    ticks = [t for t in X_TICKS if bits and 0.9 * min(bits) <= t <= 1.1 * max(bits)]
-    handles: dict[str, Any] = {}
     for axes, (key, own) in zip(grid, groups.items(), strict=False):
-        for curve in dict.fromkeys(map(_curve, own)):
-            points = sorted((r for r in own if _curve(r) == curve), key=_bits)
+        for name, topology in dict.fromkeys(map(_curve, own)):
+            points = sorted((r for r in own if _curve(r) == (name, topology)), key=_bits)
             differences = [row["summary"]["validation"] for row in points]
-            family, topology = curve
-            handles[" ".join(curve)] = axes.errorbar(
+            axes.errorbar(
                 [_bits(row) for row in points],
                 [d["percent"] for d in differences],
                 [d["error"] or 0.0 for d in differences],
-                color=f"C{families.index(family) % 10}", marker=MARKERS.get(topology, "x"),
-                linestyle=STYLES.get(topology, "-"), capsize=3, markersize=5, linewidth=1.2,
+                color=colour(name), fmt=STYLES.get(topology, "x-"), capsize=2, markersize=4,
+                linewidth=1.2,
             )  # fmt: skip
+        bits = [_bits(row) for row in own]
+        ticks = [t for t in X_TICKS if 0.9 * min(bits) <= t <= 1.1 * max(bits)]
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set_ylim(min(-0.05, 2 * min(r["summary"]["validation"]["percent"] for r in own)))
@@ -151,15 +160,25 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
         axes.set_xlabel("wire bits per coordinate")
-        axes.set_ylabel("validation loss, difference in %")
-        axes.set_title("\n".join(titles(key)), fontsize="small")
+        axes.set_title(_heading(key), fontsize=9)
         axes.grid(alpha=0.3)
     for axes in grid[len(groups) :]:
         axes.set_axis_off()
-    if handles:
-        names = sorted(handles)
-        figure.legend([handles[name] for name in names], names, loc="outside right upper")
-    figure.savefig(file, dpi=150)
+    figure.supylabel("validation loss, difference from the exact mean in %", fontsize="medium")
+    names = sorted({name for name, _ in map(_curve, drawn)}, key=title)
+    lines = {title(name): Line2D([], [], color=colour(name), linewidth=3) for name in names}
+    for way in sorted({way for _, way in map(_curve, drawn)} & {*WAYS}):
+        marker, dashes = STYLES[way][0], STYLES[way][1:]
+        lines[WAYS[way]] = Line2D([], [], color="grey", marker=marker, linestyle=dashes)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(file, dpi=200)
+
+
+def _heading(key: tuple) -> str:
+    model, init, optimiser, *_ = key
+    names = [MODEL_TITLES.get(model, model), INIT_TITLES.get(init, init)]
+    names += [optimiser] * (optimiser != "adamw")
+    return f"{', '.join(names)}\n{titles(key)[1]}"
 
 
 def _bits(row: Row) -> float:
@@ -169,3 +188,28 @@ def _bits(row: Row) -> float:
 def _curve(row: Row) -> tuple[str, str]:
     """The method without its bits, and the topology."""
     return row["settings"]["method"].partition(":")[0], row["settings"]["topology"]
+
+
+OF_THE_PAGE = (
+    "dynamiq", "dynamiq-dither", "dynamiq-dither-axis", "dynamiq-mse", "mxfp8", "mxfp6", "mxfp4",
+    "bf16-psum",
+)  # fmt: skip
+"""Methods of the page's picture, without their bits."""
+
+
+def rows_of_the_page() -> list[Row]:
+    """Rows of the page's picture; the first file that has one counts."""
+    results = Path(__file__).resolve().parent / "results"
+    found: dict[tuple, Row] = {}
+    for file in ("dither.json", "training.json"):
+        for row in json.loads((results / file).read_text())["rows"]:
+            s, (name, topology) = row["settings"], _curve(row)
+            wanted = s["model"] in ("tiny", "mid") and s["optimiser"] == "adamw"
+            if wanted and name in OF_THE_PAGE and topology != "butterfly":
+                key = *(s[part] for part in PANEL), s["method"], topology
+                found.setdefault(key, row)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    plot(Path(__file__).resolve().parents[2] / "docs" / "training-quality.png", rows_of_the_page())
