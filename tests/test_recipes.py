@@ -27,7 +27,7 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "optax", "accumulation", "checkpoint", "sharded", "sharded jit", "nnx map",
     "nnx", "linen", "meshes", "several hosts", "scan", "fsdp", "sequential", "loop", "loss scaling",
-    "weight", "budget", "grid", "packets", "by path", "by step", "metrics",
+    "weight", "budget", "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_at_most_three_lines_change():
         "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "sharded": 1,
         "sharded jit": 0, "nnx map": 3, "nnx": 3, "linen": 3, "meshes": 0, "several hosts": 2,
         "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "loss scaling": 1, "weight": 1,
-        "budget": 1, "grid": 1, "packets": 2, "by path": 0, "by step": 3, "metrics": 0,
+        "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 
@@ -285,14 +285,6 @@ def test_a_grid(run, capsys):
     )
     assert all(np.array_equal(other, model) for other in others)
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
-
-
-@pytest.mark.release
-def test_lost_packets(run, capsys):
-    found = run("packets")
-    (promised,) = re.findall(r"^# (loss .*%)$", RECIPES[NAMES.index("packets")], re.MULTILINE)
-    assert capsys.readouterr().out == f"{promised} of their way behind\n"
-    assert len({copy.tobytes() for copy in np.asarray(found["copies"])}) == 8
 
 
 def test_by_path(run, capsys):
