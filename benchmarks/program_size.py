@@ -3,9 +3,9 @@
     python benchmarks/program_size.py --workers 8,64,256
     python benchmarks/program_size.py --workers 8,64,256 --platform cuda    # without a GPU
 
-Nothing is compiled or run: virtual CPU devices stand for the workers, whatever the platform. The trees are one leaf of
-11.5 M coordinates, and 291 leaves of 1.5 G coordinates like those of a LLaMA. `lax.pmean` is beside
-every tree.
+Nothing is compiled or run: virtual CPU devices stand for the workers, whatever the platform. The
+trees are one leaf of 11.5 M coordinates, and 291 leaves of 1.5 G coordinates like those of a LLaMA.
+`lax.pmean` is beside every tree.
 """
 
 import os
