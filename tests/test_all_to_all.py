@@ -317,7 +317,9 @@ def test_blocks_are_encoded_without_copies():
         whole = N * N * 2 * N * size
         found = re.findall(r":f16\[([\d,]+)\] = (transpose|pad|concatenate|copy)\b", text)
         # A pad by nothing has operand and result of one size, and XLA drops it.
-        return [name for shape, name in found if np.prod(eval(f"[{shape}]")) != whole or name != "pad"]
+        return [
+            name for shape, name in found if np.prod(eval(f"[{shape}]")) != whole or name != "pad"
+        ]
 
     assert moves(0, 256) == []
     assert "transpose" in moves(1, 256)
