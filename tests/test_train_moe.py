@@ -1,0 +1,164 @@
+"""The example of experts: its layer against a loop over tokens, training, and what travels."""
+
+import os
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from cases import auto_mesh, relative_error, small
+from flax import nnx
+from hlo import OPERATION, arrays_of, bits_of
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import llm_model
+import train_llm
+import train_moe
+
+N, STEPS = 8, 6
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
+CONFIG = replace(
+    llm_model.CONFIGS["tiny"],
+    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=64,
+)  # fmt: skip
+EIGHT = partial(dq.all_to_all, **train_moe.HOW, method=small(dq.DynamiQ(bits=8.5)), backward=None)
+MEAN = partial(dq.pmean, axis_name="data", method=small(dq.DynamiQ(bits=5)))
+EXACT_MEAN = partial(jax.lax.pmean, axis_name="data")
+
+
+def programs(exchange, mean, n_experts=N):
+    """A run, and what the example makes for it."""
+    recipe = train_llm.Recipe(STEPS, 2, 1e-2, 1)
+    run = train_llm.Run(
+        model=CONFIG, recipe=recipe, corpus=None, mesh=auto_mesh(N), loss_fn=None,
+        worker_grads=None, seed=0, measure_every=1, console=None,
+    )  # fmt: skip
+    layer = partial(train_moe.Experts, n_experts=n_experts, capacity=1.25)
+    return run, *train_moe.make_programs(run, layer, exchange, mean)
+
+
+def losses(*args):
+    """Of steps on the same batch, and of the exact exchange behind them; and the step's HLO."""
+    run, init, step, loss = programs(*args)
+    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
+    tokens, state = run.shard(tokens), init(jax.random.key(0))
+    compiled, found = step.lower(*state, tokens).compile(), []
+    for _ in range(STEPS):
+        *state, value = compiled(*state, tokens)
+        found.append(float(value))
+    return [*found, float(jax.jit(loss)(state[0], tokens))], compiled.as_text()
+
+
+def all_to_alls(hlo):
+    """Types and bits of all that travel."""
+    found = [match for match in map(OPERATION.search, hlo.splitlines()) if match]
+    types = [arrays_of(match["type"]) for match in found if match["name"] == "all-to-all"]
+    return [(own[0][0], sum(bits_of(*array) for array in own)) for own in types]
+
+
+def test_compressed_exchanges_train_as_exact_ones():
+    ours, hlo = losses(EIGHT, MEAN)
+    exact, native = losses(train_moe.EXACT, EXACT_MEAN)
+    assert exact[-1] < exact[0] - 0.3
+    np.testing.assert_allclose(ours, exact, rtol=0.02)
+    assert ours[1:] != exact[1:]
+    # Two exchanges forwards and two backwards, of 8 experts with 40 places for 64 channels.
+    size = N * 40 * 64
+    assert sorted(all_to_alls(native)) == [("f32", 32 * size)] * 4
+    found = all_to_alls(hlo)
+    assert {dtype for dtype, _ in found} == {"u32"}
+    padded = N * 2 * 2048  # a block of 40 x 64 coordinates takes two tiles
+    assert [bits for _, bits in found].count(int(padded * 8.34375)) == 4
+
+
+def test_a_step_follows_the_gradient_of_the_mean_loss(monkeypatch):
+    """Two experts on each worker; the gradient is JAX's through the map of the exact loss."""
+    monkeypatch.setattr(train_moe, "BALANCE", 0.0)
+    monkeypatch.setattr(train_llm, "make_optimizer", lambda *args: optax.sgd(1.0))
+    run, init, step, loss = programs(train_moe.EXACT, EXACT_MEAN, 2 * N)
+    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
+    tokens, state = run.shard(tokens), init(jax.random.key(0))
+    start = jax.device_get(state[0])
+    expected = jax.device_get(jax.jit(jax.grad(loss))(state[0], tokens))
+    after = jax.device_get(step(*state, tokens)[0])
+    moved = jax.tree.map(np.subtract, start, after)
+    for found, exact in zip(*map(jax.tree.leaves, (moved, expected)), strict=True):
+        assert np.max(np.abs(exact)) > 0
+        np.testing.assert_allclose(found, exact, atol=2e-6)
+
+
+def test_experts_serve_their_first_tokens_and_drop_the_others():
+    """Against a loop over tokens of every worker; 1.25 of an even share is 5 places."""
+    tokens, dim = 16, CONFIG.dim
+    model = train_moe.Experts(CONFIG, N, 1.25, nnx.Rngs(0))
+    graph, own, shared = nnx.split(model, train_moe.OfExperts, nnx.Param)
+    shared = jax.tree.map(lambda w: 20 * w, shared)
+    x = np.float32(np.random.default_rng(1).standard_normal((N, tokens, dim)))
+
+    def layer(own, x):
+        return nnx.merge(graph, own, shared)(x, train_moe.EXACT)[0]
+
+    specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+    found = np.asarray(jax.jit(jax.shard_map(layer, mesh=auto_mesh(N), **specs))(own, x))
+    router, gate, up, down = (
+        np.float64(w[...])
+        for w in (20 * model.router.kernel[...], model.gate, model.up, model.down)
+    )
+    drops = 0
+    for worker in range(N):
+        logits = x[worker] @ router
+        chosen = np.argsort(-logits, axis=1)[:, :2]
+        chances = np.take_along_axis(np.exp(logits), chosen, axis=1)
+        chances /= np.sum(chances, axis=1, keepdims=True)
+        expected, served = np.zeros((tokens, dim)), np.zeros(N, int)
+        for choice in range(2):
+            for token in range(tokens):
+                e = chosen[token, choice]
+                served[e] += 1
+                if served[e] > int(1.25 * 2 * tokens / N):
+                    drops += 1
+                    continue
+                hidden = x[worker, token] @ gate[e]
+                hidden = hidden / (1 + np.exp(-hidden)) * (x[worker, token] @ up[e])
+                expected[token] += chances[token, choice] * (hidden @ down[e])
+        np.testing.assert_allclose(found[worker], expected, atol=1e-6 + 1e-4 * np.max(expected))
+    assert 5 < drops < N * tokens
+
+
+def test_the_example_trains_and_compares(capsys):
+    train_moe.main(steps=3, exact=True)
+    row = re.compile(r"^(dynamiq|exact) +([\d.]+) +([\d.]+)$", re.MULTILINE)
+    (name, loss, sent), (exact, expected, whole) = row.findall(capsys.readouterr().out)
+    assert (name, exact) == ("dynamiq", "exact")
+    assert float(loss) == pytest.approx(float(expected), rel=5e-3)
+    size = 8 * 40 * 192  # places times channels; four exchanges in each of two layers
+    assert float(whole) == pytest.approx(4 * 2 * size * 7 / 8 * 4 / 1e6, rel=5e-3)
+    assert float(sent) == pytest.approx(float(whole) * 8.34 / 32, rel=0.02)
+    assert len(Path(train_moe.__file__).read_text().splitlines()) <= 160
+
+
+def test_the_block_of_the_page_exchanges_and_differentiates(monkeypatch):
+    """Against the same block with JAX's own exchange."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the block sets it
+    page = (Path(__file__).parents[1] / "docs" / "experts-and-islands.md").read_text()
+    part = page.split("## Experts")[1].split("## Islands")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", part, re.S | re.M)
+    ours = 'partial(dq.all_to_all, axis_name="data", tiled=True, method=method)'
+    assert code.count(ours) == 1
+    found: list[dict[str, Any]] = [{}, {}]
+    for names, how in zip(found, (ours, "partial(jax.lax.all_to_all, **HOW)"), strict=True):
+        names["HOW"] = train_moe.HOW
+        exec(compile(code.replace(ours, how), "experts-and-islands.md", "exec"), names)
+    compressed, exact = (names["grads"] for names in found)
+    for left, right in zip(compressed, exact, strict=True):
+        assert 1e-6 < relative_error(left, right) < 1e-3
