@@ -7,7 +7,7 @@ runs three times, each in a process of its own and from a copy of its files: as 
 patch and the exact method `dq.F32`, and with our patch and 5 bits. Its data set is random, its
 model is small; its loss, state, shardings and step are its own. Prints the patch, and for every run
 the loss of the last step, the bytes that one device sends per step, the largest array of a native
-all-reduce, and whether all copies of the state are equal; docs/conformance.md has the figures.
+all-reduce, and whether all copies of the state are equal; README.md has the figures.
 
 Needs flax, optax, orbax-checkpoint and ml_collections. Not part of the library's tests.
 """
