@@ -9,8 +9,8 @@ other parameters at 5 bits. The second run has `jax.lax`'s collectives. Expect (
 2 busy x86-64 cores, jax 0.10.2):
 
     exchanges  validation loss  sent MB
-    dynamiq             2.6007     0.45
-    exact               2.5797     1.72
+    dynamiq             2.5842     0.45
+    exact               2.5838     1.72
 
 ``sent MB`` is what a worker sends between experts in a step, without padding. Single runs differ by
 1% whatever the rounding; docs/experts-and-islands.md has means over seeds.

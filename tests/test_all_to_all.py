@@ -306,6 +306,14 @@ def test_noise_without_a_key_follows_the_data():
     assert_same_bits(found[1, 1], other[1, 1])  # another sender's
 
 
+@pytest.mark.parametrize("method", [CHEAP, small(comparators.MinMax(bits=4))])
+def test_senders_and_receivers_round_by_noise_of_their_own(method):
+    x = jnp.broadcast_to(gradient(0, 1, 2048)[:, None], (N, N, 2048))
+    found = np.asarray(ours(0, 0, method=method)(x, KEY)).reshape(N, N, 2048)
+    assert np.mean(found[0, 0] != found[0, 1]) > 0.2
+    assert np.mean(found[0, 0] != found[1, 0]) > 0.2
+
+
 def test_blocks_are_encoded_without_copies():
     """With split_axis 0 the kernels read the activations as they are."""
 
