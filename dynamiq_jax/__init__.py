@@ -50,7 +50,7 @@ __all__ = [
     "worst_leaf_error",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.2.0"
 
 
 if TYPE_CHECKING:
