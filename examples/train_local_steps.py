@@ -78,7 +78,7 @@ def train(run: llm.Run, name: str, up: Any, down: Any, rule: Any, every: int, aw
         number, own, outer_state = state
         own, losses = local_step(own, tokens)
         if (number + 1) % every == 0:
-            weights = run.shard(np.float32(rng.permutation(n) >= away * n))
+            weights = run.shard((rng.permutation(n) >= away * n).astype(np.float32))
             copy, outer_state, own = outer_step(copy, outer_state, own, weights)
         # The mean is the host's: on devices it would be a message, and local steps send none.
         return copy, (number + 1, own, outer_state), float(np.mean(jax.device_get(losses)))

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def _constant(value: int):
 def _of_vector(values) -> list:
     """The values in a vector."""
     count = values.type.shape[0]
-    at = {"dynamic_position": []}
+    at: dict[str, Any] = {"dynamic_position": []}
     return [vector.extract(values, **at, static_position=[i]) for i in range(count)]
 
 
@@ -89,7 +89,7 @@ def _inline(arguments: tuple, layout=None, shape: tuple[int, ...] = (), dtype: A
     """
     out = None if layout is None else plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
-    def decorate(code: Callable):
+    def decorate(code: Callable) -> Callable[..., Any]:
         @plgpu.inline_mgpu(arg_types=arguments, return_type=out)
         def run(_, *args):
             found = code(*(_values(a) if isinstance(a, mgpu.FragmentedArray) else a for a in args))
@@ -122,7 +122,7 @@ def _address(ref, index, size: int, byte=None):
     return at if byte is None else arith.addi(at, arith.extsi(i64, byte))
 
 
-def _ptx(code: str, constraints: str, result, *args, effects: bool = False):
+def _ptx(code: str, constraints: str, result, *args, effects: bool = False) -> Any:
     return llvm.inline_asm(result, list(args), code, constraints, has_side_effects=effects)
 
 
@@ -280,10 +280,10 @@ def _scalar(x):
     @plgpu.inline_mgpu(
         arg_types=(_PER_THREAD,), return_type=plgpu.ShapeDtypeStruct((), x.dtype, layout=layout)
     )
-    def first(_, x):
+    def first(_, x) -> Any:
         return mgpu.FragmentedArray.splat(_values(x)[0], shape=(), is_signed=True)
 
-    return first(x)
+    return cast(Callable[..., Any], first)(x)
 
 
 class _Payload(NamedTuple):
