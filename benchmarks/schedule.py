@@ -1,4 +1,4 @@
-r"""In what order XLA would run a training step on GPUs, without a GPU.
+r"""The order in which XLA would run a training step on GPUs, found without a GPU.
 
     pip install 'jax[cuda13]'                                   # the compiler; no driver is needed
     JAX_PLATFORMS=cpu python benchmarks/schedule.py --layers 4 --method dynamiq:5
@@ -72,7 +72,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-"""What XLA has to know of an H200: a `GpuTargetConfigProto`."""
+"""Description of an H200 for XLA: a `GpuTargetConfigProto`."""
 
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = .*? (?P<op>[\w\-]+)\(")
 NOTHING = {"parameter", "get-tuple-element", "tuple", "constant", "bitcast", "copy", "iota"}
@@ -83,7 +83,7 @@ OTHER, FORWARD, BACKWARD = "~", "product", "product'"
 
 
 class Counts(NamedTuple):
-    """What the order comes to."""
+    """Totals of an order."""
 
     kernels: int
     collectives: int
@@ -91,7 +91,7 @@ class Counts(NamedTuple):
 
 
 def kind(line: str) -> str | None:
-    """What one line of the compiled program is; `None` if it does nothing."""
+    """The kind of one line of the compiled program; `None` if it does nothing."""
     found = INSTRUCTION.match(line)
     if found is None or found["op"] in NOTHING:
         return None
@@ -128,7 +128,7 @@ def short(kinds: list[str]) -> str:
 
 
 def counts(kinds: list[str]) -> Counts:
-    """Of an order."""
+    """Adds up an order."""
     starts = [i for i, k in enumerate(kinds) if COLLECTIVE.match(k) and not k.endswith("-done")]
     last = max((i for i, k in enumerate(kinds) if k in (FORWARD, BACKWARD)), default=-1)
     kernels = sum(COLLECTIVE.match(k) is None for k in kinds)

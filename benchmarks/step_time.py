@@ -74,7 +74,7 @@ class Way(NamedTuple):
     wire_bytes: Callable[[Any], float]
     """(gradients) -> bytes that a worker sends."""
     options: dict[str, Any]
-    """Of the compiler."""
+    """Options of the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +100,12 @@ class Row:
     transfer_ms: float | None = None
     """While a transfer is under way, in one step on the first GPU; by ``--profile``."""
     hidden_ms: float | None = None
-    """Of these, while other kernels run as well."""
+    """The part of them beside other kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What all rows have in common."""
+    """Settings that all rows share."""
 
     model: str
     config: Config
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is kept beside the rows."""
+        """Settings that the file keeps beside the rows."""
         return {
             "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
             "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
@@ -483,7 +483,7 @@ def main(
 
 
 def kept_runs(json_file: Path | None) -> list[Any]:
-    """What the file has already; refuses early what could not be added to."""
+    """Runs that the file has already; refuses early a file to which none could be added."""
     if json_file is None or not json_file.exists():
         return []
     try:

@@ -120,7 +120,7 @@ class Overlap(NamedTuple):
     transfer_ms: float
     """While at least one transfer is under way."""
     hidden_ms: float
-    """Of these, while a kernel that is no transfer runs as well."""
+    """The part of them beside a kernel that moves nothing between GPUs."""
 
     def __str__(self) -> str:
         share = self.hidden_ms / self.transfer_ms if self.transfer_ms else 0.0

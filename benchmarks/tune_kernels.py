@@ -74,7 +74,7 @@ def calls(fmt, layout, backend, dtype):
 
 
 def arguments(payload, x, y, mean, order, tiles, noise) -> dict[str, tuple]:
-    """Of `calls`: the payload of x is added to y, encoded again, and decoded."""
+    """Arguments of `calls`: the payload of x is added to y, encoded again, and decoded."""
     return {
         "statistics": (x,),
         "compress": (x, order, tiles, noise[0]),

@@ -1,4 +1,4 @@
-"""What the site takes from outside of docs/, and links between its pages. A hook of MkDocs.
+"""Brings files from outside of docs/ to the site, and mends links. A hook of MkDocs.
 
 Files keep one home each: the README is the site's first page, BUILD.md the page for contributors.
 Links work where the files are, and are rewritten here for where the site shows them; a link to a

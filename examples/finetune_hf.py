@@ -66,7 +66,7 @@ MAX_NORM = 1.0  # of the gradient
 def make_method(
     name: str | None, bits: float | None, topology: str | None, config: Path | None
 ) -> dq.Compression:
-    """What the command line names, or ``config`` holds; only DynamiQ has a topology of its own."""
+    """The request of the command line, or of ``config``; only DynamiQ takes a topology."""
     if config is not None:
         return read_choice(config, name, bits, topology)
     name, topology = name or "dynamiq", topology or "ring"

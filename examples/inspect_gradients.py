@@ -1,4 +1,4 @@
-"""What low bits do to your own gradients: widths and errors leaf by leaf, and what budgets cost.
+"""Shows low bits on your own gradients: widths and errors leaf by leaf, and errors by budget.
 
     python examples/train_llm.py --method f32 --steps 61 --dump-gradients grads.npz --dump-step 60
     python examples/inspect_gradients.py grads.npz
@@ -44,7 +44,7 @@ Widths = Mapping[str, float]
 
 
 class Found(NamedTuple):
-    """What a budget does."""
+    """Errors and bytes of one budget."""
 
     bits: float
     leaf_errors: dict[str, float]
@@ -89,7 +89,7 @@ def relative(error: np.ndarray, exact: np.ndarray) -> float:
 
 
 def average(leaves: Leaves, bits: float) -> Found:
-    """What a budget of so many bits does."""
+    """Reduces gradients at ``bits`` per coordinate, and compares with their exact mean."""
     method = dq.Compression(
         dq.DynamiQ(bits=bits), topology=dq.Direct(), min_bucket_size=1, min_bucket_bytes=0
     )

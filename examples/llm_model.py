@@ -273,7 +273,7 @@ PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e1
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Of a device; `None` where it is not known."""
+    """A device's peak in FLOP/s; `None` where it is not known."""
     return next((peak for name, peak in PEAK_FLOPS.items() if device_kind.startswith(name)), None)
 
 
@@ -336,7 +336,7 @@ class Stages(NamedTuple):
 
 
 def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Stages:
-    """The same loss as `make_loss`, which the functions compute from ``tokens``.
+    """Cuts the loss of `make_loss` into functions, which compute it from ``tokens``.
 
     Args:
         config: of the model.

@@ -25,7 +25,7 @@ class Example(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What stands around a prompt, and the token after an answer (None: the tokenizer's own)."""
+    """Text around a prompt, and the token after an answer (None: the tokenizer's own)."""
 
     before: str
     after: str

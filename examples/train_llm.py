@@ -115,7 +115,7 @@ RECIPES = {
     "1b": Recipe(steps=200, batch_size=8, learning_rate=3e-4, validation_batches=6),
 }
 LEARNING_RATES = {("tiny", "unit"): 2e-3}
-"""Of models whose initialisation asks for another one than the recipe's."""
+"""Learning rates of (model, initialisation) that take the place of the recipe's."""
 
 
 # --- Averaging gradients: DynamiQ, and the two it is compared with --------------------------------
@@ -168,7 +168,7 @@ def lax_psum(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str) -> 
 def on_mesh(
     loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, name: str, dynamiq: dq.Compression
 ) -> Method:
-    """The same, on a mesh of several axes: ``specs`` say how it splits the parameters."""
+    """Makes the method for a mesh of several axes, which splits the parameters as ``specs`` say."""
     axes, specs = data_axes(mesh), param_specs(params, mesh)
     method = {"dynamiq": dynamiq, "bf16": dq.BF16(), "f32": dq.F32()}[name]
     options = {"mesh": mesh, "specs": specs}
@@ -250,7 +250,7 @@ def make_measure_on_mesh(method: Method, loss_fn: Loss) -> Callable:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one run produced; ``vnmse`` and ``worst_leaf`` map steps to errors measured there."""
+    """The result of one run; ``vnmse`` and ``worst_leaf`` map steps to errors measured there."""
 
     method: str
     wire_bytes: float  # sent by one worker per step
@@ -292,7 +292,7 @@ class Run:
         return jax.device_put(tokens, NamedSharding(self.mesh, P(data_axes(self.mesh))))
 
     def init(self) -> Any:
-        """The same parameters at every call, placed as the mesh splits them."""
+        """Draws parameters, equal at every call, placed as the mesh splits them."""
         init, key = partial(init_params, self.model), jax.random.key(self.seed)
         return jax.jit(init, out_shardings=self.shardings(jax.eval_shape(init, key)))(key)
 
@@ -567,14 +567,14 @@ def check_choice(value: str, choices: Any, option: str) -> None:
 
 
 class Choice(NamedTuple):
-    """What the command line asks for: one of `METHODS`, and what "dynamiq" stands for."""
+    """The command line's choice: one of `METHODS`, and the request that "dynamiq" stands for."""
 
     method: str
     compression: dq.Compression
 
 
 def read_choice(config: Path, *instead: Any) -> dq.Compression:
-    """What a file holds; ``instead`` are the options that then have to be `None`."""
+    """Loads a request from a file; ``instead`` are the options that then have to be `None`."""
     if any(option is not None for option in instead):
         raise typer.BadParameter("--config: leave out --method, --bits and --topology")
     try:

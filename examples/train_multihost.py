@@ -146,7 +146,7 @@ def windows(corpus: Corpus, step: int, rows: np.ndarray, length: int, seed: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What all processes must have been told alike."""
+    """Settings that have to be equal in all processes."""
 
     model: Config
     recipe: Recipe
@@ -165,7 +165,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     memory: Any
-    """What the method carries from step to step, ``[n_workers, ...]``; DynamiQ: nothing."""
+    """The method's state, ``[n_workers, ...]``; DynamiQ has none."""
 
 
 class Training(NamedTuple):
@@ -241,7 +241,7 @@ def restore(
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     state: TrainState
     losses: list[float]
@@ -294,7 +294,7 @@ def train(
 
 
 def choose(bits: float | None, config: Path | None) -> dq.Compression:
-    """What compresses: by bits, or as a file has it."""
+    """Makes the request from the number of bits, or loads it from a file."""
     if config is not None:
         if bits is not None:
             raise typer.BadParameter(f"--config: leave out --bits {bits:g}, which are the file's")

@@ -1,4 +1,4 @@
-"""What each file of tests costs: programs compiled and seconds of a core, held by `budget.json`.
+"""Costs of each file of tests: programs compiled and seconds of a core, held by `budget.json`.
 
 While tests run, `Census` counts per file; `conftest` fails a file that exceeds its budget, and
 ``--census FILE`` keeps the counts. ``python tests/budget.py FILE`` prints them as a table for
@@ -33,7 +33,7 @@ class Census:
         self._file = None
 
     def start(self, file: str, tests: int):
-        """What follows counts for this file, of so many tests."""
+        """Counts all that follows for this file, of so many tests."""
         if not self.files:
             import jax
 

@@ -1,4 +1,4 @@
-"""What several test files share: the rows of methods, inputs, maps and the test for bias.
+"""Rows of methods, inputs, maps and the test for bias, which several test files share.
 
 A new method is a row in `EVERY_METHOD`, a new option of DynamiQ one in `METHODS`; the row buys it
 the tests of every file that is parametrised over them.
@@ -116,7 +116,7 @@ class Row(NamedTuple):
     error: float
     """vNMSE of a sum of four `gradient`s, rounded up."""
     columns: int | None = None
-    """Of a method of matrices: of what `test_nonfinite` reduces."""
+    """Columns of the matrices that `test_nonfinite` reduces; `None`: the method takes vectors."""
 
 
 EVERY_METHOD = {
@@ -255,7 +255,7 @@ def stepper(method, topology=None, *, mean: bool = False):
 
 
 def first_state(method, tree, n: int, topology=None):
-    """What `init_state` gives one worker, for all n; the tree has a leading axis of workers."""
+    """One worker's state by `init_state`, for all n; the tree has a leading axis of workers."""
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     state = as_compression(method, topology).init_state(own, n)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)

@@ -13,7 +13,7 @@ LEAST: dict[str, int | bool] = {
 SOME: dict[str, int | bool] = {"xla_backend_optimization_level": 1}
 """`compiler_options` of `jax.jit` for programs that run hundreds of times."""
 AS_USERS: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
-"""The same for programs that must be optimised as users have them."""
+"""`compiler_options` for programs that must be optimised as users have them."""
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     LEAST["xla_cpu_use_fusion_emitters"] = False  # newer XLA refuses it
     AS_USERS["xla_cpu_use_fusion_emitters"] = True

@@ -120,7 +120,7 @@ def plan_of(layout: Layout, n: int) -> Any:
 
 
 def payloads_of(name: str) -> Any:
-    """What `compress` and one hop write under format ``name``, without unspecified words."""
+    """Payloads of `compress` and one hop under format ``name``, without unspecified words."""
     fmt = FORMATS[name]
     size = 2 * 8 * 2 * fmt.super_group_size + 1000
     groups = {"group_size": fmt.group_size, "super_group_size": fmt.super_group_size}
@@ -269,7 +269,7 @@ DAILY = (
     "psum, direct of 8", "psum, ring of 4", "psum, devices, permutes", "pmean, tree",
     "psum_scatter, ring, bf16", "all_gather", "method, mxfp4", "states, dynamiq, memory",
 )  # fmt: skip
-"""What `make test` compares; `make test-release` compares all."""
+"""Calls that `make test` compares; `make test-release` compares all."""
 
 
 def main() -> int:

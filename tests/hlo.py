@@ -1,4 +1,4 @@
-"""What the text of a compiled program (HLO) says of its collectives: who sends whom how much."""
+"""Reads the collectives of a compiled program's text (HLO): who sends whom how much."""
 
 import math
 import re

@@ -44,7 +44,7 @@ class Operands(NamedTuple):
 
 
 class Payloads(NamedTuple):
-    """What arrives: [k, c, P] of each stage, for the chunks 1 and 0."""
+    """Payloads that arrive: [k, c, P] of each stage, for the chunks 1 and 0."""
 
     first: jax.Array
     second: jax.Array
@@ -161,7 +161,7 @@ def programs(layout: Layout, fmt, dtype, backend):
 
 
 def payloads(layout: Layout, fmt, o: Operands) -> Payloads:
-    """What the reference encodes of workers 0 and 1 in stage 0, of 1 to 3 in stage 1."""
+    """Encodes workers 0 and 1 in stage 0, 1 to 3 in stage 1, by the reference."""
 
     @functools.partial(jax.jit, static_argnums=3)
     def compress(source, tiles, noise, words):
@@ -177,7 +177,7 @@ def payloads(layout: Layout, fmt, o: Operands) -> Payloads:
 
 
 def kernels_of(name: str) -> tuple[str, ...]:
-    """Those worth comparing for a format: where results are placed does not depend on widths."""
+    """Kernels worth comparing for a format: where results are placed does not depend on widths."""
     coding = "compress", "decompress_accumulate_recompress", "decompress"
     if name.startswith("width"):
         return coding

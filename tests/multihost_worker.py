@@ -1,4 +1,4 @@
-"""What one process of `test_multihost` does.
+"""Runs one process of `test_multihost`.
 
     python multihost_worker.py MODE FOLDER [COORDINATOR NUM_PROCESSES PROCESS_ID]
 
@@ -71,7 +71,7 @@ COLLECTIVES = {
         "all_gather, nodes": on(gather, NODE),
     },
 }
-"""What groups of so many processes run: {number of processes: {name: function of (x, key)}}."""
+"""Functions that groups of processes run: {number of processes: {name: function of (x, key)}}."""
 
 
 def reduced(mesh, collective):

@@ -71,7 +71,7 @@ def row(bits, topology, ms, *, spread=0.01, **facts):
 
 
 def directs(*times):
-    """Of 5, 4 and 3.5 bits."""
+    """Rows of `Direct` at 5, 4 and 3.5 bits."""
     return [row(bits, "Direct", ms) for bits, ms in zip(ERRORS, times, strict=True)]
 
 
@@ -145,7 +145,7 @@ class TestDecision:
         assert said.config == {"method": NATIVE}
 
     def test_a_long_step_hardly_notices(self):
-        """The same times: 3 times faster, and 2 % of the step."""
+        """Equal times are 3 times faster, and 2 % of the step."""
         rows = [native(30), *directs(14, 12, 10)]
         said = decide(rows, step_ms=1000)
         assert not said.compress

@@ -188,7 +188,7 @@ class Processes:
         self.said[self.own.index] += f"warning: {text}"
 
     def run(self, *functions, patience=20.0):
-        """What each process raised or was warned of; ``service`` is what they talked over."""
+        """Errors and warnings of each process; ``service`` carried their messages."""
         self.service, self.said = Service(), [""] * len(functions)
         self.monkeypatch.setattr(jax, "process_count", lambda: len(functions))
         self.monkeypatch.setattr(agreement, "PATIENCE", patience)
@@ -350,7 +350,7 @@ except RuntimeError as error:
 
 
 def test_two_processes_with_different_topologies_fail_within_seconds():
-    """Of the operating system, over loopback: JAX's own service."""
+    """Processes of the operating system, over loopback, by JAX's own service."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

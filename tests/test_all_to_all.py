@@ -20,7 +20,7 @@ N, KEY = 4, jax.random.key(3)
 EIGHT = small(dq.DynamiQ(bits=8.5))
 SOME_SMALL = dq.Compression(dq.DynamiQ(bits=8.5), min_leaf_size=500, min_bucket_size=500)
 LARGEST_STEP = 8 / (32 * (1 + 2 + 4 + 8))
-"""Of width 8, relative to the largest magnitude of a group."""
+"""The step of width 8, relative to the largest magnitude of a group."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def ours(split, concat, tiled=True, n=N, **options):
 
 
 def native(tree, split, concat, tiled=True):
-    """What `jax.lax` makes of the tree; axes count from the first."""
+    """The tree after `jax.lax`'s exchange; axes count from the first."""
     one = functools.partial(
         lax.all_to_all, axis_name="data", split_axis=split, concat_axis=concat, tiled=tiled
     )

@@ -97,7 +97,7 @@ def test_a_balance_decides_the_floor_of_each_stage():
 
 
 def test_without_a_floor_squared_error_decides():
-    """The same words as the even widths to 10, which were the default before there were floors."""
+    """Plans equal those of the even widths to 10, the default before there were floors."""
     old = dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None)
     new = dq.DynamiQ(floor=None)
     for topology in (dq.Ring(), dq.Direct(balance=0.0)):

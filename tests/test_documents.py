@@ -1,4 +1,4 @@
-"""What pages say about files: figures, names, commands, and where the site has them."""
+"""Pages agree with files: figures, names, commands, and where the site has them."""
 
 import json
 import re

@@ -86,7 +86,7 @@ def run(method, topology, x, check=lambda step, found, before, after: None):
 
 @pytest.mark.parametrize("name", [*list(METHODS)[::2], "thc"])
 def test_delivered_and_remembered_make_up_the_inputs(name):
-    """Of "ef14", whose results are single steps; averages get exact as one over steps squared."""
+    """Results of "ef14" are single steps; averages get exact as one over steps squared."""
     (method, topology), n = METHODS[name], WORKERS[name]
     x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
     results, state = run(feedback(method), topology, x)
@@ -134,7 +134,7 @@ def test_ef21_converges_where_gradients_do(name):
 
 
 def test_what_each_kind_is_good_for():
-    """Of gradients with a part that lasts: "ef14" errs more in a step and less on average, the
+    """Gradients have a part that lasts: "ef14" errs more in a step and less on average, the
     others less in both, and EControl least on average."""
     x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
     step, mean = {}, {}
@@ -238,7 +238,7 @@ def test_eta_of_ef14_filters_what_is_left():
 
 
 def test_the_bytes_of_a_state():
-    """Those that the docstring says, and of a method's own state what it needs."""
+    """States take the bytes that the docstring says, and a method's own state what it needs."""
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
         state = as_compression(feedback(dq.comparators.MinMax(), kind=kind)).init_state(
             jnp.zeros(SIZE), 4

@@ -248,7 +248,7 @@ def test_groups_are_not_replicated(reduce):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_unknown_axis(name):
-    """What `jax.lax` says, and then the remedy; also where JAX 0.10 asserts something."""
+    """Errors are those of `jax.lax`, and then the remedy; also where JAX 0.10 asserts something."""
     ours, native = (functools.partial(f, axis_name="rows") for f in COLLECTIVES[name])
     for collective in (ours, native):
         with pytest.raises(NameError, match="unbound axis name: rows"):

@@ -1,4 +1,4 @@
-"""What every method owes its users, whatever it does inside; `test_nonfinite` has the rest.
+"""Promises of every method to its users, whatever it does inside; `test_nonfinite` has the rest.
 
 Rows of `cases.EVERY_METHOD` are reduced as parts of a tree, among one to eight workers.
 """
@@ -120,7 +120,7 @@ BY_KEY = [
 
 @pytest.mark.parametrize("name", daily(NAMES, ONE_OF_A_KIND))
 def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
-    """Of three workers: one by three is not exact."""
+    """The workers are three, since one by three is not exact."""
     row, n = EVERY_METHOD[name], 3
     topology, x = route(row, n), mixed(n)[0]["layers"][0]["w"]
     state = first_state(row.method, x, n, topology)

@@ -1,4 +1,4 @@
-"""What `explain` and `wire_bits` say of a tree: routes, buckets, totals, and the printed table."""
+"""`explain` and `wire_bits` of a tree: routes, buckets, totals, and the printed table."""
 
 import dataclasses
 

@@ -505,7 +505,7 @@ def losses(output):
 
 
 def tuned(folder, out, method):
-    """What the command prints."""
+    """Runs the command; returns its output."""
     shared = "--validation", folder / "validation.jsonl", "--learning-rate", 3e-3, "--steps", 20
     options = "--method", method, "--topology", "direct", "--out", out, *shared
     result = run("train", folder, folder / "train.jsonl", *options)

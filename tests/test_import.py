@@ -1,4 +1,4 @@
-"""What `import dynamiq_jax` loads and shows, and what works without the extra `[cli]`."""
+"""`import dynamiq_jax` loads and shows little, and works without the extra `[cli]`."""
 
 import re
 import subprocess

@@ -139,7 +139,7 @@ def reduced_apart(method, *, number, names, key=None):
 
 @functools.cache
 def expected(keyed):
-    """What each device along the model axis should end with, from meshes of a data axis alone."""
+    """The result of each device along the model axis, from meshes of a data axis alone."""
     key = jax.random.key(3) if keyed else None
     copies = reduced_apart(DYNAMIQ, number=0, names=("norm", "other"), key=key)
     shards = [
@@ -321,7 +321,7 @@ def test_specs_that_are_missing_or_wrong_are_refused(name):
 
 
 def test_small_leaves_need_no_specs():
-    """What is reduced exactly goes to lax as it is."""
+    """Leaves that are reduced exactly go to lax as they are."""
     mesh = mesh_of()
     ours = over_data(mesh, lambda t: dq.pmean(t, "data"))
     assert moved(ours, placed(mesh)) == 0

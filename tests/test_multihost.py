@@ -26,7 +26,7 @@ SILENCE = 60
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 DEVICES = "--xla_force_host_platform_device_count"
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
-"""Of the environment: neither proxies nor a cluster's variables, by which JAX would go."""
+"""Variables that processes inherit: neither proxies nor a cluster's, by which JAX would go."""
 
 BLAMES = (r"Task (\d+) heartbeat timeout", r"heartbeats\):\n(\d+)\n", r"task names:\n(\d+)\n")
 """How JAX says who died, by what the survivors were doing: computing, saving or shutting down."""
@@ -39,7 +39,7 @@ NAMED = [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
 
 
 class Ended(NamedTuple):
-    """What became of one process."""
+    """The end of one process."""
 
     status: int
     time: float
@@ -88,7 +88,7 @@ def ends(starts):
 
 
 def group_ends(folder, mode, n):
-    """The same for n processes that find each other at a free port."""
+    """Runs n processes that find each other at a free port; returns how they ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -116,7 +116,7 @@ def assert_others_noticed_the_death(processes):
 
 
 class Results(NamedTuple):
-    """What the processes of one group left."""
+    """Files and messages of one group's processes."""
 
     rows: dict[str, np.ndarray]
     """{"collective/worker": that worker's result}"""
@@ -194,7 +194,7 @@ DISAGREEMENTS = {
     "dtype": ("tree", "['b']: bfloat16[7]", "['b']: float32[7]"),
     "structure": ("tree", "['w']: float32[300, 400]", "['c']: float32[3]"),
 }
-"""What differs, and how process 0 and the last one put it."""
+"""Differences, and how process 0 and the last one put them."""
 
 
 @pytest.mark.parametrize("n", daily(worker.COLLECTIVES, [2]))

@@ -64,7 +64,7 @@ def error(found, exact):
 
 
 def remembered(state):
-    """What all workers' memories of gradients add up to."""
+    """The sum of all workers' memories of gradients."""
     residual = getattr(state[0], "residual", None)
     return 0.0 if residual is None else np.sum(np.asarray(residual, np.float64), axis=0)
 

@@ -83,7 +83,7 @@ def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
 
 
 def plain(optimizer, steps):
-    """The same on one device, without any reduction."""
+    """Trains on one device, without any reduction."""
     params, batches = problem(steps)
     opt_state = optimizer.init(params)
 

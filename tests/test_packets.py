@@ -39,7 +39,7 @@ def draw(seed, *shape):
 
 
 def mean_of(x):
-    """What owners would get without loss: slice i is row i of every worker's."""
+    """The mean without loss; slice i is row i of every worker's."""
     return np.asarray(x, np.float64).mean(axis=0)
 
 
@@ -87,7 +87,7 @@ def test_packets_get_lost_whole_and_at_every_owner_apart():
 
 @pytest.mark.parametrize("rate", [0.1, 0.4])
 def test_stale_copies_drift_as_expected_and_no_further(rate):
-    """Of random walks: 2 p / (1 - p^2) between two workers, p / (1 - p) from the owner."""
+    """Random walks drift by 2 p / (1 - p^2) between two workers, by p / (1 - p) from the owner."""
     n, size, run = 6, 4000, gathered(PacketLoss(rate=rate, packet_size=1))
     slices = np.zeros((n, size), np.float32)
     copies = jnp.zeros((n, n, size))

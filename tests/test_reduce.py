@@ -41,7 +41,7 @@ def reducer(method, topology, **options):
 
 
 class TestErrorFeedback:
-    """What all encodings of a step lose, those of partial sums included, is in the next."""
+    """The next step has all that encodings of a step lose, those of partial sums included."""
 
     @pytest.mark.parametrize("route", ROUTES)
     def test_delivered_and_remembered_make_up_the_inputs(self, route):
@@ -220,7 +220,7 @@ STATEFUL = [
     for name, row in EVERY_METHOD.items()
     if row.columns is None and ("memory" in name or "shared" in name)
 ]
-"""Of vectors."""
+"""Names of methods of vectors."""
 
 
 @pytest.mark.parametrize("name", STATEFUL)

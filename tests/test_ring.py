@@ -144,7 +144,7 @@ def test_low_precision_gradients(dtype):
 
 
 def program(ring, n):
-    """What is lowered for a ring of n workers."""
+    """The program of a ring of n workers."""
     x = jax.ShapeDtypeStruct((n, 8 * 256 * n), jnp.float32)
     return vmapped(DEFAULT, ring).lower(x, None).as_text()
 

@@ -108,7 +108,7 @@ def test_value_and_grad_returns_gradients_in_their_own_shapes():
 
 
 def test_every_device_goes_along_the_axis_of_its_own_part():
-    """Of a leaf that "model" splits: each part as if there were no other."""
+    """A leaf that "model" splits is scaled part by part, as if there were no other."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     method, key = small(dq.DynamiQ(format=dq.Format(scale_axis=0))), jax.random.key(1)
     x = jax.random.normal(jax.random.key(0), (2, 128, 512))

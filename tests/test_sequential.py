@@ -48,7 +48,7 @@ def model(n_layers):
 
 
 def stacked(params):
-    """The same parameters with those of all layers along a leading axis."""
+    """Stacks the parameters of all layers along a leading axis."""
     return [params[0], jax.tree.map(lambda *w: jnp.stack(w), *params[1:-1]), params[-1]]
 
 
@@ -198,7 +198,7 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
 
 
 def test_a_loop_keeps_no_second_copy_of_its_parameters():
-    """What the forward loop stacks are activations; parameters are read where they are."""
+    """The forward loop stacks activations alone; parameters are read where they are."""
     _, params, tokens = model(6)
     looped = partial(grad, [embed, dq.Scanned(block), head], method=EXACT)
     traced = jax.make_jaxpr(looped, axis_env=[("data", N)])(stacked(params), tokens[0])
@@ -348,7 +348,7 @@ def test_reductions_go_on_while_the_backward_pass_does(lag, waits):
 
 
 def test_results_pass_no_barrier():
-    """What passes one has to be written: no slice of a bucket could be part of the optimizer."""
+    """A barrier makes XLA write slices of a bucket, which else fuse with the optimizer."""
     functions, params, tokens = model(6)
     run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr

@@ -53,7 +53,7 @@ def gather(method, *, tiled=True, **options):
 
 
 def native(collective, tree, **options):
-    """What `jax.lax` makes of the tree."""
+    """The tree after a collective of `jax.lax`."""
     mapped = jax.vmap(lambda tree: collective(tree, "data", **options), axis_name="data")
     return jax.jit(mapped)(tree)
 
@@ -66,7 +66,7 @@ def normal(n, *shape, dtype="float32"):
 
 
 def close(found, expected, own, terms):
-    """Of dtype, shape and value of ``expected``, which is exact: ``terms`` roundings at width 8."""
+    """Compares with the exact ``expected``: dtype, shape, values to ``terms`` roundings."""
     assert found.dtype == expected.dtype == own.dtype
     assert found.shape == expected.shape
     if found.dtype == jnp.int32 or found.size == 0:
@@ -288,7 +288,7 @@ def test_derivatives_are_those_of_lax():
 
 
 def test_derivatives_under_shard_map():
-    """Of a loss of gathered parameters, as sharded training takes it; checked by JAX."""
+    """A loss of gathered parameters, as in sharded training, has derivatives that JAX checks."""
     n = 4
     shards, weight = normal(n, 64, 20), gradient(1, n, 64 * n * 20).reshape(n, 64 * n, 20)
 

@@ -87,7 +87,7 @@ def on_devices(tree):
 
 
 def spoiled(params, weights):
-    """The same with NaN as the parameters of workers that are away."""
+    """Replaces the parameters of workers that are away by NaN."""
     nan = np.where(weights > 0, 0, np.nan).astype(np.float32)
     split = NamedSharding(auto_mesh(N), P("data"))
     return jax.tree.map(

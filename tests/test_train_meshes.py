@@ -39,7 +39,7 @@ def make_run(mesh):
 
 
 def losses(run, value_and_grad):
-    """Of training on a few sequences again and again, so that some steps have what to learn."""
+    """Losses of training on a few sequences again and again, so that a few steps learn."""
     tokens = np.random.default_rng(0).integers(0, 32, (16, CONFIG.seq_len + 1), np.int32)
     method = train_llm.Method("", value_and_grad, None, 0.0, 0.0)
     optimizer = train_llm.make_optimizer(RECIPE)

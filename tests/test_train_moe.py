@@ -48,7 +48,7 @@ def programs(exchange, mean, n_experts=N):
 
 
 def losses(*args):
-    """Of steps on the same batch, and of the exact exchange behind them; and the step's HLO."""
+    """Losses of steps on one batch, the loss after them by exact exchange, and the step's HLO."""
     run, init, step, loss = programs(*args)
     tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
     tokens, state = run.shard(tokens), init(jax.random.key(0))

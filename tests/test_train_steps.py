@@ -24,7 +24,7 @@ from dynamiq_jax.request.compression import as_compression
 
 N = 8
 SHAPE = (48, 50)
-"""Of the parameters: whole and started blocks for each of eight workers, whatever the method."""
+"""The parameters' shape: whole and started blocks for each of eight workers, for any method."""
 
 
 def draw(seed, n=N, shape=SHAPE):

@@ -1,4 +1,4 @@
-"""What moves payloads changes no meaning: all-to-all and all-gather, or one ppermute for each."""
+"""Payloads mean the same however they move: by all-to-all and all-gather, or by ppermutes."""
 
 import jax
 import jax.numpy as jnp

@@ -114,7 +114,7 @@ def test_leaves_that_all_hold_alike_are_their_own_mean():
 
 
 def test_memory_keeps_what_was_not_sent():
-    """Of a worker that weighs nothing: its memory is sent later, not lost."""
+    """The memory of a worker that weighs nothing is sent later, not lost."""
     method = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=64)))
     x = gradient(3, N, 1024)
     state = as_compression(method).init_state(x[0], N, stacked=True)

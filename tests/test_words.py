@@ -22,11 +22,14 @@ def docstrings(file: Path):
                     yield line.lineno, value.value.strip()
 
 
-@pytest.mark.parametrize("package", ["dynamiq_jax", "pallas_kernels"])
-def test_docstrings_begin_with_a_subject(package):
+FOLDERS = "dynamiq_jax", "pallas_kernels", "examples", "benchmarks", "tests"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_begin_with_a_subject(folder):
     found = [
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for file in sorted((ROOT / package).rglob("*.py"))
+        for file in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(file)
         if NO_SUBJECT.match(text)
     ]

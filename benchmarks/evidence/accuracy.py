@@ -48,7 +48,7 @@ OUR_ABLATION = {
     "ours: + floors": {"format": dq.Format(levels="piecewise")},
     "ours: + companded levels: the default": {},
 }
-"""What this library changes, one after the other."""
+"""The library's changes to the paper's method, one after the other."""
 
 BITS = (3.0, 4.0, 5.0, 6.0)
 ROWS = {

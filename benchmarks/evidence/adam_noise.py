@@ -44,15 +44,15 @@ class Snapshot(NamedTuple):
     """One step of a training."""
 
     gradients: Any
-    """Of all workers, with a leading axis."""
+    """Gradients of all workers, with a leading axis."""
     second_moments: dict[str, np.ndarray]
     """Adam's, without its bias to zero, of the leaves that methods compress."""
     clip: float
-    """What the mean is multiplied by before Adam sees it."""
+    """The factor of the mean before Adam sees it."""
 
 
 class Figures(NamedTuple):
-    """Of one method, unitless."""
+    """Figures of one method, unitless."""
 
     adam_noise: float
     vnmse: float

@@ -42,11 +42,11 @@ from llm_data import Corpus, load_corpus, train_batch, validation_batches  # fou
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What one method's training came to."""
+    """The result of one method's training."""
 
     method: str
     seconds: list[float]
-    """Of every step, when its loss was known; from the start of the first one."""
+    """When the loss of each step was known, from the start of the first step."""
     losses: list[float]
     """Nats per token, of every step."""
     validation_loss: float

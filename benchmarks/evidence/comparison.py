@@ -66,7 +66,7 @@ LOSSES: Mapping[str, Losses] = {
 other coordinates, count only where there are none of today's: those with error feedback."""
 
 DEFAULTS = {"thc": "thc:4", "omnireduce": "omnireduce:8"}
-"""What methods without bits in their name mean."""
+"""Full names of methods that are named without bits."""
 
 GROUPS = (
     (12.0, "not compressed"),
@@ -107,7 +107,7 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("mxfp6", "dynamiq:5"), ("mxfp8", "dynamiq:5"), ("dynamiq-dither-axis:3.5", "dynamiq:4"),
     ),
 }  # fmt: skip
-"""What the page compares seed by seed: (a method, the DynamiQ beside it)."""
+"""Pairs that the page compares seed by seed: (a method, the DynamiQ beside it)."""
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ PAIRS: Mapping[str, Sequence[tuple[str, str]]] = {
 
 @cache
 def load(file: Path) -> Any:
-    """What a file of JSON holds, read once."""
+    """Reads a JSON file once."""
     return json.loads(file.read_text())
 
 
@@ -213,7 +213,7 @@ def by_method(run: Row) -> dict[str, Row]:
 
 
 def step_alone() -> tuple[float, float]:
-    """What a step of the 1.1 B model takes that averages nothing, ms, and its gradients' bytes.
+    """Milliseconds of a step of the 1.1 B model that averages nothing, and its gradients' bytes.
 
     Of the run over NVLink that has both.
     """

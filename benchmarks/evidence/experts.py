@@ -1,4 +1,4 @@
-r"""What compressed all-to-alls between experts do to the training loss, with paired seeds.
+r"""Losses of training with compressed all-to-alls between experts, with paired seeds.
 
     python benchmarks/evidence/experts.py --seeds 2 --steps 3                     # CPU
     python benchmarks/evidence/experts.py --seeds 32 --json runs/experts.json     # one GPU

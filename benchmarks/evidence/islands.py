@@ -1,4 +1,4 @@
-r"""What compressed outer steps do to the loss of local steps (DiLoCo), with paired seeds.
+r"""Losses of local steps (DiLoCo) with compressed outer steps, with paired seeds.
 
     python benchmarks/evidence/islands.py --seeds 2 --steps 20 --every 10 --rows pmean:4  # CPU
     python benchmarks/evidence/islands.py --every 10,50 --seeds 32                        # one GPU

@@ -1,4 +1,4 @@
-"""What pages and pictures call methods, and the colours of methods in pictures."""
+"""Names of methods on pages and in pictures, and their colours in pictures."""
 
 TITLES = {
     "bf16-psum": "bf16 psum",

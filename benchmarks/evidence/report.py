@@ -82,7 +82,7 @@ def simulation_table(found: Iterable[tuple[ours.Simulation, Sequence[float]]]) -
 
 
 def source_table(described: Mapping[str, Mapping[str, float]]) -> str:
-    """What the gradients are."""
+    """A table that describes the gradients."""
     body = [
         [name, ours.SOURCE_NOTES[name], f"{f['coordinates']:,}", f"{f['top']:.0%}",
          f"{f['agreement']:.2f}", _figure(f["bound"])]

@@ -1,4 +1,4 @@
-"""What report.py measures: gradients, methods, and figures that are kept once they are known."""
+"""Measurements of report.py: gradients, methods, and figures that are kept once they are known."""
 
 import os
 
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
     @property
     def family(self) -> str:
-        """What the paper calls it."""
+        """The method's name in the paper."""
         return self.label.split(",")[0]
 
 
@@ -89,7 +89,7 @@ class Notebook:
         self.figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
 
     def __call__(self, key: str, compute: Callable[[], Any]) -> Any:
-        """What is kept under ``key``, or else ``compute()``, from now on."""
+        """The figure under ``key``; runs ``compute()`` and keeps its result where there is none."""
         if key not in self.figures:
             self.console.print(" | ".join(key.split(" | ")[:3]), highlight=False)
             self.figures[key] = compute()
@@ -129,7 +129,7 @@ def sources(models: Sequence[str], work: Path, seeds: int) -> Iterator[Source]:
 
 
 def describe(gradient: jax.Array) -> dict[str, float]:
-    """What decides how well a gradient can be compressed."""
+    """Figures of a gradient that decide how well it can be compressed."""
     total = jnp.sum(gradient, axis=0)
     rows = jnp.pad(total, (0, -total.size % 256)).reshape(-1, 256)
     energy = np.sort(np.asarray(jnp.sum(rows**2, axis=1), np.float64))[::-1]
@@ -186,7 +186,7 @@ def bits_rows() -> list[Row]:
 
 
 def butterfly_rows() -> list[Row]:
-    """What the paper measures on a butterfly."""
+    """Rows that the paper measures on a butterfly."""
     return [
         Row(row.label, row.method, dq.Butterfly(), published.BUTTERFLY[row.family])
         for row in method_rows()

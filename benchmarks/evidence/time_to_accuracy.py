@@ -36,13 +36,13 @@ STAND_INS = {"dynamiq-dither-axis": "dynamiq-dither", "dynamiq-axis": "dynamiq"}
 LINKS = {
     "p2p, NCCL": "NVLink", "shm": "host memory", "p2p, NCCL + socket": "sockets between two nodes",
 }  # fmt: skip
-"""What carries bf16 psum, in plain words."""
+"""Transports by their names in step_time.py, in plain words."""
 
 Row = Mapping[str, Any]
 
 
 class Curve(NamedTuple):
-    """What one method's training looked like."""
+    """The losses of one method's training."""
 
     method: str
     topology: str
@@ -66,12 +66,12 @@ class Result(NamedTuple):
     step_ms: float
     exposed_ms: float
     step_relative: float
-    """Of the time of bf16 psum's step."""
+    """The step's time over that of bf16 psum's step."""
     steps: float | None
     """To the target; `None` where it is not reached."""
     seconds: float | None
     relative: float | None
-    """Of bf16 psum's time to the target."""
+    """The time to the target over bf16 psum's."""
     loss_percent: float | None
     """Difference of the validation loss from bf16 psum's after equal steps."""
     loss_error: float | None
@@ -152,7 +152,7 @@ def read_times(file: Path, model: str, topology: str) -> dict[str, dict[str, Row
 
 
 def _listed(file: Path, name: str) -> list[Any]:
-    """What the JSON object in a file has under a name.
+    """The list that the JSON object in a file has under a name.
 
     Raises:
       ValueError: the file is not there, is no JSON, or has no such list.

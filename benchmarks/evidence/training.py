@@ -1,4 +1,4 @@
-r"""What a quantised all-reduce does to the training loss, with paired seeds.
+r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
     python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd,muon,lion \
@@ -102,7 +102,7 @@ def leaf_errors(errors: np.ndarray, norms: np.ndarray) -> np.ndarray:
 
 
 def figures(result: Mapping[str, np.ndarray], leaves: Sequence[str]) -> Row:
-    """What is kept of the runs of a row, for every seed; see `training_run.make_trainer`."""
+    """Figures of a row's runs, for every seed; see `training_run.make_trainer`."""
     losses = np.asarray(result["losses"], np.float64)
     steps = losses.shape[1]
     by_leaf = leaf_errors(result["errors"], result["norms"])
@@ -215,7 +215,7 @@ def environment() -> dict[str, str]:
 
 
 class Program(NamedTuple):
-    """What is compiled once, and the settings of the rows that it runs."""
+    """A program that is compiled once, and the settings of the rows that it runs."""
 
     task: Task
     optimiser: str

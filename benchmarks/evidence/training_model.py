@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     n_heads: int
     hidden: int
     dtype: jax.typing.DTypeLike
-    """Of matrix products; parameters and gradients are f32."""
+    """The dtype of matrix products; parameters and gradients are f32."""
     sequences: int
     """Per worker and step."""
     steps: int

@@ -79,7 +79,7 @@ def panels(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
 
 
 def titles(key: tuple) -> tuple[str, str]:
-    """What the rows of a panel have in common, in two lines."""
+    """A panel's title of two lines, from what its rows share."""
     model, init, optimiser, rate, workers, steps, seeds = key
     plural = "" if seeds == 1 else "s"
     counts = f"learning rate {rate:g}, {workers} workers, {steps} steps, {seeds} seed{plural}"

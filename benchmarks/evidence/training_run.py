@@ -40,7 +40,7 @@ def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback
 
 
 def _liec(bits: float = 4, **options: Any) -> LocalError:
-    """What `dynamiq_jax.optax.liec` sends gradients by, around MinMax of ``bits``."""
+    """The method by which `dynamiq_jax.optax.liec` sends gradients, around MinMax of ``bits``."""
     return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
 
 
@@ -83,7 +83,7 @@ and after how many steps the mean of these models, in f32, takes their place."""
 
 
 def period_of(method: str) -> int:
-    """Of `PERIODS`, by the method's name with or without bits; 0 if all workers have one model."""
+    """The entry of `PERIODS` for a method's name, with or without bits; 0 without local steps."""
     return PERIODS.get(method.strip().partition(":")[0], 0)
 
 
@@ -99,7 +99,7 @@ class Mean(NamedTuple):
     method: str
     topology: str
     options: str
-    """What the result depends on besides the names."""
+    """Options that change the result, besides the names."""
     average: Callable[[Tree, Array, Any], tuple[Tree, Any]]
     """(one worker's gradients, key, its state) -> their mean over `AXIS`, the next state."""
     bits_per_coord: Callable[[Tree, int], float]
@@ -423,7 +423,7 @@ class Task(NamedTuple):
     text: Array
     windows: np.ndarray
     digest: str
-    """Of the text: other Python versions have another standard library."""
+    """A hash of the text, since other Python versions have another standard library."""
 
     @property
     def gradients(self) -> Tree:
@@ -451,7 +451,7 @@ def window_starts(task: Task, seed: int) -> np.ndarray:
 
 
 def arguments(task: Task, kind: str, peak: float, seeds: Sequence[int]) -> tuple:
-    """What the program of `make_trainer` takes."""
+    """Arguments of the program that `make_trainer` makes."""
     starts = np.stack([window_starts(task, seed) for seed in seeds])
     index, own = np.int32(INITS.index(kind)), np.asarray(seeds, np.int32)
     return index, np.float32(peak), own, starts, task.text, task.windows

@@ -148,8 +148,8 @@ def reduce(
       The tree, the next step's state (`None` without ``state``) and the metrics.
 
     Raises:
-      ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is no scalar
-        or for a sum or for integers, or as for `psum`.
+      ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is not a
+        scalar, or is for a sum or for integers, or as for `psum`.
     """
     axis = check_axis(axis_name)
     check_choice("op", op, get_args(Op))

@@ -124,7 +124,8 @@ def _weighted(
     Leaves that all workers hold alike are their own mean.
 
     Raises:
-      ValueError: it is no mean, the weight is no scalar, or a leaf is not floating-point.
+      ValueError: it is not a mean, the weight is not a scalar, or a leaf is not
+        floating-point.
     """
     if op != "mean":
         raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")

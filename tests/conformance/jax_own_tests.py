@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _results(run: str, files: list[Path], expression: str) -> dict[str, dict]:
-    """Of every test that ran: outcome, collectives called, last line of the error."""
+    """Outcome, collectives called and last line of the error of every test that ran."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
         flags = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"

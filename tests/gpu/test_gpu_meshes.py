@@ -57,7 +57,7 @@ def test_every_gpu_reduces_its_shard_as_if_there_were_no_others():
 
 
 def _held(leaf, device):
-    """What one device has of an array."""
+    """The part of an array on one device."""
     (shard,) = (shard for shard in leaf.addressable_shards if shard.device == device)
     return np.asarray(shard.data)
 

@@ -13,14 +13,14 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 
 SEEDS = range(3)
 PAPERS_MIXTURE = {3: 0.30, 4: 0.018, 5: 0.0024, 6: 0.0005}
-"""What we promise of the mean vNMSE at each number of bits."""
+"""The mean vNMSE that pages promise at each number of bits."""
 PINNED = {3: 0.0561, 4: 0.00353, 5: 0.000370, 6: 0.0000564}
-"""What we measure by squared error alone; one seed (data and rounding) spreads by 4%, so that the
+"""Our errors by squared error alone; one seed (data and rounding) spreads by 4%, so that the
 mean of 3 is good to 2.5%. The paper's scheme has 0.30, 0.021, 0.0028 and 0.00053 here."""
 SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The least squared error."""
 PINNED_DEFAULT = {4: 0.00717, 5: 0.00185, 6: 0.000387}
-"""What the default leaves, for which small super-groups and small coordinates count, too."""
+"""Our errors by the default, for which small super-groups and small coordinates count, too."""
 
 
 @functools.cache

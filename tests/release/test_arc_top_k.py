@@ -176,7 +176,7 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
 
 
 def test_what_a_message_rounds_off_is_in_memory():
-    """Of one worker alone, so that sums to bf16 round nothing."""
+    """One worker alone sends, so that sums to bf16 round nothing."""
     method, x = ARCTopK(density=0.5), draw(10, 3).at[1:].set(0)
     state, run = first_state(method, x, 3), stepper(method)
     delivered = 0.0

@@ -109,7 +109,7 @@ def test_devices_send_what_vmap_sends():
 
 
 def test_what_is_not_delivered_is_in_memory_to_the_last_bit():
-    """Of one worker alone, so that sums to bf16 round nothing."""
+    """One worker alone sends, so that sums to bf16 round nothing."""
     x = draw(5, 3)
     x[[0, 2]] = 0
     method = CLTK(density=0.25)

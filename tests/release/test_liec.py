@@ -46,7 +46,7 @@ def exact(x):
 
 
 def owners_errors(memory, size):
-    """What all owners keep, in the gradient's order."""
+    """The owners' memories, in the gradient's order."""
     return np.asarray(memory, np.float64).reshape(-1)[:size]
 
 
@@ -67,7 +67,7 @@ def test_results_and_what_owners_keep_make_up_all_gradients(mean):
 
 
 def test_each_worker_adds_what_its_own_encoding_lost():
-    """Of its share of others' chunks: up to half a step of its buckets, on either side."""
+    """A worker adds up to half a step of its buckets to others' chunks, on either side."""
     x, method = draw(1), LOCAL
     found, state = stepper(method, mean=True)(x, KEY, first_state(method, x, N))
     found = np.asarray(found, np.float64)

@@ -55,7 +55,7 @@ def draw(n, steps=1):
 
 
 def lengths(x):
-    """What one step is long, by coordinate: mean magnitudes of blocks, of all workers."""
+    """The length of one step, by coordinate: mean magnitudes of blocks, of all workers."""
     pad = np.pad(np.abs(np.asarray(x, np.float64)).mean(axis=0), (0, -SIZE % BLOCK))
     filled = np.clip(SIZE - BLOCK * np.arange(pad.size // BLOCK), 0, BLOCK)
     return np.repeat(pad.reshape(-1, BLOCK).sum(axis=1) / filled, BLOCK)[:SIZE]
@@ -174,7 +174,7 @@ def test_without_full_rounds_there_are_none():
 
 
 def test_rounds_have_coins_of_their_own():
-    """The same key and gradient in every step; also without a key."""
+    """Every step has one key and gradient; also without a key."""
     n, x = 4, draw(4)[0]
     for key in (KEY, None):
         method = Marsit(period=None)

@@ -29,7 +29,7 @@ count_saturated = jax.jit(mx.count_saturated, static_argnums=1)
 
 
 def codes_as_floats(codes, element):
-    """What ml_dtypes takes codes for, in f32."""
+    """Values that ml_dtypes gives to codes, in f32."""
     return np.asarray(codes).astype(np.uint8).view(DTYPES[element.name]).astype(np.float32)
 
 

@@ -346,7 +346,7 @@ PINNED = {
     "e2m3, shared": 5.6e-3,
     "e2m1, shared": 7.3e-2,
 }
-"""What we measure on a ring of eight; seeds spread by 5%. DynamiQ's paper has about 3e-3, 1.3e-2
+"""Our errors on a ring of eight; seeds spread by 5%. DynamiQ's paper has about 3e-3, 1.3e-2
 and 1e-1 for MXFP8, MXFP6 (e3m2) and MXFP4 on gradients of language models."""
 MULTIPLIERS = {"e4m3": 0.11, "e5m2": 0.11, "e3m2": 0.11, "e2m3": 0.33, "e2m1": 0.375}
 """Within a factor of 2 of where the rule of `max_saturated` keeps them."""
@@ -370,7 +370,7 @@ def test_what_cannot_be_is_refused():
         dq.comparators.MXFP6(sum="psum")  # type: ignore
     with pytest.raises(ValueError, match="rounding='up'; expected one of"):
         dq.comparators.MXFP4(rounding="up")  # type: ignore
-    with pytest.raises(ValueError, match="max_saturated=2 is no fraction"):
+    with pytest.raises(ValueError, match="max_saturated=2 is not a fraction"):
         dq.comparators.MXFP4(max_saturated=2)
     with pytest.raises(ValueError, match="growth=0.5 must lie between 1 and 2"):
         dq.comparators.MXFP4(growth=0.5)

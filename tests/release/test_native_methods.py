@@ -1,4 +1,4 @@
-"""What THC, OmniReduce, CLTK and SIDCo have in common: native collectives, and memory."""
+"""THC, OmniReduce, CLTK and SIDCo share native collectives and memory."""
 
 import functools
 

@@ -41,7 +41,7 @@ def energies(x):
 
 
 def union_of(x, fraction):
-    """What some worker has among the ``fraction`` of its blocks that are largest."""
+    """Blocks that some worker has among the largest ``fraction`` of its own."""
     energy = energies(x)
     count = max(1, round(float(fraction) * energy.shape[1]))
     marked = np.zeros(energy.shape, bool)
@@ -107,7 +107,7 @@ def test_devices_send_the_blocks_that_vmap_sends():
 
 
 def test_sparse_gradients_are_summed_whole():
-    """What the original skips are blocks that are zero on all workers; here up to N - K of them."""
+    """The original skips blocks that are zero on all workers; here up to N - K of them."""
     x, place = draw(2, 100).reshape(N, 100, BLOCK), np.arange(100) % 20
     disjoint = np.where((place == np.arange(N)[:, None])[..., None], x, 0).reshape(N, -1)
     found = reduce(OmniReduce(density=0.4), disjoint)[0]

@@ -18,7 +18,7 @@ KEY = jax.random.key(3)
 
 
 def both(program, *args):
-    """What a jitted function returns without and with optimisations."""
+    """Results of a jitted function without and with optimisations."""
     lowered = program.lower(*args)
     compiled = lowered.compile(), lowered.compile(compiler_options=AS_USERS)
     plain, optimized = (jax.tree.map(np.asarray, run(*args)) for run in compiled)

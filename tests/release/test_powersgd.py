@@ -166,7 +166,7 @@ def test_what_is_not_delivered_is_in_memory(wire, mean):
 
 
 def test_what_a_message_rounds_off_is_in_memory():
-    """Of one worker alone, so that sums to bf16 round nothing."""
+    """One worker alone sends, so that sums to bf16 round nothing."""
     x = draw(10, 3).at[1:].set(0)
     found, state = steps_of(PowerSGD(rank=3), x, 3)
     gap = sum(found) + total_of(state[0].residual).reshape(x.shape[1:]) - 3 * total_of(x)

@@ -146,7 +146,7 @@ def resident_bytes():
 
 
 class Left(NamedTuple):
-    """What an episode leaves behind."""
+    """The result of an episode."""
 
     drawn: tuple
     arrays: int

@@ -54,7 +54,7 @@ def plain(text):
 
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory):
-    """What the command writes for a model of one layer."""
+    """The command's file for a model of one layer."""
     file = tmp_path_factory.mktemp("steps") / "steps.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(llm_model.CONFIGS, "tiny", LAYER)

@@ -54,7 +54,7 @@ def compile_fast():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the command writes for a tiny model: rows.json, table.md and plot.png."""
+    """The command's files for a tiny model: rows.json, table.md and plot.png."""
     folder = tmp_path_factory.mktemp("training")
     files = ["--json", folder / "rows.json", "--table", folder / "table.md"]
     ran = invoke(*COMMAND, *files, "--plot", folder / "plot.png")
@@ -175,7 +175,7 @@ def test_workers_have_gradients_of_their_own(task):
 
 
 def test_workers_may_have_models_of_their_own(task):
-    """The same models where all results are the same; else other ones, until their means meet."""
+    """Models are equal where all results are; else they differ until their means meet."""
 
     def run(mean):
         trainer = training_run.make_trainer(task.shape, "adamw", mean, 8, STEPS)
@@ -250,7 +250,7 @@ def test_seeds_run_in_groups_and_come_back_in_order(task):
 
 
 def test_the_model_is_that_of_the_example():
-    """The same loss from the same parameters: same norms, positions, attention, feed-forward."""
+    """Equal parameters have equal losses: norms, positions, attention and feed-forward agree."""
     shape = training_model.MODELS["micro"]
     names = ("vocab_size", "seq_len", "n_layers", "dim", "n_heads", "hidden", "dtype")
     own = {name: getattr(shape, name) for name in names}

@@ -25,7 +25,7 @@ _ANY_SIZE: dict[str, Any] = {"min_leaf_size": 0, "min_bucket_size": 0}
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
     """A method whose ``bits`` are those of a code or index; scales or sums take more.
 
-    The method itself refuses bits that are no integer.
+    The method itself refuses bits that are not an integer.
     """
     if bits is not None:
         options["bits"] = int(bits) if bits == int(bits) else bits
