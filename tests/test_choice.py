@@ -16,7 +16,7 @@ from dynamiq_jax.topologies import choice as rule
 
 def filled(topology):
     """Where no copy engines serve."""
-    return rule.with_transport(topology)[0]
+    return rule.with_transport(topology, n_workers=2)[0]
 
 
 def devices(count=8, platform="gpu", kind="NVIDIA H200", domains=1):
@@ -33,6 +33,7 @@ def hosts(monkeypatch):
     def pretend(processes, found):
         monkeypatch.setattr(jax, "process_count", lambda: processes)
         monkeypatch.setattr(jax, "devices", lambda: found)
+        monkeypatch.setattr(jax, "device_count", lambda: len(found))
 
     return pretend
 
@@ -71,6 +72,10 @@ def test_domains_of_several_processes(hosts, found, one_domain):
         ((2, 4, 3), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((4, 1, 2), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((4, 1), dq.Butterfly(), "power of two"),
+        ((256,), dq.Butterfly(), "256 workers on several hosts are a power of two"),
+        ((240,), dq.Ring(), "two axes, hosts first, would take fewer hops and err less"),
+        ((32, 8), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
+        ((30, 8), dq.Hierarchical(outer=dq.Direct()), "several axes"),
         ((1, 1, 3), dq.Ring(), "no power"),
     ],
 )
@@ -81,10 +86,39 @@ def test_several_hosts(hosts, sizes, topology, reason):
     assert reason in choice.reason
 
 
-def test_across_hosts_powers_of_two_are_butterflies():
-    powers = {n for n in range(1, 70) if rule.across_hosts(n) == dq.Butterfly()}
-    assert powers == {1, 2, 4, 8, 16, 32, 64}
-    assert all(rule.across_hosts(n) == dq.Ring() for n in set(range(1, 70)) - powers)
+def test_few_hosts_are_rings_unless_they_are_a_power_of_two():
+    found = {n: rule.across_hosts(n) for n in range(1, 300)}
+    powers = {2**i for i in range(9)}
+    assert {n for n, topology in found.items() if topology == dq.Butterfly()} == powers
+    assert {n for n, topology in found.items() if topology == dq.Ring()} == {3, 5, 6, 7}
+    assert all(found[n] == dq.Direct() for n in range(9, 300) if n not in powers)
+
+
+@pytest.mark.parametrize("n", [9, 30, 72, 240])
+def test_many_hosts_send_the_same_bytes_direct_and_err_less_than_half(n):
+    method, size = dq.DynamiQ(), 2**26
+    chosen, ring = rule.across_hosts(n), dq.Ring()
+    assert method.wire_bits(size, n, chosen) == pytest.approx(method.wire_bits(size, n, ring), 1e-3)
+    assert method.relative_error(n, chosen) < method.relative_error(n, ring) / 2
+
+
+def test_the_largest_payloads_of_few_workers_take_about_as_long_as_their_messages():
+    """By hand: f32 buckets at 5 bits; 430 GB/s of NVLink, 400 Gb/s between hosts of 8 GPUs."""
+    coords = [limits_of(dq.DynamiQ(), 8, fast_links=fast).bucket_bytes // 4 for fast in (1, 0)]
+    inside, outside = (5 / 8 * size / rule.MANY for size in coords)
+    assert 1e6 * inside / 430e9 == pytest.approx(15, abs=2.5)
+    assert 1e6 * outside / 8 / 50e9 == pytest.approx(15, abs=2.5)
+
+
+def test_all_of_a_large_nvlink_domain_go_direct(hosts):
+    """72 GPUs on 18 hosts that JAX knows to be one domain."""
+    hosts(18, devices(72, kind="NVIDIA GB200"))
+    found = dq.explain(jax.ShapeDtypeStruct((2**28,), jnp.bfloat16), 72, verbose=False)
+    assert found.topology == repr(filled(dq.Direct()))
+    assert found.reason.endswith("in one process or NVLink domain, where Direct errs least")
+    assert rule.automatic((18, 4)).topology == dq.Direct()
+    hosts(18, devices(72, kind="NVIDIA GB200", domains=18))
+    assert rule.automatic((18, 4)).topology == dq.Hierarchical(outer=dq.Direct())
 
 
 def resolve(method, topology, sizes, **options):

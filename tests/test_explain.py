@@ -244,7 +244,8 @@ def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, to
 def test_workers_that_the_devices_here_may_be_are_explained_by_them(sizes):
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith("Direct(")
-    assert found.reason == "all devices are in one process or NVLink domain"
+    known = "all devices are in one process or NVLink domain"
+    assert found.reason == f"{known}, where Direct errs least"
 
 
 def test_what_crosses_the_outer_axes_is_printed_below_the_total():

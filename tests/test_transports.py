@@ -150,6 +150,7 @@ def test_slices_of_a_psum_scatter_travel_by_permutes_too():
 
 
 def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 9)
     tree = jax.ShapeDtypeStruct((2**20,), jnp.float32)
     plain = dq.explain(tree, 4, verbose=False)
     assert "transport='collectives'" in plain.topology
@@ -158,6 +159,11 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
     found = dq.explain(tree, 4, verbose=False)
     assert "transport='permutes'" in found.topology
     assert "copy engines, since it is said so" in found.reason
+    eight, more = (dq.explain(tree, n, topology=dq.Direct(), verbose=False) for n in (8, 9))
+    assert "transport='permutes'" in eight.topology
+    assert "transport='collectives'" in more.topology
+    why = "9 workers are more than 8, and every copy costs about 15 µs"
+    assert more.reason == f"as passed; by collectives, since {why}"
     route = dq.Hierarchical(outer=dq.Ring(), inner=dq.Direct(transport="collectives"))
     both = dq.explain(tree, (2, 4), topology=route, verbose=False).topology
     assert both.count("transport='permutes'") == both.count("transport='collectives'") == 1

@@ -177,8 +177,8 @@ class Compression(Options):
                     "time"
                 )
             found = topology.on(sizes)
-            topology, engines = with_transport(found, self.transport, here=here)
-            reason = f"{reason}; by copy engines, since {engines}" if engines else reason
+            topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
+            reason = f"{reason}; {how}" if how else reason
         fast = here and fast_links()
         return Route.over(
             method,

@@ -1,16 +1,19 @@
 """Which topology `topology=None` means: a rule of facts that all workers share.
 
-1. All devices in one process, or in one NVLink domain: `Direct`.
-2. Several axes of more than one worker: `Hierarchical`, whose outer topology follows rule 3.
+1. All devices in one process, or in one NVLink domain: `Direct`, whatever their number. A ring
+   sends as many payloads of the same size, one after the other, and errs more.
+2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `Butterfly` among a
+   power of two of hosts, else `Ring`, or `Direct` beyond `MANY` hosts (`across_hosts`).
 3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. A butterfly's first
    rounds stay among neighbours, so that on an axis that numbers its workers host by host it keeps
-   the traffic between hosts as low as a hierarchy would.
+   the traffic between hosts as low as a hierarchy would. So does a ring. `Direct` would send all
+   of a host's gradients off it.
 
 `explain` may be told of more workers than JAX has devices. JAX's devices say nothing about those:
 rules 2 and 3 serve, and `assumed` says so.
 
-What `transport=None` of a topology means: "permutes" where ppermutes are copies by engines
-(`dynamiq_jax.core.xla`), else "collectives".
+What `transport=None` of a topology means: "permutes" among up to `MANY` workers where ppermutes are
+copies by engines (`dynamiq_jax.core.xla`), else "collectives".
 """
 
 import math
@@ -20,8 +23,10 @@ import jax
 
 from dynamiq_jax.core.xla import copy_engines
 from dynamiq_jax.topologies.base import AnyTopology, Transport
+from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import MANY, Hierarchical, across_hosts
+from dynamiq_jax.topologies.ring import Ring
 
 
 class Choice(NamedTuple):
@@ -67,23 +72,38 @@ def assumed(sizes: tuple[int, ...]) -> str | None:
 def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
     """The choice for axes of these sizes, the outermost first; ``here``: of JAX's devices."""
     if here and in_one_domain():
-        return Choice(Direct(), "all devices are in one process or NVLink domain")
+        domain = "all devices are in one process or NVLink domain"
+        return Choice(Direct(), f"{domain}, where Direct errs least")
     n = math.prod(sizes)
     if sum(size > 1 for size in sizes) > 1:
         outer = across_hosts(n // sizes[-1])
         return Choice(Hierarchical(outer=outer), "several axes, whose last one has fast links")
-    power = "a" if n & (n - 1) == 0 else "no"
-    return Choice(across_hosts(n), f"{n} workers on several hosts are {power} power of two")
+    some = f"{n} workers on several hosts"
+    if n & (n - 1) == 0:
+        return Choice(Butterfly(), f"{some} are a power of two")
+    remedy = "; two axes, hosts first, would take fewer hops and err less" if n > MANY else ""
+    return Choice(Ring(), f"{some} are no power of two{remedy}")
 
 
 def with_transport(
-    topology: AnyTopology, transport: Transport | None = None, *, here: bool = True
+    topology: AnyTopology,
+    transport: Transport | None = None,
+    *,
+    n_workers: int,
+    here: bool = True,
 ) -> tuple[AnyTopology, str | None]:
-    """The topology, of both levels, with its transport filled in, and why copy engines serve.
+    """Fills in the transport of a topology, of both levels.
 
-    Without a ``transport``, they serve where they can: never, unless the workers are JAX's devices
-    (``here``).
+    Without a ``transport``, copy engines send among up to `MANY` workers where there are engines.
+    None are known of unless the workers are JAX's devices (``here``).
+
+    Returns:
+      The topology, and the reason for its transport where engines could copy.
     """
-    reason = copy_engines() if here and transport is None else None
-    chosen = transport or ("collectives" if reason is None else "permutes")
-    return topology.with_transport(chosen), reason
+    engines = copy_engines() if here and transport is None else None
+    if engines is None:
+        return topology.with_transport(transport or "collectives"), None
+    if n_workers > MANY:
+        why = f"{n_workers} workers are more than {MANY}, and every copy costs about 15 µs"
+        return topology.with_transport("collectives"), f"by collectives, since {why}"
+    return topology.with_transport("permutes"), f"by copy engines, since {engines}"

@@ -6,12 +6,28 @@ from dataclasses import dataclass
 
 from dynamiq_jax.topologies.base import AnyTopology, Levels, Topology, Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.ring import Ring
 
+MANY = 8
+"""Workers beyond which payloads are too small to be sent one after the other.
 
-def across_hosts(n_workers: int) -> Topology:
-    """The choice for one axis whose links are slow."""
-    return Ring() if n_workers & (n_workers - 1) else Butterfly()
+A message costs about 15 µs between GPUs of one process (docs/performance.md); of networks that is
+assumed. The largest default bucket of f32 gradients takes 42 MB at 5 bits, 57 MB on fast links.
+Among 8 workers one payload then takes 17 µs at NVLink's 430 GB/s. Among 8 hosts of 8 GPUs it takes
+13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes.
+"""
+
+
+def across_hosts(n_hosts: int) -> Topology:
+    """The choice for workers that are alone on their hosts, or their host's share of a hierarchy.
+
+    All topologies send the same bytes there. A ring's hops wait for each other, and its error grows
+    as their number, so that beyond `MANY` hosts `Direct` takes its place.
+    """
+    if n_hosts & (n_hosts - 1) == 0:
+        return Butterfly()
+    return Ring() if n_hosts <= MANY else Direct()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +42,8 @@ class Hierarchical(AnyTopology):
       inner: how the inner axis scatters and gathers; `None`: natively, for links on which
         compression does not pay, in bf16 (f16 gradients in f16; all in what `BF16` and `F32` are
         named for). A topology compresses there, too, at the cost of two more encodings.
-      outer: how the outer axis reduces; `None` chooses `Butterfly` for powers of two, else `Ring`.
+      outer: how the outer axis reduces; `None` chooses `Butterfly` for powers of two, else `Ring`,
+        beyond 8 workers `Direct`.
     """
 
     inner: Topology | None = None

@@ -80,7 +80,7 @@ def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = 
         return "cpu"
     if topology is not None:
         with compiled_by(compiler_options()):
-            filled, _ = with_transport(topology)
+            filled, _ = with_transport(topology, n_workers=jax.device_count())
             if getattr(filled, "transport", None) == "permutes" and copy_engines():
                 return "p2p, copy engines"
     net = "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
