@@ -121,6 +121,15 @@ def pulled(collective, x, cotangent):
     return jax.jit(jax.vmap(one, axis_name="data"))(x, cotangent)
 
 
+def test_one_worker_sends_nothing():
+    x = normal(2, 37)[:1]
+    for options in ({}, {"method": CHEAP}, {"method": small(comparators.MXFP8())}):
+        one = functools.partial(dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0)
+        alone = functools.partial(one, tiled=True, key=KEY, **options)
+        found = pulled(alone, x, 2 * x)
+        assert_same_bits(found, (x, 2 * x))
+
+
 def test_the_backward_pass_has_bits_and_noise_of_its_own():
     x, cotangent = normal(8, 6, 50), gradient(1, N, 2 * 24 * 50).reshape(N, 2, 24, 50)
     lax_one = functools.partial(
@@ -194,6 +203,14 @@ def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dty
     np.testing.assert_array_equal(np.isfinite(found), ~sick)
     if reach > 1:
         assert np.all(np.isnan(found[sick]))
+
+
+def test_the_largest_values_of_float16_stay_finite():
+    largest = float(jnp.finfo(jnp.float16).max)
+    x = jnp.full((N, N, 300), largest, jnp.float16).at[:, :, ::2].set(-largest)
+    found = np.asarray(ours(0, 0, method=EIGHT)(x.at[0, 0, 0].set(jnp.inf), KEY), np.float64)
+    assert np.all(np.isnan(found[0, 0, :256]))  # as anywhere
+    np.testing.assert_allclose(found[1:], np.asarray(x, np.float64)[1:], rtol=0.02)
 
 
 def test_shard_map_and_pmap_give_the_bits_of_vmap():
@@ -351,7 +368,7 @@ def traced(shape, *axes, n=N, **options):
         ((8, 3), (0, -3), {}, ["concat_axis=-3", "shape (8, 3)", "every leaf has"]),
         ((), (0, 0), {}, ["split_axis=0", "shape ()"]),
         ((8,), (0, 0), {"method": 5}, ["method=5 is not a method"]),
-        ((8,), (0, 0), {"backward": 5}, ["method=5 is not a method"]),
+        ((8,), (0, 0), {"backward": CHEAP}, ["backward=Compression", "is not a method"]),
         ((8,), (0, 0), {"key": 7}, ["key=7 is not a PRNG key"]),
     ],
 )
@@ -375,10 +392,10 @@ def test_malformed_arguments_are_refused(shape, axes, options, texts):
     ids=lambda method: type(method).__name__,
 )
 def test_methods_that_need_more_are_refused(method):
-    text = "all_to_all encodes at one width.*pass dq.DynamiQ"
-    with pytest.raises(NotImplementedError, match=text):
+    text = "=.*: all_to_all encodes at one width.*pass dq.DynamiQ"
+    with pytest.raises(NotImplementedError, match="method" + text):
         traced((8, 4096), 0, 0, method=small(method))
-    with pytest.raises(NotImplementedError, match=text):
+    with pytest.raises(NotImplementedError, match="backward" + text):
         traced((8, 4096), 0, 0, backward=method)
 
 

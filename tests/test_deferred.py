@@ -261,6 +261,50 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
         assert_close(jax.jit(f)(params, batch, rows), found)
 
 
+@pytest.mark.parametrize(("each", "told"), [(1, False), (2, True)])
+def test_shards_that_a_map_takes_stay_shards(each, told):
+    """A layer of experts under `jax.shard_map`, which uses shared parameters, too.
+
+    A map without in_specs would also take whole experts, by broadcasting one worker's places.
+    """
+    mesh, count = mesh_of(), 8 * each
+    params, batch = placed()
+    own = jax.random.normal(jax.random.key(5), (count, WIDTH, WIDTH)) / 8
+    params = params | {"experts": put(own, mesh, "data")}
+    x = put(jax.random.normal(jax.random.key(6), (8 * 16, 16)), mesh, "data")
+
+    def layer(exchange, experts, down, x):
+        sent = x.reshape(count, -1, WIDTH)
+        own = exchange(sent, "data", 0, 1, tiled=True)
+        back = exchange(jnp.tanh(own @ experts), "data", 1, 0, tiled=True)
+        return back.at[jnp.arange(count)].get().reshape(x.shape) @ down
+
+    def loss(exchange, params, x):
+        specs = {"in_specs": (P("data"), P(), P("data"))} if told else {}
+        mapped = jax.shard_map(
+            functools.partial(layer, exchange), mesh=mesh, out_specs=P("data"), **specs
+        )
+        return jnp.mean(jnp.square(mapped(params["experts"], params["down"], x @ params["up"]) - x))
+
+    def run(exchange, method):
+        own = functools.partial(loss, exchange)
+        return dq.value_and_grad(own, axis_name="data", method=method)
+
+    native = functools.partial(loss, lax.all_to_all)
+    with jax.set_mesh(mesh):
+        expected = jax.jit(jax.value_and_grad(native))(params, x)
+    exclude = "down|bias|scale" if told else "bias|scale"  # in_specs of P() take no reduced ones
+    found = jax.jit(run(lax.all_to_all, small(dq.F32(), exclude=exclude)))(params, x)
+    assert_close(found, expected)
+    assert found[1]["experts"].sharding.spec == P("data", None, None)
+    method = small(CHEAP.method, exclude=exclude)
+    compressed = run(functools.partial(dq.all_to_all, method=method, backward=None), method)
+    assert 1e-6 < float(dq.vnmse(jax.jit(compressed)(params, x)[1], expected[1])) < 0.1
+    shared = 16 * WIDTH
+    reduced = [size for name, size in collectives(compressed, params, x) if name == "all-reduce"]
+    assert (max(reduced) >= shared) == told
+
+
 def test_the_loss_is_traced_once_and_its_errors_are_its_own():
     params, batch = placed()
 

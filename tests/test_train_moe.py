@@ -160,5 +160,5 @@ def test_the_block_of_the_page_exchanges_and_differentiates(monkeypatch):
         names["HOW"] = train_moe.HOW
         exec(compile(code.replace(ours, how), "experts-and-islands.md", "exec"), names)
     compressed, exact = (names["grads"] for names in found)
-    for left, right in zip(compressed, exact, strict=True):
-        assert 1e-6 < relative_error(left, right) < 1e-3
+    for name in ("experts", "router"):
+        assert 1e-6 < relative_error(compressed[name], exact[name]) < 1e-3

@@ -108,8 +108,8 @@ def all_to_all(
     for leaf in leaves:
         _check_axes(leaf, split_axis, concat_axis, n, tiled=tiled)
     if backward is not None:
-        check_method(backward)
-        _check_serves(backward, n)
+        check_method(backward, "backward")
+        _check_serves(backward, n, "backward")
     check_key(key, axis)
     fixed = fixed_leaves(leaves, values, axis)
     grouping = group_parts(
@@ -236,7 +236,10 @@ def _exchange_dynamiq(
     poison = jnp.where(bad > 0, jnp.nan, jnp.float32(0)).reshape(-1)
     poison = jnp.pad(poison, (0, n * (whole - rows)))
     result = pk.Result(poison, order, n * rows, x.dtype)
-    return pk.decompress(arrived, tiles, everyone, result, **options).reshape(n, -1)[:, :size]
+    found = pk.decompress(arrived, tiles, everyone, result, **options).reshape(n, -1)[:, :size]
+    # Rounded up, the largest values of float16 would become infinities.
+    largest = jnp.finfo(jnp.float16).max
+    return jnp.clip(found, -largest, largest) if x.dtype == jnp.float16 else found
 
 
 def _exchange_plain(
@@ -265,12 +268,15 @@ def _exchange_plain(
 
 
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format of one width: the widest that the method's bits hold for all."""
-    found = method.allocation(n_workers, Direct(), "all_gather")
+    """The wire format of one width: the widest that the method's bits hold for all.
+
+    One worker sends nothing, and gets the format of two.
+    """
+    found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")
 
 
-def _check_serves(method: Method, n_workers: int) -> None:
+def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
     """Refuses methods that cannot encode blocks that nobody has been told about."""
     serves = False
     if isinstance(method, DynamiQ):
@@ -283,7 +289,7 @@ def _check_serves(method: Method, n_workers: int) -> None:
         serves = jax.eval_shape(lambda x: method.measure(x, bound), x) is None
     if not serves:
         raise NotImplementedError(
-            f"method={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "
+            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "
             "agreement, means, dither or state; pass dq.DynamiQ(bits=8.5), dq.comparators.MXFP8() "
             "or dq.BF16()"
         )

@@ -305,17 +305,24 @@ class _Layout(NamedTuple):
     """The parameters' leaves, by number.
 
     Attributes:
-      names: their paths.
+      treedef: their tree.
       placed: how mesh axes split their masters.
       splits: the part of it that the workers do.
       others: the axes that split the copy, too. Leaves of which these differ share no payload, so
         that what is replicated over such an axis gets the same bits along it.
     """
 
-    names: list[str]
+    treedef: Any
     placed: list[P]
     splits: list[Split]
     others: list[frozenset[str]]
+
+    def run(self, half: Reduction | Gather, values: dict[int, Array], key: Array) -> dict:
+        """``half`` of an all-reduce of some leaves, by their numbers."""
+        tree = self.treedef.unflatten(map(values.get, range(len(self.splits))))  # `None`: no leaf
+        splits, others = ([own[i] for i in values] for own in (self.splits, self.others))
+        found = half(tree, key, splits, others) if values else ()
+        return dict(zip(values, jax.tree.leaves(found), strict=True))
 
 
 class _Update(NamedTuple):
@@ -343,12 +350,11 @@ class _Update(NamedTuple):
 
         Of gradients that have not ``moved`` all workers have the sum already.
         """
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-        names, copies = [jax.tree_util.keystr(path) for path, _ in paths], [x for _, x in paths]
+        copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
         splits = [split_of(spec, self.axis.names) for spec in placed]
         others = [axes_of(spec) - {*self.axis.names} for spec in placed]
-        layout = _Layout(names, placed, splits, others)
+        layout = _Layout(treedef, placed, splits, others)
         self._compare(copies, state.step)
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
@@ -382,15 +388,11 @@ class _Update(NamedTuple):
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
         reduction = Reduction(self.axis.names, axis_sizes(self.axis, "sharded"), self.request, op)
-        some = [i for i, is_moved in enumerate(moved) if is_moved]
-        tree = {layout.names[i]: terms[i] for i in some}
-        splits, others = [layout.splits[i] for i in some], [layout.others[i] for i in some]
-        reduced = reduction(tree, key, splits, others) if some else {}
+        pairs = enumerate(zip(terms, moved, strict=True))
+        reduced = layout.run(reduction, {i: x for i, (x, is_moved) in pairs if is_moved}, key)
         return [
-            (reduced[name] if is_moved else _own(x, split, self.axis)).astype(jnp.float32)
-            for name, x, split, is_moved in zip(
-                layout.names, terms, layout.splits, moved, strict=True
-            )
+            (reduced[i] if i in reduced else _own(x, split, self.axis)).astype(jnp.float32)
+            for i, (x, split) in enumerate(zip(terms, layout.splits, strict=True))
         ]
 
     def _differences(
@@ -401,14 +403,12 @@ class _Update(NamedTuple):
             master - _own(copy, split, self.axis).astype(jnp.float32)
             for master, copy, split in zip(masters, copies, layout.splits, strict=True)
         ]
-        some = [i for i, split in enumerate(layout.splits) if split]
-        own = {layout.names[i]: found[i].astype(copies[i].dtype) for i in some}
+        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(layout.splits) if x}
         gather = Gather(self.differences, to="invarying")
-        splits, others = [layout.splits[i] for i in some], [layout.others[i] for i in some]
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
             warnings.filterwarnings("ignore", message=".*error of a super-group")
-            whole = gather(own, key, splits, others) if some else {}
-        return [whole.get(name, x) for name, x in zip(layout.names, found, strict=True)]
+            whole = layout.run(gather, own, key)
+        return [whole.get(i, x) for i, x in enumerate(found)]
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

@@ -446,10 +446,10 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
     return tuple(first(bucket, count) for bucket, count in pairs)
 
 
-def check_method(method: Any) -> None:
-    """Refuses what is not a method."""
+def check_method(method: Any, name: str = "method") -> None:
+    """Refuses what is not a method; ``name`` is that of the argument."""
     if not isinstance(method, Method):
-        raise ValueError(f"method={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
+        raise ValueError(f"{name}={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
 
 
 def check_topology(topology: Any) -> None:

@@ -9,7 +9,7 @@ itself stays a function of global arrays.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
 from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import traced_for
+from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -93,15 +93,32 @@ class Deferred(NamedTuple):
         return value, found if self.metrics or state is not None else found.tree
 
     def _own(self, loss: Callable[[Any, Any], Any], params: Any, data: Any) -> set[int]:
-        """The sharded leaves that stay so: all, if the loss calls `reduce_in_backward`."""
-        leaves = jax.tree.leaves(params)
-        sharded = {i for i, x in enumerate(leaves) if axes_of(_spec(x)) & {*self.axis.names}}
+        """The sharded leaves that stay so: all, if the loss is one of shards; else none.
+
+        It is if it calls `reduce_in_backward`. It is, too, if it traces with shards, and does not
+        trace with whole leaves or hands other operands to a `jax.shard_map` then: such a map
+        takes the shards, as those of experts, as they are.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        placed = [P(*_spec(x).partitions) for x in leaves]
+        sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
+
+        def operands(own: Collection[int]) -> list[Any] | None:
+            """Types of the operands of the loss's maps; `None` if it does not trace."""
+
+            def run() -> Any:
+                return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
+
+            with contextlib.suppress(Exception):
+                return list(_of_maps(jax.make_jaxpr(run)()))
+            return None
+
         if not sharded:
             return sharded
         with watched() as calls, constraints_without(self.axis.names):
-            with contextlib.suppress(Exception):  # the loss may need whole leaves
-                jax.eval_shape(lambda: loss(params, data))
-        return sharded if calls else set()
+            found = operands(sharded)
+            stay = calls or (found is not None and found != operands(()))
+        return sharded if stay else set()
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
@@ -271,6 +288,15 @@ class Deferred(NamedTuple):
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
         return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+
+
+def _of_maps(jaxpr: Any) -> Iterator[Any]:
+    """Types of the operands of every `jax.shard_map` in a program."""
+    for equation in with_constants(jaxpr)[0].eqns:
+        if equation.primitive.name == "shard_map":
+            yield from (x.aval for x in equation.invars)
+        for inner in inner_jaxprs(equation):
+            yield from _of_maps(inner)
 
 
 def _spec(x: Any) -> P:

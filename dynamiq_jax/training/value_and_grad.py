@@ -61,6 +61,11 @@ def value_and_grad(
     axes it stands in the loss that this function takes: sharded parameters of a loss that calls it
     stay sharded. On Auto axes it stands under `jax.shard_map`, in the place of this function.
 
+    **Experts**, sharded over the data axes of an Explicit mesh, stay sharded if a `jax.shard_map`
+    in the loss takes them so; with them stay all other sharded parameters. `all_to_all` moves
+    tokens there. Leave out ``in_specs``, since P() refuses parameters that are typed as reduced.
+    JAX sums gradients of experts over data axes that do not shard them.
+
     Args:
       loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. Pure,
         as for `jax.jit`.
