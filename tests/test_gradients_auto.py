@@ -138,6 +138,49 @@ def test_weights_make_a_masked_mean_exact():
     )
 
 
+def test_a_loss_that_is_the_same_on_all_workers_is_that_of_all_examples():
+    """Its collectives over one of two data axes leave the other one's mean to us."""
+    params, batch = arrays()
+
+    def of_all(params, batch):
+        own = errors(params, batch["x"]) * batch["mask"]
+        return lax.psum(jnp.sum(own), "data") / lax.psum(jnp.sum(batch["mask"]), "data")
+
+    f = functools.partial(dq.value_and_grad, mesh=auto_mesh(), **OPTIONS)
+    assert_close(f(of_all)(params, batch), jax.value_and_grad(masked)(params, batch))
+    halves = lambda p, b: lax.pmean(loss(p, b), "model")  # noqa: E731
+    both = dq.value_and_grad(halves, mesh=mesh_of(4, 2), axis_name=("data", "model"), method=F32)
+    assert_close(both(params, batch), jax.value_and_grad(loss)(params, batch))
+    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
+    with pytest.raises(ValueError, match=r"same on the 8 workers of axes \('data',\).*weight= out"):
+        f(of_all, weight=tokens)(params, batch)
+
+
+def test_equal_constants_of_other_types_are_other_programs():
+    """The loss closes over a dict that is no pytree, too."""
+    params, batch = arrays()
+    factors = {bool: 1.0, int: 2.0, float: 3.0}
+    f = dq.value_and_grad(
+        lambda p, b, flag: loss(p, b) * factors[type(flag)], mesh=auto_mesh(2), **OPTIONS
+    )
+    own = [f(params, batch, flag)[0] / loss(params, batch) for flag in (True, 1, 1.0)]
+    np.testing.assert_allclose(own, list(factors.values()), rtol=1e-5)
+
+
+def test_arguments_that_may_be_no_examples_are_not_split_silently():
+    params, batch = arrays()
+    f = functools.partial(dq.value_and_grad, mesh=auto_mesh(2), **OPTIONS)
+    with pytest.warns(
+        UserWarning, match=r"of 2 lengths.*\(32,\), \(6, 16\)\].*P\(\) in batch_specs"
+    ):
+        f(lambda p, b, table: loss(p, b))(params, batch, np.ones((6, 16), np.float32))
+    with pytest.raises(ValueError, match=r"array of PRNG keys, key<fry>\[32\].*P\('data'\)"):
+        f(lambda p, b, keys: loss(p, b))(params, batch, jax.random.split(jax.random.key(0), 32))
+    for argnums in ((0, 2), (0, -2)):
+        with pytest.raises(ValueError, match=r"argnums=\(0, -?2\), and the loss got 2 positional"):
+            f(loss, argnums=argnums)(params, batch)
+
+
 def test_aux_becomes_what_its_words_say():
     params, batch = arrays()
     tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731

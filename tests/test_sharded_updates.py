@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from cases import CHEAP, assert_same_bits, auto_mesh, promoting, small
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -78,7 +78,12 @@ def start(optimizer, params, mesh=None, axes="data", check_vma=True, specs=None)
     """The first state, and jit of (params, opt_state, x) -> (params, opt_state) under a map."""
     mesh = auto_mesh() if mesh is None else mesh
     first = dq.optax.init(optimizer, params, mesh)
-    splits, specs = dq.optax.state_specs(first), P() if specs is None else specs
+    return first, stepper(optimizer, first, mesh, axes, check_vma, specs)
+
+
+def stepper(optimizer, state, mesh, axes="data", check_vma=True, specs=None):
+    """The step of `start`, for a state or the shapes of one."""
+    splits, specs = dq.optax.state_specs(state), P() if specs is None else specs
 
     def step(params, opt_state, x):
         local = Axis(axis_names(axes)).to_varying(params)
@@ -88,7 +93,7 @@ def start(optimizer, params, mesh=None, axes="data", check_vma=True, specs=None)
             return optax.apply_updates(params, updates), opt_state
 
     options = {"in_specs": (specs, splits, P(axes)), "out_specs": (specs, splits)}
-    return first, jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
 
 
 def train(optimizer, params, batches, **options):
@@ -237,12 +242,10 @@ def explicit_steps(optimizer, params, batches, mesh, axis_name, specs=None):
 
     with jax.set_mesh(mesh):
         specs = specs or dict.fromkeys(params, P())
-        placed = jax.tree.map(
-            lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s)), params, specs
-        )
+        placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
         state = dq.optax.init(optimizer, placed, mesh)
         for x in batches:
-            x = jax.device_put(x, jax.NamedSharding(mesh, P(axis_name)))
+            x = jax.device_put(x, NamedSharding(mesh, P(axis_name)))
             placed, state = step(placed, state, x)
     return placed, state
 
@@ -269,6 +272,22 @@ def test_data_by_model_on_explicit_axes():
     assert_close(found, expected)
     assert state.masters["in"].sharding.spec == P(("model", "data"), None)
     assert state.inner[0].nu["out"].sharding.spec == P("data", "model")
+
+
+def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
+    params, batches = problem()
+    mesh, optimizer = jax.make_mesh((2, 4), ("node", "data")), make("sgd")
+    grad_fn = dq.value_and_grad(loss_fn, axis_name=("node", "data"), method=EXACT, reduce=False)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        state = dq.optax.init(optimizer, params, mesh)
+        x = jax.device_put(batches[0], NamedSharding(mesh, P(("node", "data"))))
+        with pytest.raises(
+            ValueError, match=r"over the axes \['data', 'node'\], and axis_name='data'"
+        ):
+            jax.eval_shape(
+                lambda p, s, x: optimizer.update(grad_fn(p, x)[1], s, p), params, state, x
+            )
 
 
 def test_several_axes_of_workers():
@@ -321,15 +340,43 @@ MIXED = {
     "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and.*are not finite"),
     "adafactor": (optax.adafactor(1e-3), "reduce_.*dq.optax.all_reduce"),
     "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "random_bits"),
+    "sizes": (
+        optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.size > 300, p)),
+        r"looks at shapes.*'mul 1e-04' for whole.*mask\(params\)",
+    ),
+    "width": (
+        optax.stateless_with_tree_map(lambda g, p: g / p.shape[0]),
+        "'div 16.0' for whole parameters, it computes 'div 2.0' for a worker's slices",
+    ),
+    "rates": (
+        optax.stateless(lambda g, p: g | {"in": g["in"] * np.ones((16, 64), np.float32)}),
+        "fails for slices .*incompatible shapes",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_an_optimizer_that_mixes_coordinates_is_refused(name):
     inner, message = MIXED[name]
-    params, batches = problem()
+    params, batches = jax.eval_shape(problem)
+    x = jax.ShapeDtypeStruct(batches.shape[1:], batches.dtype)
+    with jax.set_mesh(auto_mesh()):
+        state = jax.eval_shape(make(inner).init, params)
     with pytest.raises(ValueError, match=message):
-        train(make(inner), params, batches[:1])
+        jax.eval_shape(stepper(make(inner), state, auto_mesh()), params, state, x)
+
+
+def test_masters_follow_parameters_until_the_first_update():
+    """A step that is not finite shows them: it changes nothing."""
+    params, batches = problem()
+    fine = jax.tree.map(lambda x: np.float32(1.001 * x + 1), jax.device_get(params))
+    copies = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fine)
+    for first, expected in ((fine, fine), (params, copies)):
+        state, step = start(make("sgd"), first)
+        _, state = step(copies, state, np.full((32, 16), np.nan, np.float32))
+        assert (int(state.step), int(state.skipped)) == (1, 1)
+        expected = jax.tree.map(lambda x: x.astype(np.float32), expected)
+        assert_same_bits(jax.device_get(state.masters), expected)
 
 
 def test_what_does_not_go_is_refused():
@@ -346,6 +393,16 @@ def test_what_does_not_go_is_refused():
         make("sgd", max_norm=0)
     with pytest.raises(ValueError, match=r"leaf in is sharded over \['data'\]"):
         dq.optax.init(make("sgd", specs=dict.fromkeys(params, P("data"))), params, auto_mesh())
+    for kind in (jnp.int32, jnp.complex64):
+        with pytest.raises(ValueError, match=f"leaf w is {kind.__name__}, and its master would be"):
+            dq.optax.init(optimizer, {"w": np.ones((8, 8), kind)}, auto_mesh())
+    splits = dq.optax.state_specs(state)
+    replicated = jax.shard_map(
+        lambda p, s: optimizer.update(p, s, p), mesh=auto_mesh(), in_specs=(P(), splits),
+        out_specs=(P(), splits),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"leaf \['in'\] is the same on all 8 workers.*pcast"):
+        jax.eval_shape(replicated, params, state)
     with pytest.warns(UserWarning, match=r"1 leaves of .* no dimension that divides by the 8"):
         dq.optax.init(optimizer, {"w": jnp.ones((33, 17))}, auto_mesh())
 

@@ -118,7 +118,7 @@ def reduce_unreduced(
     """
     mesh = mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
-    _check_axes(tree, axis, mesh)
+    check_axes(tree, axis, mesh)
     moves = [bool(unreduced_axes(x)) for x in leaves]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
@@ -181,7 +181,12 @@ def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
     return jax.reshard(x, NamedSharding(mesh, spec))
 
 
-def _check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
+def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
+    """Refuses leaves that are unreduced over other axes than ``axis``.
+
+    Raises:
+      ValueError: there are some.
+    """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
         if found and found != {*axis.names}:

@@ -9,20 +9,22 @@ memory of its own.
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of
-from dynamiq_jax.collectives.unreduced import is_outside, mesh_of, unreduced_axes
+from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of, whole_shape
+from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import inner_jaxprs, with_constants
@@ -42,6 +44,12 @@ MIXING = frozenset(
     "psum_invariant pmax pmin all_gather all_to_all ppermute reduce_scatter".split()
 )
 """Primitives whose results for one coordinate depend on other coordinates, or on its place."""
+REMEDY = (
+    "An update must depend on its own coordinate alone. Pass max_norm= in the place of "
+    "optax.clip_by_global_norm; leave out optax.apply_if_finite, since steps that are not finite "
+    "change nothing; pass mask(params) in the place of a mask that looks at sizes; for other "
+    "optimizers (Muon, Adafactor, LAMB) use dq.optax.all_reduce"
+)
 
 
 @functools.partial(
@@ -93,8 +101,9 @@ def sharded(
     In the place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own
     gradients and the parameters. It scatters the gradients' mean, updates the masters of this
     worker's slices, gathers differences of parameters, and returns updates for
-    `optax.apply_updates`, with the same bits on all workers. Nothing else may change the
-    parameters. Masters and the inner state take 1/n of the memory, and the update 1/n of the work.
+    `optax.apply_updates`, with the same bits on all workers. After the first of them nothing else
+    may change the parameters; until then masters follow. Masters and the inner state take 1/n of
+    the memory, and the update 1/n of the work.
 
     A leaf is split along its first dimension that divides by the number of workers. Leaves that the
     method leaves out (small ones, excluded ones) and those without such a dimension are whole:
@@ -107,11 +116,12 @@ def sharded(
       ``skipped`` of the state.
     * Get the state from `init` of this module, which never holds all of it on one device. Its
       ``masters`` are the model in f32. `restore_state` takes it to another number of workers.
-    * The parameters may be of any floating-point type: bf16 copies have f32 masters.
+    * The parameters may be of any floating-point type of up to 32 bits; masters are f32.
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. It sees f32 slices of the parameters.
+        `optax.adamw`, `optax.lion` or `optax.sgd`. It sees f32 slices of the parameters, and must
+        not look at their sizes: pass its ``mask`` as a tree.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
@@ -125,8 +135,9 @@ def sharded(
         time if they differ. 0: never.
 
     Raises:
-      ValueError: ``params`` are missing, ``inner`` mixes coordinates, a method has memory, or the
-        call is outside of maps on a mesh that is not Explicit.
+      ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
+        mixes coordinates or looks at sizes, a method has memory, gradients are unreduced over other
+        axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request, moves_by = as_compression(method), as_compression(differences)
@@ -195,6 +206,12 @@ def _places(
         given = flat_specs(specs, params, mesh.axis_names)
     leaves, whole, found = describe_leaves(params), [], []
     for leaf, spec, method in zip(leaves, given, request.methods_of(leaves), strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
+            raise ValueError(
+                f"leaf {leaf.path} is {leaf.dtype.name}, and its master would be float32, which "
+                "does not hold it; cast it to a floating-point type of 32 bits at most, or give "
+                "it an optimizer of its own"
+            )
         if own := axes_of(spec) & {*axis.names}:
             raise ValueError(
                 f"leaf {leaf.path} is sharded over {sorted(own)}, which are workers of "
@@ -282,6 +299,7 @@ def _outside(
         found = jax.typeof(x).sharding.spec
         return P(*found.partitions, unreduced=found.unreduced)
 
+    check_axes(updates, axis, mesh)
     terms = jax.tree.map(spec_of, updates)
     moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
     if not any(moved):
@@ -305,6 +323,7 @@ class _Layout(NamedTuple):
     """The parameters' leaves, by number.
 
     Attributes:
+      names: their paths.
       treedef: their tree.
       placed: how mesh axes split their masters.
       splits: the part of it that the workers do.
@@ -312,6 +331,7 @@ class _Layout(NamedTuple):
         that what is replicated over such an axis gets the same bits along it.
     """
 
+    names: list[str]
     treedef: Any
     placed: list[P]
     splits: list[Split]
@@ -350,12 +370,15 @@ class _Update(NamedTuple):
 
         Of gradients that have not ``moved`` all workers have the sum already.
         """
+        names = [leaf.path for leaf in describe_leaves(params)]
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
         splits = [split_of(spec, self.axis.names) for spec in placed]
         others = [axes_of(spec) - {*self.axis.names} for spec in placed]
-        layout = _Layout(treedef, placed, splits, others)
+        layout = _Layout(names, treedef, placed, splits, others)
+        own = [_own(x, split, self.axis) for x, split in zip(copies, splits, strict=True)]
         self._compare(copies, state.step)
+        state = _begun(state, treedef.unflatten(own))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
@@ -365,7 +388,7 @@ class _Update(NamedTuple):
         if self.max_norm is not None:
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
-        _check_elementwise(self.inner, gradients, state, extra, placed)
+        _check_elementwise(self.inner, state, extra)
         steps, inner = self.inner.update(gradients, state.inner, state.masters, **extra)
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         masters, inner = jax.tree.map(
@@ -373,7 +396,7 @@ class _Update(NamedTuple):
             (masters, inner),
             (state.masters, state.inner),
         )
-        found = self._differences(jax.tree.leaves(masters), copies, layout, for_differences)
+        found = self._differences(jax.tree.leaves(masters), own, layout, for_differences)
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
         return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
@@ -388,8 +411,17 @@ class _Update(NamedTuple):
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
         reduction = Reduction(self.axis.names, axis_sizes(self.axis, "sharded"), self.request, op)
-        pairs = enumerate(zip(terms, moved, strict=True))
-        reduced = layout.run(reduction, {i: x for i, (x, is_moved) in pairs if is_moved}, key)
+        some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
+        tracked = self.axis.tracked and self.axis.size > 1
+        for i, x in some.items() if tracked else ():
+            if layout.splits[i] and self.axis.replicates(x):
+                raise ValueError(
+                    f"the gradient of leaf {layout.names[i]} is the same on all {self.axis.size} "
+                    f"workers of axis {self.axis.name!r}: JAX has summed gradients of replicated "
+                    "parameters already (check_vma=True). Differentiate with respect to "
+                    f"jax.lax.pcast(params, {self.axis.name!r}, to='varying')"
+                )
+        reduced = layout.run(reduction, some, key)
         return [
             (reduced[i] if i in reduced else _own(x, split, self.axis)).astype(jnp.float32)
             for i, (x, split) in enumerate(zip(terms, layout.splits, strict=True))
@@ -398,11 +430,12 @@ class _Update(NamedTuple):
     def _differences(
         self, masters: list[Array], copies: list[Array], layout: _Layout, key: Array
     ) -> list[Array]:
-        """How far masters are from the copy: decoded, and exactly where all workers know."""
-        found = [
-            master - _own(copy, split, self.axis).astype(jnp.float32)
-            for master, copy, split in zip(masters, copies, layout.splits, strict=True)
-        ]
+        """How far masters are from the copy: decoded, and exactly where all workers know.
+
+        Of masters and copies these are this worker's slices.
+        """
+        pairs = zip(masters, copies, strict=True)
+        found = [master - copy.astype(jnp.float32) for master, copy in pairs]
         own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(layout.splits) if x}
         gather = Gather(self.differences, to="invarying")
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
@@ -420,40 +453,76 @@ def _norm(slices: list[Array], placed: list[P]) -> Array:
     return jnp.sqrt(sum(sums, jnp.float32(0)))
 
 
+def _begun(state: ShardedState, copies: Any) -> ShardedState:
+    """The state; before the first update masters follow copies that have changed since `init`.
+
+    A master that rounds to its copy stays: it may have more bits. ``copies`` are slices, too.
+    """
+
+    def master(x: Array, copy: Array) -> Array:
+        changed = (state.step == 0) & (x.astype(copy.dtype) != copy)
+        return jnp.where(changed, copy.astype(jnp.float32), x)
+
+    return dataclasses.replace(state, masters=jax.tree.map(master, state.masters, copies))
+
+
 def _check_elementwise(
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: Any,
-    state: ShardedState,
-    extra: Mapping[str, Any],
-    placed: list[P],
+    inner: optax.GradientTransformationExtraArgs, state: ShardedState, extra: Mapping[str, Any]
 ) -> None:
     """Refuses an inner optimizer that would see a slice where it needs the whole array.
 
     Raises:
-      ValueError: its program has one of `MIXING` on an operand as large as a slice.
+      ValueError: its program is another one for slices than for whole arrays, or has one of
+        `MIXING` on an operand as large as a slice.
     """
-    pairs = zip(jax.tree.leaves(state.masters), placed, strict=True)
+    pairs = zip(jax.tree.leaves(state.masters), jax.tree.leaves(state.specs().masters), strict=True)
     sizes = [x.size for x, spec in pairs if axes_of(spec)]
     if not sizes:
         return
+    names = tuple(frozenset().union(*map(axes_of, state.splits)))
+    leaves, treedef = jax.tree.flatten((state.masters, state.inner))
 
-    def update(gradients, state, masters, extra):
-        return inner.update(gradients, state, masters, **extra)
+    def program(counts: Mapping[str, int]) -> Any:
+        """The inner optimizer's, of leaves that are so many times as large."""
+        like = []
+        for x, spec in zip(map(jax.typeof, leaves), state.splits, strict=True):
+            shape = whole_shape(x.shape, split_of(spec, names), counts)
+            like.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
+        masters, own = treedef.unflatten(like)
+        return jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p, **extra))(masters, own, masters)
 
-    def check(jaxpr: Any) -> None:
-        for equation in with_constants(jaxpr)[0].eqns:
-            largest = max((getattr(x.aval, "size", 0) for x in equation.invars), default=0)
-            made = max((getattr(x.aval, "size", 0) for x in equation.outvars), default=0)
-            if equation.primitive.name in MIXING and max(largest, made) >= min(sizes):
-                raise ValueError(
-                    f"the inner optimizer computes {equation.primitive.name!r} over "
-                    f"{max(largest, made):,} coordinates, and a worker has slices of parameters, "
-                    f"the smallest of {min(sizes):,}. An update must depend on its own coordinate "
-                    "alone. Pass max_norm= in the place of optax.clip_by_global_norm; leave out "
-                    "optax.apply_if_finite, since steps that are not finite change nothing; for "
-                    "other optimizers (Muon, Adafactor, LAMB) use dq.optax.all_reduce"
-                )
-            for own in inner_jaxprs(equation):
-                check(own)
+    whole = program({name: lax.axis_size(name) for name in names})
+    try:
+        slices = program(dict.fromkeys(names, 1))
+    except Exception as error:
+        raise ValueError(f"the inner optimizer fails for slices ({error}). {REMEDY}") from error
+    for equation in _equations(slices):
+        largest = max((getattr(x.aval, "size", 0) for x in equation.invars), default=0)
+        made = max((getattr(x.aval, "size", 0) for x in equation.outvars), default=0)
+        if equation.primitive.name in MIXING and max(largest, made) >= min(sizes):
+            raise ValueError(
+                f"the inner optimizer computes {equation.primitive.name!r} over "
+                f"{max(largest, made):,} coordinates, and a worker has slices of parameters, "
+                f"the smallest of {min(sizes):,}. {REMEDY}"
+            )
+    steps = ([_step(equation) for equation in _equations(own)] for own in (whole, slices))
+    for one, other in itertools.zip_longest(*steps, fillvalue="nothing"):
+        if one != other:
+            raise ValueError(
+                f"the inner optimizer looks at shapes: where it computes {one!r} for whole "
+                f"parameters, it computes {other!r} for a worker's slices. {REMEDY}"
+            )
 
-    check(jax.make_jaxpr(update)(gradients, state.inner, state.masters, extra))
+
+def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """All of a program, in its order."""
+    for equation in with_constants(jaxpr)[0].eqns:
+        yield equation
+        for own in inner_jaxprs(equation):
+            yield from _equations(own)
+
+
+def _step(equation: JaxprEqn) -> str:
+    """What an equation computes, with its constants."""
+    constants = (str(x.val) for x in equation.invars if isinstance(x, Literal))
+    return " ".join((equation.primitive.name, *constants))

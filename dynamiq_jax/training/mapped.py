@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.in_maps import share_of, weigh
 from dynamiq_jax.collectives.scattered import Reduction, gather, split_of, warn_of_gather
 from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
@@ -42,8 +44,9 @@ class Told(NamedTuple):
     structure: Any
     arrays: tuple[bool, ...]
     """Whether each leaf is an array."""
-    constants: tuple[Hashable, ...]
-    """The value of each leaf, or `None` for an array."""
+    constants: tuple[tuple[type, Hashable], ...]
+    """The type and the value of each leaf, without the value for an array: 1 equals 1.0 and True,
+    for which programs differ."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
@@ -51,14 +54,14 @@ class Told(NamedTuple):
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
-        constants = tuple(None if array else x for x, array in pairs)
+        constants = tuple((type(x), None if array else x) for x, array in pairs)
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
     def join(self, arrays: list[Any]) -> Any:
         """The arguments, with these arrays."""
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
-        return self.structure.unflatten([next(found) if own else x for own, x in pairs])
+        return self.structure.unflatten([next(found) if own else x for own, (_, x) in pairs])
 
 
 def mapped_value_and_grad(
@@ -125,7 +128,8 @@ def mapped_value_and_grad(
                     _check_closure(lambda p, x: loss(p, told.join(x)), params, arrays)
                 value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, data)
                 share = None if weight is None else share_of(weight(params, data), axis)
-            grads = jax.tree.map(lambda x: weigh(x, share), grads)
+            terms = _equal_losses(value[0] if has_aux else value, axis, share)
+            grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
             if any(splits):
                 apart = [axes_of(spec) - {*axes} for spec in placed]
                 mean = functools.partial(reduction, splits=splits, others=apart)
@@ -194,7 +198,7 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     if batch_specs is not None:
         spread = flat_specs(batch_specs, positional, axis.names)
         given[: len(spread)] = spread
-    specs, folded = [], []
+    specs, folded, lengths = [], [], {}
     for x, spec in zip(leaves, given, strict=True):
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
@@ -205,9 +209,25 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
                 "split over workers. Pass jax.random.wrap_key_data(key), and the loss may unwrap "
                 "it by jax.random.key_data; or say P() or a spec in batch_specs"
             )
-        whole = P() if key or jnp.ndim(x) == 0 else P(axis.name)
+        if spec is None and key and jnp.ndim(x):
+            raise ValueError(
+                f"an argument of the loss is an array of PRNG keys, {jax.typeof(x)}: pass "
+                f"P({axis.name!r}) in batch_specs if these are one for each example, and P() if "
+                "every worker takes all of them"
+            )
+        whole = P() if jnp.ndim(x) == 0 else P(axis.name)
+        if spec is None and jnp.ndim(x):
+            lengths.setdefault(jnp.shape(x)[0], jnp.shape(x))
         specs.append(whole if spec is None else spec)
         folded.append(key and spec is None)
+    if len(lengths) > 1:
+        warnings.warn(
+            f"arguments of the loss are split over workers along leading axes of {len(lengths)} "
+            f"lengths, as those of shapes {list(lengths.values())[:4]}: are all of them examples? "
+            "Say P() in batch_specs for what every worker needs whole, as a frozen model, and a "
+            "spec for the others",
+            stacklevel=3,
+        )
     return tuple(specs), tuple(folded)
 
 
@@ -216,12 +236,15 @@ def _is_key(x: Any) -> bool:
 
 
 def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function's closure has values of a program that is being traced, used or not."""
+    """Whether a function's closure may have values of a program that is being traced."""
     function = inspect.unwrap(loss_fn)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(cells))
+    try:
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves(cells))
+    except ValueError:  # a dict is no pytree unless its keys have an order
+        return True
 
 
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
@@ -239,6 +262,23 @@ def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays:
             "arguments: the leading axis of an argument is split over workers, and its entry P() "
             "in batch_specs leaves it whole. Keys become each worker's own then"
         )
+
+
+def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
+    """How many workers have the same loss, by a `psum` or `pmean` in it: their gradients are terms.
+
+    Raises:
+      ValueError: these are several, and there are weights.
+    """
+    same = [name for name in axis.names if name not in varying_axes(value)]
+    count = math.prod(map(lax.axis_size, same))
+    if count > 1 and share is not None:
+        raise ValueError(
+            f"weight= is for a loss of each worker's own examples, and this one is the same on the "
+            f"{count} workers of axes {tuple(same)}, as a psum or pmean in it makes it; leave "
+            "weight= out, or the reduction"
+        )
+    return count
 
 
 def _words(aux_tree: Any, told: Any) -> list[str]:

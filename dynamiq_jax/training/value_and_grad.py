@@ -45,7 +45,8 @@ def value_and_grad(
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
     worker's examples, and parameters that are whole over the data axes. It returns a mean over
-    these examples; ``weight`` says how much they count. Its sharding constraints forget the data
+    these examples; ``weight`` says how much they count. A loss that `jax.lax.psum` or `pmean` has
+    made the same on all workers is that of all examples. Its sharding constraints forget the data
     axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
     there as they are in the mesh.
 
@@ -124,6 +125,12 @@ def value_and_grad(
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
 
     def split(args: tuple) -> tuple[Any, tuple]:
+        wrong = [i for i in numbers if not -len(args) <= i < len(args)]
+        if wrong or len({i % len(args) for i in numbers}) < len(numbers):
+            raise ValueError(
+                f"argnums={argnums!r}, and the loss got {len(args)} positional arguments; pass "
+                "each number once, and parameters by position"
+            )
         own = {i % len(args) for i in numbers}
         params = tuple(args[i] for i in numbers)
         others = tuple(x for i, x in enumerate(args) if i not in own)
