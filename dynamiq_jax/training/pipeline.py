@@ -28,7 +28,7 @@ from dynamiq_jax.core.compat import assume_invarying, evaluate, varying_axes, wi
 from dynamiq_jax.core.seeds import fold_seed, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.phases import Progress, Traced, trace
 from dynamiq_jax.tree.placement import axes_of
 
@@ -69,6 +69,7 @@ def sequential(
     method: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     specs: Sequence[Any] | None = None,
+    copies: Sequence[Any] | None = None,
 ) -> Any:
     """Functions one after another; each one's gradients are reduced beside the backward pass.
 
@@ -112,6 +113,9 @@ def sequential(
       key: as for `psum`; the number of the function, counting layers, is folded in.
       specs: a tree as for `psum` for every function; of `Scanned` ones with the layers' axis. Where
         axes are automatic, all collectives of a reduction are one round.
+      copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
+        take these, and what `params` get are gradients of this worker's slices (ZeRO-1), in two
+        rounds of an all-reduce's three.
 
     Returns:
       What the last function returns.
@@ -123,7 +127,8 @@ def sequential(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis = check_axis(axis_name)
-    for name, given in (("functions", functions), ("params", params), ("specs", specs or ())):
+    told = {"functions": functions, "params": params, "specs": specs, "copies": copies}
+    for name, given in told.items():
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     if callable(functions):
@@ -131,58 +136,66 @@ def sequential(
         raise ValueError(f"functions={name} is one function; pass a list: [function]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
-    for name, given in (("params", params), ("specs", specs)):
+    copies = (None,) * len(functions) if copies is None else tuple(copies)
+    for name, given in (("params", params), ("specs", specs), ("copies", copies)):
         if len(given) != len(functions):
             raise ValueError(
                 f"{len(functions)} functions and {len(given)} {name}: pass one for each function"
             )
-    for number, given in enumerate(map(jax.tree.leaves, specs)):
+    for number, (given, copy) in enumerate(zip(map(jax.tree.leaves, specs), copies, strict=True)):
         named = {
             name for spec in given if isinstance(spec, PartitionSpec) for name in axes_of(spec)
         }
-        if shared := sorted(named & {*axis.names}):
+        if copy is None and (shared := sorted(named & {*axis.names})):
             raise ValueError(
                 f"specs[{number}] names the axis {shared[0]!r}, and sequential takes parameters "
-                f"that are whole over axis {axis.name!r}; gather shards in the layers of a plain "
-                "loop or scan, by dq.reduce_in_backward(specs=...)"
+                f"that are whole over axis {axis.name!r}; pass copies= (sharded updates), or "
+                "gather shards in the layers of a plain loop or scan, by "
+                "dq.reduce_in_backward(specs=...)"
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")
     if isinstance(lag, bool) or not hasattr(lag, "__index__") or lag < 0:
         raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 1")
-    options = {"op": op, "method": as_compression(method)}
     parts: list[_Part] = []
-    for number, (function, own, spec) in enumerate(zip(functions, params, specs, strict=True)):
+    for number, (function, own) in enumerate(zip(functions, params, strict=True)):
+        options = {"op": op, "method": as_compression(method), "copies": copies[number]}
         if isinstance(function, Scanned):
-            parts.append(_Loop(function, own, spec, axis, f"functions[{number}]", options))
+            name = f"functions[{number}]"
+            parts.append(_Loop(function, own, specs[number], axis, name, options))
         else:
-            parts.append(_Once(function, own, spec, axis, options))
+            parts.append(_Once(function, own, specs[number], axis, options))
     firsts = np.cumsum([0, *(part.count for part in parts)])
 
+    def taken(params: Any, copies: Any) -> list[Any]:
+        """What every function takes: copies, or parameters where it has none."""
+        pairs = zip(params, copies, strict=True)
+        return axis.to_varying([own if copy is None else copy for own, copy in pairs])
+
     @jax.custom_vjp
-    def run(params: Any, x: Any, words: Array | None) -> Any:
-        for part, own in zip(parts, axis.to_varying(params), strict=True):
+    def run(params: Any, copies: Any, x: Any, words: Array | None) -> Any:
+        for part, own in zip(parts, taken(params, copies), strict=True):
             x = part.run(own, x)
         return x
 
-    def forward(params: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
+    def forward(params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
         kept = []
-        for part, own in zip(parts, axis.to_varying(params), strict=True):
+        for part, own in zip(parts, taken(params, copies), strict=True):
             x, of_part = part.forward(own, x)
             kept.append(of_part)
         return x, (kept, words)
 
-    def backward(kept: Any, gradient: Any) -> tuple[Any, Any, None]:
+    def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
         kept, words = kept
         pipeline, results = _Pipeline(lag, words), []
         for part, first, own in reversed(list(zip(parts, firsts[:-1], kept, strict=True))):
             result, gradient = part.backward(pipeline, own, int(first), gradient)
             results.append(result)
         pipeline.finish()
-        return tuple(result() for result in reversed(results)), gradient, None
+        return tuple(result() for result in reversed(results)), None, gradient, None
 
     run.defvjp(forward, backward)
-    return run(params, x, key_words(key))
+    return run(params, constant_copies(copies), x, key_words(key))
 
 
 # --- Reductions under way -------------------------------------------------------------------------
@@ -366,7 +379,7 @@ class _Loop:
     """
 
     def __init__(self, scanned: Scanned, own: Any, spec: Any, axis: Axis, name: str, options: dict):
-        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(own)}
+        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((own, options["copies"]))}
         if len(leading) != 1 or () in leading:
             found = ", ".join(sorted(str(shape) for shape in leading)) or "no leaves"
             raise ValueError(
@@ -378,8 +391,7 @@ class _Loop:
             raise ValueError(f"{name} is scanned over 0 layers; pass at least one, or leave it out")
         self._function, self._scanned = scanned.function, scanned
         spec = _without_layers(spec, name)
-        options = options | {"specs": spec, "layers": self.count}
-        self._reducer = Reducer(own, axis, "sequential", **options)
+        self._reducer = Reducer(own, axis, "sequential", specs=spec, stacked=True, **options)
 
     def run(self, own: Any, x: Any) -> Any:
         return self._scanned(own, x)
@@ -547,7 +559,9 @@ def _without_layers(specs: Any, name: str) -> Any:
         if len(spec) and spec[0] is not None:
             raise ValueError(
                 f"{name} is scanned over the leading axis of its parameters, and specs split it: "
-                f"{spec}; keep all layers on every device, P(None, ...)"
+                f"{spec}; keep all layers on every device, P(None, ...). dq.optax.sharded splits "
+                "them where no other dimension divides by the workers: pad one, or leave the leaf "
+                "out by dq.Compression(exclude=...)"
             )
         return PartitionSpec(*spec[1:])
 
