@@ -172,7 +172,8 @@ class Reducer:
             params, copies = jax.eval_shape(first, (params, copies))
         compression, sizes = as_compression(method), axis_sizes(axis, caller)
         self._shards = Shards(params, axis, specs)
-        if copies is not None:
+        self._copied = copies is not None
+        if self._copied:
             _check_copies(copies, self._shards.whole)
         _check_memory(self._shards.whole, compression, sizes)
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
@@ -180,6 +181,11 @@ class Reducer:
         self._options = {"op": op, "method": compression, "specs": specs}
         self._reduction = Reduction(axis.names, sizes, compression, op)
         self._gather = Gather.of(gather, compression)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any leaf is a shard that has no copy."""
+        return bool(self._shards) and not self._copied
 
     def whole(self, params: Any, words: Array | None) -> Any:
         """Gathers leaves that are shards; others pass."""
