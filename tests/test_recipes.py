@@ -26,8 +26,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "optax", "accumulation", "checkpoint", "sharded", "sharded jit", "nnx map",
-    "nnx", "linen", "meshes", "several hosts", "scan", "fsdp", "sequential", "loop", "loss scaling",
-    "weight", "budget", "grid", "by path", "by step", "metrics",
+    "nnx", "linen", "meshes", "several hosts", "scan", "fsdp", "sequential", "loop", "scattered",
+    "loss scaling", "weight", "budget", "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "sharded": 1,
         "sharded jit": 0, "nnx map": 3, "nnx": 3, "linen": 3, "meshes": 0, "several hosts": 2,
-        "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "loss scaling": 1, "weight": 1,
+        "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2, "loss scaling": 1, "weight": 1,
         "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
@@ -173,11 +173,11 @@ def test_sharded_updates(run, capsys):
     """Both ways train alike; outside of maps the loss is that of all rows."""
     outside = run("optax", "sharded", "sharded jit")
     _, *printed = capsys.readouterr().out.splitlines()
-    said = r"loss (0\.\d{3}), a worker updates \(32, 1024\), 0 skipped\nloss (0\.\d{3})"
+    said = r"loss (0\.\d{3}), a worker updates \(256, 128\), 0 skipped\nloss (0\.\d{3})"
     mapped, global_loss = map(float, re.fullmatch(said, "\n".join(printed)).groups())
     assert global_loss == pytest.approx(mapped, rel=0.02)
     masters = outside["opt_state"].masters["out"]["kernel"]
-    assert masters.addressable_shards[0].data.shape == (128, 8)
+    assert masters.addressable_shards[0].data.shape == (1024, 1)
 
 
 @pytest.mark.parametrize("names", daily(["nnx map, nnx", "linen"], ["nnx map, nnx"]))
@@ -239,6 +239,19 @@ def test_layers_in_a_loop(run, capsys):
     assert after < before  # trained on from there
     assert found["stacked"]["blocks"]["kernel"].shape == (6, 256, 256)
     assert np.all(np.isfinite(found["stacked"]["blocks"]["kernel"]))
+
+
+@pytest.mark.release
+def test_sharded_updates_beside_the_backward_pass(run, capsys):
+    """They train on after the recipes before, and all workers' copies are equal."""
+    found = run("sequential", "loop", "scattered")
+    *_, before, after = (float(x) for x in re.findall(r"loss (\S+)", capsys.readouterr().out))
+    assert after < before
+    for leaf in jax.tree.leaves(found["stacked"]):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert all(np.array_equal(copy, copies[0]) for copy in copies)
+    masters = found["opt_state"].masters["blocks"]["kernel"]
+    assert masters.addressable_shards[0].data.shape == (6, 32, 256)
 
 
 def test_a_worker_that_is_left_out(run, capsys):

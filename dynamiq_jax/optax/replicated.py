@@ -140,6 +140,7 @@ def multi_steps(
     def update(updates, state, params=None, **extra) -> Any:
         length = every(state.gradient_step) if callable(every) else every
         count = (state.mini_step + 1).astype(jnp.float32)
+        _check_shapes(updates, state.acc_grads.own())
         accumulated = jax.tree.map(
             lambda mean, x: mean + (x.astype(jnp.float32) - mean) / count,
             state.acc_grads.own(),
@@ -162,6 +163,17 @@ def multi_steps(
         return lax.cond(state.mini_step >= length - 1, last, other)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_shapes(updates: Any, accumulated: Any) -> None:
+    """Refuses gradients that could not be added up, such as slices for `sharded`."""
+    pairs = zip(describe_leaves(updates), jax.tree.leaves(accumulated), strict=True)
+    for leaf, own in pairs:
+        if leaf.shape != own.shape:
+            raise ValueError(
+                f"multi_steps: the gradient of leaf {leaf.name} has shape {leaf.shape}, and the "
+                f"parameter {own.shape}; accumulate whole gradients, before any reduction"
+            )
 
 
 def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:

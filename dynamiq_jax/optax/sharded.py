@@ -44,6 +44,8 @@ MIXING = frozenset(
     "psum_invariant pmax pmin all_gather all_to_all ppermute reduce_scatter".split()
 )
 """Primitives whose results for one coordinate depend on other coordinates, or on its place."""
+LAYERS = 256
+"""A leading dimension shorter than this may count layers, which `sequential` takes one by one."""
 REMEDY = (
     "An update must depend on its own coordinate alone. Pass max_norm= in the place of "
     "optax.clip_by_global_norm; leave out optax.apply_if_finite, since steps that are not finite "
@@ -105,9 +107,14 @@ def sharded(
     may change the parameters; until then masters follow. Masters and the inner state take 1/n of
     the memory, and the update 1/n of the work.
 
-    A leaf is split along its first dimension that divides by the number of workers. Leaves that the
-    method leaves out (small ones, excluded ones) and those without such a dimension are whole:
-    their gradients are all-reduced, and all workers update them alike.
+    A leaf is split along the first dimension that divides by the number of workers; a leading one
+    of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
+    (small ones, excluded ones) and those without such a dimension are whole: their gradients are
+    all-reduced, and all workers update them alike.
+
+    To scatter gradients beside the backward pass, differentiate with respect to ``state.masters``
+    by `dq.reduce_in_backward` or `dq.sequential`, with the parameters as ``copies``. ``update``
+    then takes gradients that are reduced: as large as masters in place of parameters.
 
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
       Explicit axes, outside of maps, gradients are unreduced:
@@ -226,7 +233,8 @@ def _places(
         else:
             least = request.route(sizes, method).limits.min_leaf_size
             large = math.prod(lengths) >= least
-        dimension = next((d for d, x in enumerate(lengths) if x and x % n == 0), None)
+        leading_last = sorted(range(len(lengths)), key=lambda d: d == 0 and lengths[d] < LAYERS)
+        dimension = next((d for d in leading_last if lengths[d] and lengths[d] % n == 0), None)
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:
@@ -382,7 +390,11 @@ class _Update(NamedTuple):
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
-        means = self._means(jax.tree.leaves(updates), layout, for_gradients, op, moved)
+        terms = jax.tree.leaves(updates)
+        if self._are_slices(terms, jax.tree.leaves(state.masters), copies, layout):
+            means = [x.astype(jnp.float32) for x in terms]
+        else:
+            means = self._means(terms, layout, for_gradients, op, moved)
         norm = _norm(means, placed)
         finite = jnp.isfinite(norm)
         if self.max_norm is not None:
@@ -405,6 +417,41 @@ class _Update(NamedTuple):
         if self.check_every:
             compare = functools.partial(assert_same_on_workers, axis=self.axis, what="the copy")
             lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
+
+    def _are_slices(
+        self, terms: list[Array], masters: list[Array], copies: list[Array], layout: _Layout
+    ) -> bool:
+        """Whether gradients are reduced already, and as large as this worker's masters.
+
+        Where no leaf is split this cannot be seen. They are reduced then, which leaves the mean of
+        equal ones as it is.
+        """
+        sizes = dict(zip(self.axis.names, axis_sizes(self.axis, "sharded"), strict=True))
+        wholes = [
+            whole_shape(x.shape, split, sizes)
+            for x, split in zip(masters, layout.splits, strict=True)
+        ]
+        for name, x, whole in zip(layout.names, copies, wholes, strict=True):
+            if x.shape != whole:
+                raise ValueError(
+                    f"params: leaf {name} has shape {x.shape}, and its master is a slice of "
+                    f"{whole}; pass whole parameters on every worker, which are the copy"
+                )
+        shapes = [x.shape for x in terms]
+        if shapes == wholes:
+            return False
+        own = [x.shape for x in masters]
+        if shapes == own:
+            return True
+        a = next(i for i, x in enumerate(shapes) if x != wholes[i])
+        b = next(i for i, x in enumerate(shapes) if x != own[i])
+        raise ValueError(
+            f"gradients: leaf {layout.names[a]} has shape {shapes[a]}, which is not the "
+            f"parameter's, {wholes[a]}, and leaf {layout.names[b]} has {shapes[b]}, which is not "
+            f"this worker's slice, {own[b]}; pass whole gradients of all leaves, as jax.grad of "
+            "the parameters gives them, or slices of all, as jax.grad of state.masters does "
+            "through dq.reduce_in_backward(specs=..., copies=...)"
+        )
 
     def _means(
         self, terms: list[Array], layout: _Layout, key: Array, op: Op, moved: list[bool]

@@ -1,5 +1,6 @@
 """Reductions where parameters are used: the backward pass returns reduced gradients."""
 
+import functools
 from typing import Any, get_args
 
 import jax
@@ -30,6 +31,7 @@ def reduce_in_backward(
     key: Array | None = None,
     specs: Any = None,
     gather: Compression | Method | ByPath | None = None,
+    copies: Any = None,
 ) -> Any:
     """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
 
@@ -55,6 +57,17 @@ def reduce_in_backward(
     Whole parameters have the dtype of shards: cast shards to the dtype that the layer computes in,
     or f32 takes twice the memory of bf16. With several axes leaves are gathered over those in their
     specs, scattered over them and all-reduced over the others (HSDP).
+
+    **Sharded updates (ZeRO-1).** With ``copies``, the whole parameters that every worker holds,
+    nothing is gathered. The loss takes the copies, and ``params`` are the masters of
+    `dq.optax.sharded`, whose gradients come back as this worker's slices, reduced. ``update`` takes
+    these as they are::
+
+        def loss(masters):
+            options = {"specs": dq.optax.state_specs(state).masters, "copies": params}
+            return loss_fn(dq.reduce_in_backward(masters, "data", **options), x)
+
+        updates, state = optimizer.update(jax.grad(loss)(state.masters), state, params)
 
     **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
     others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
@@ -87,13 +100,16 @@ def reduce_in_backward(
       gather: how shards are gathered, as ``method``: default ``DynamiQ(bits=8)``, with the limits
         of ``method`` and without the leaves that it excludes. ``BF16()`` and ``F32()`` are native
         all-gathers of 16 bits and of the leaf's own.
+      copies: inside of maps: a tree like ``params`` of whole leaves, with the same bits on all
+        workers, in any floating-point dtype. Gradients take the dtype of ``params``.
 
     Returns:
-      A tree like ``params``, of whole leaves, varying over the axis.
+      A tree like ``params``, of whole leaves, varying over the axis; with ``copies`` these.
 
     Raises:
       ValueError: ``op`` is neither, a method has memory, ``specs`` do not fit or call a leaf a
-        shard that is the same on all workers; in the backward pass, what `reduce` raises, that
+        shard that is the same on all workers, ``copies`` have other shapes than whole ``params``,
+        or are differentiated; in the backward pass, what `reduce` raises, that
         `jax.grad` is outside of the map, or that it is not `value_and_grad`'s, outside of maps.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
@@ -101,36 +117,39 @@ def reduce_in_backward(
     axis = check_axis(axis_name)
     options = {"op": op, "method": method, "specs": specs, "gather": gather}
     if is_outside(axis, params):
-        if specs is not None:
+        if specs is not None or copies is not None:
+            name, given = ("specs", specs) if copies is None else ("copies", "...")
             raise ValueError(
-                f"specs={specs!r} are for maps: outside of them, on Explicit axes, types say how "
+                f"{name}={given} are for maps: outside of them, on Explicit axes, types say how "
                 "parameters are sharded; leave it out"
             )
         check_choice("op", op, get_args(Op))
         own = as_compression(method)
         return gather_outside(params, axis, Gather.of(gather, own), own, key=key)
-    reducer = Reducer(params, axis, "reduce_in_backward", **options)
+    reducer = Reducer(params, axis, "reduce_in_backward", copies=copies, **options)
     check_key(key, axis)
 
     @jax.custom_vjp
-    def passed(params: Any, words: Array | None) -> Any:
-        return axis.to_varying(reducer.whole(params, words))
+    def passed(params: Any, copies: Any, words: Array | None) -> Any:
+        whole = reducer.whole(params, words) if copies is None else copies
+        return axis.to_varying(whole)
 
-    def forward(params: Any, words: Array | None) -> tuple[Any, Array | None]:
-        return passed(params, words), words
+    def forward(params: Any, copies: Any, words: Array | None) -> tuple[Any, Array | None]:
+        return passed(params, copies, words), words
 
-    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
-        return reducer.joined(reducer.reduce(reducer.moving(gradients), words)), None
+    def backward(words: Array | None, gradients: Any) -> tuple[Any, None, None]:
+        return reducer.joined(reducer.reduce(reducer.moving(gradients), words)), None, None
 
     passed.defvjp(forward, backward)
-    return passed(params, key_words(key))
+    return passed(params, constant_copies(copies), key_words(key))
 
 
 class Reducer:
     """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
 
-    With ``layers`` each leaf is a stack of so many, and what is reduced is one layer's. With
-    ``gather`` leaves whose ``specs`` name the axis are shards of it.
+    With ``stacked`` each leaf is a stack of layers', and what is reduced is one layer's. Leaves
+    whose ``specs`` name the axis are shards of it, which are gathered, or of which all workers have
+    ``copies``.
     """
 
     def __init__(
@@ -143,22 +162,30 @@ class Reducer:
         method: Compression | Method | ByPath | None,
         specs: Any,
         gather: Compression | Method | ByPath | None = None,
-        layers: int | None = None,
+        copies: Any = None,
+        stacked: bool = False,
     ):
         check_choice("op", op, get_args(Op))
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
-        own = self._treedef.unflatten(
-            jax.ShapeDtypeStruct(x.shape[layers is not None :], x.dtype) for x in self._leaves
-        )
+        if stacked:
+            first = functools.partial(jax.tree.map, lambda w: w[0])
+            params, copies = jax.eval_shape(first, (params, copies))
         compression, sizes = as_compression(method), axis_sizes(axis, caller)
-        self._shards = Shards(params, axis, specs) if layers is None else None
-        whole = own if self._shards is None else self._shards.whole
-        _check_memory(whole, compression, sizes)
+        self._shards = Shards(params, axis, specs)
+        self._copied = copies is not None
+        if self._copied:
+            _check_copies(copies, self._shards.whole)
+        _check_memory(self._shards.whole, compression, sizes)
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
         self._axis, self._caller, self.specs = axis, caller, specs
         self._options = {"op": op, "method": compression, "specs": specs}
         self._reduction = Reduction(axis.names, sizes, compression, op)
         self._gather = Gather.of(gather, compression)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any leaf is a shard that has no copy."""
+        return bool(self._shards) and not self._copied
 
     def whole(self, params: Any, words: Array | None) -> Any:
         """Gathers leaves that are shards; others pass."""
@@ -185,7 +212,11 @@ class Reducer:
             )
         leaves, treedef = jax.tree.flatten(gradients)
         moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-        own = [_once(x, self._caller) for x, m in zip(leaves, moves, strict=True) if m]
+        error = NotImplementedError(
+            f"{self._caller} has derivatives of the first order only; for others reduce after "
+            "jax.grad, with dq.pmean"
+        )
+        own = [_constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
         if all(moves):
             return treedef.unflatten(own)
         if not self._by_name:
@@ -204,13 +235,23 @@ class Reducer:
             if not jnp.issubdtype(own.dtype, jnp.inexact):
                 return np.zeros(own.shape, jax.dtypes.float0)
             axes = tuple(varying_axes(own) & {*self._axis.names})
-            return Axis(axes).to_varying(next(found)) if axes else next(found)
+            gradient = next(found).astype(own.dtype)
+            return Axis(axes).to_varying(gradient) if axes else gradient
 
         return self._treedef.unflatten(map(gradient_of, self._leaves))
 
 
-def _once(x: Array, caller: str) -> Array:
-    """``x``, which has no derivative."""
+def constant_copies(copies: Any) -> Any:
+    """``copies``, which have no derivative: what the loss says of them is in that of params."""
+    error = ValueError(
+        "copies are differentiated, and their gradients are those of params; take jax.grad of the "
+        "argument that holds params alone"
+    )
+    return jax.tree.map(lambda x: _constant(x, error), copies)
+
+
+def _constant(x: Any, error: Exception) -> Any:
+    """``x``, of which a derivative raises the error."""
 
     @jax.custom_jvp
     def same(x):
@@ -218,12 +259,26 @@ def _once(x: Array, caller: str) -> Array:
 
     @same.defjvp
     def _(primals, tangents):
-        raise NotImplementedError(
-            f"{caller} has derivatives of the first order only; for others reduce after "
-            "jax.grad, with dq.pmean"
-        )
+        raise error
 
     return same(x)
+
+
+def _check_copies(copies: Any, whole: Any) -> None:
+    """Refuses copies that are not like the parameters, gathered."""
+    if jax.tree.structure(copies) != jax.tree.structure(whole):
+        raise ValueError(
+            f"copies are {jax.tree.structure(copies)}, and params are "
+            f"{jax.tree.structure(whole)}; pass trees of the same structure"
+        )
+    for copy, own in zip(describe_leaves(copies), describe_leaves(whole), strict=True):
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in (copy, own)]
+        if copy.shape != own.shape or moves[0] != moves[1]:
+            raise ValueError(
+                f"copies: leaf {copy.name} is {copy.dtype.name}{list(copy.shape)}, and params, by "
+                f"their specs, are shards of {own.dtype.name}{list(own.shape)}; pass the whole "
+                "parameters, and as specs the masters' of dq.optax.state_specs(opt_state)"
+            )
 
 
 def _check_memory(params: Any, compression: Compression, sizes: tuple[int, ...]) -> None:

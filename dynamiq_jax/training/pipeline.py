@@ -9,6 +9,9 @@ backward pass of one function, and reductions of several functions are under way
     of function 10        stats   first  second
     of function 9                 stats   first  second
     of function 8                         stats   first  second
+
+Parameters that are shards are gathered in the forward pass beside the function before theirs, and
+again in the backward pass beside the function after theirs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +31,8 @@ from dynamiq_jax.core.compat import assume_invarying, evaluate, varying_axes, wi
 from dynamiq_jax.core.seeds import fold_seed, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.phases import Progress, Traced, trace
-from dynamiq_jax.tree.placement import axes_of
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -69,6 +71,8 @@ def sequential(
     method: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     specs: Sequence[Any] | None = None,
+    gather: Compression | Method | ByPath | None = None,
+    copies: Sequence[Any] | None = None,
 ) -> Any:
     """Functions one after another; each one's gradients are reduced beside the backward pass.
 
@@ -112,6 +116,10 @@ def sequential(
       key: as for `psum`; the number of the function, counting layers, is folded in.
       specs: a tree as for `psum` for every function; of `Scanned` ones with the layers' axis. Where
         axes are automatic, all collectives of a reduction are one round.
+      gather: as for `reduce_in_backward`, of leaves whose ``specs`` name the axis.
+      copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
+        take these, and what `params` get are gradients of this worker's slices (ZeRO-1), in two
+        rounds of an all-reduce's three.
 
     Returns:
       What the last function returns.
@@ -123,7 +131,8 @@ def sequential(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis = check_axis(axis_name)
-    for name, given in (("functions", functions), ("params", params), ("specs", specs or ())):
+    told = {"functions": functions, "params": params, "specs": specs, "copies": copies}
+    for name, given in told.items():
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     if callable(functions):
@@ -131,58 +140,70 @@ def sequential(
         raise ValueError(f"functions={name} is one function; pass a list: [function]")
     functions, params = tuple(functions), tuple(params)
     specs = (None,) * len(functions) if specs is None else tuple(specs)
-    for name, given in (("params", params), ("specs", specs)):
+    copies = (None,) * len(functions) if copies is None else tuple(copies)
+    for name, given in (("params", params), ("specs", specs), ("copies", copies)):
         if len(given) != len(functions):
             raise ValueError(
                 f"{len(functions)} functions and {len(given)} {name}: pass one for each function"
-            )
-    for number, given in enumerate(map(jax.tree.leaves, specs)):
-        named = {
-            name for spec in given if isinstance(spec, PartitionSpec) for name in axes_of(spec)
-        }
-        if shared := sorted(named & {*axis.names}):
-            raise ValueError(
-                f"specs[{number}] names the axis {shared[0]!r}, and sequential takes parameters "
-                f"that are whole over axis {axis.name!r}; gather shards in the layers of a plain "
-                "loop or scan, by dq.reduce_in_backward(specs=...)"
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")
     if isinstance(lag, bool) or not hasattr(lag, "__index__") or lag < 0:
         raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 1")
-    options = {"op": op, "method": as_compression(method)}
     parts: list[_Part] = []
-    for number, (function, own, spec) in enumerate(zip(functions, params, specs, strict=True)):
+    for number, (function, own) in enumerate(zip(functions, params, strict=True)):
+        options = {"op": op, "method": as_compression(method), "gather": gather}
+        options["copies"] = copies[number]
         if isinstance(function, Scanned):
-            parts.append(_Loop(function, own, spec, axis, f"functions[{number}]", options))
+            name = f"functions[{number}]"
+            parts.append(_Loop(function, own, specs[number], axis, name, options))
         else:
-            parts.append(_Once(function, own, spec, axis, options))
-    firsts = np.cumsum([0, *(part.count for part in parts)])
+            parts.append(_Once(function, own, specs[number], axis, options))
+    firsts = [int(first) for first in np.cumsum([0, *(part.count for part in parts)])]
+
+    def taken(params: Any, copies: Any) -> list[Any]:
+        """What every function takes: copies, or parameters where it has none."""
+        pairs = zip(params, copies, strict=True)
+        return axis.to_varying([own if copy is None else copy for own, copy in pairs])
+
+    def shards(own: Sequence[Any], words: Array | None) -> list[_Shards]:
+        return [_Shards(*given, words) for given in zip(parts, own, firsts, strict=False)]
 
     @jax.custom_vjp
-    def run(params: Any, x: Any, words: Array | None) -> Any:
-        for part, own in zip(parts, axis.to_varying(params), strict=True):
+    def run(params: Any, copies: Any, x: Any, words: Array | None) -> Any:
+        for part, own in zip(parts, shards(taken(params, copies), words), strict=True):
             x = part.run(own, x)
         return x
 
-    def forward(params: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
-        kept = []
-        for part, own in zip(parts, axis.to_varying(params), strict=True):
-            x, of_part = part.forward(own, x)
-            kept.append(of_part)
+    def forward(params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
+        given, kept = shards(taken(params, copies), words), []
+        coming = given[0].gather(0)
+        x = _arrive(coming, _send(coming, x))
+        for part, own, following in zip(parts, given, [*given[1:], None], strict=True):
+            whole = own.own if coming is None else coming.result
+            coming = None if following is None else following.gather(0)
+            x, of_part = part.forward(own, whole, x, coming)
+            kept.append((of_part, own.own if part.gathers else None))
         return x, (kept, words)
 
-    def backward(kept: Any, gradient: Any) -> tuple[Any, Any, None]:
+    def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
         kept, words = kept
         pipeline, results = _Pipeline(lag, words), []
-        for part, first, own in reversed(list(zip(parts, firsts[:-1], kept, strict=True))):
-            result, gradient = part.backward(pipeline, own, int(first), gradient)
+        given = shards([own for _, own in kept], words)
+        coming = given[-1].gather(parts[-1].count - 1)
+        gradient = _arrive(coming, _send(coming, gradient))
+        for number in reversed(range(len(parts))):
+            whole = None if coming is None else coming.result
+            coming = given[number - 1].gather(parts[number - 1].count - 1) if number else None
+            result, gradient = parts[number].backward(
+                pipeline, kept[number][0], given[number], whole, coming, gradient
+            )
             results.append(result)
         pipeline.finish()
-        return tuple(result() for result in reversed(results)), gradient, None
+        return tuple(result() for result in reversed(results)), None, gradient, None
 
     run.defvjp(forward, backward)
-    return run(params, x, key_words(key))
+    return run(params, constant_copies(copies), x, key_words(key))
 
 
 # --- Reductions under way -------------------------------------------------------------------------
@@ -214,21 +235,23 @@ class _Pipeline:
         pull: Callable,
         number: Array | int,
         gradient: Any,
+        coming: Progress | None,
         lag: int | None = None,
     ) -> tuple[Progress, Any]:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
         Returns the reduction and the gradient of the function's input. This gradient waits for the
-        transfers that are due, and for the kernels that make of them what is sent next. ``lag`` is
-        the pipeline's by default.
+        transfers that are due, and for the kernels that make of them what is sent next. So it does
+        for the gather that is ``coming``. ``lag`` is the pipeline's by default.
         """
         lag = self.lag if lag is None else lag
         for progress in self.ready:
             progress.exchange()
             self._due.append((self._now + lag, progress))
-        own, gradient = pull(gradient)
+        own, gradient = pull(_send(coming, gradient))
         own, gradient = _together(reducer.moving(own), gradient)
         self._now += 1
+        gradient = _arrive(coming, gradient)
         begun = self._begin(reducer, own, number)
         moving = [*(progress for time, progress in self._due if time <= self._now), begun]
         self._due = [(time, progress) for time, progress in self._due if time > self._now]
@@ -290,6 +313,30 @@ def _hold(moving: Sequence[Progress], passing: Any) -> Any:
     return passing
 
 
+def _send(progress: Progress | None, passing: Any) -> Any:
+    """``passing``, after which a gather begins: its kernels, and the first collectives."""
+    if progress is None:
+        return passing
+    passing = _hold([progress], passing)
+    progress.compute()
+    if not progress.done:
+        passing = _hold([progress], passing)
+        progress.exchange()
+    return passing
+
+
+def _arrive(progress: Progress | None, passing: Any) -> Any:
+    """``passing``, which waits for what was sent; then the rest of the gather."""
+    if progress is None or progress.done:
+        return passing
+    passing = _hold([progress], passing)
+    progress.compute()
+    while not progress.done:
+        progress.exchange()
+        progress.compute()
+    return passing
+
+
 def _together(*trees: Any) -> tuple[Any, ...]:
     """Passes trees through a barrier: users of one of their arrays wait for all of them.
 
@@ -299,13 +346,40 @@ def _together(*trees: Any) -> tuple[Any, ...]:
     def as_before(held: Array, x: Array) -> Array:
         return assume_invarying(held, tuple(sorted(varying_axes(held) - varying_axes(x))))
 
+    def passes(x: Array) -> bool:
+        return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
     leaves, treedef = jax.tree.flatten(trees)
-    moving = [x for x in leaves if x.dtype != jax.dtypes.float0]
+    moving = list(filter(passes, leaves))
     held = iter(map(as_before, lax.optimization_barrier(moving), moving))
-    return treedef.unflatten(x if x.dtype == jax.dtypes.float0 else next(held) for x in leaves)
+    return treedef.unflatten(next(held) if passes(x) else x for x in leaves)
 
 
 # --- Functions ------------------------------------------------------------------------------------
+
+
+class _Shards(NamedTuple):
+    """The parameters of a part: shards to be gathered, or whole ones."""
+
+    part: "_Part"
+    own: Any
+    first: int
+    """The number of the part's first run."""
+    words: Array | None
+
+    def gather(self, layer: Array | int) -> Progress | None:
+        """The gather of one run's parameters, which has not begun; `None` if none are shards."""
+        if not self.part.gathers:
+            return None
+        own = self.part.of_run(self.own, layer)
+        words = None if self.words is None else fold_seed(self.words, self.first + layer)
+        return Progress.start(trace(self.part.whole, own, words), own, words)
+
+    def whole(self, layer: Array | int) -> Any:
+        """One run's parameters, gathered."""
+        progress = self.gather(layer)
+        _arrive(progress, _send(progress, ()))
+        return self.part.of_run(self.own, layer) if progress is None else progress.result
 
 
 class _Part(Protocol):
@@ -313,19 +387,41 @@ class _Part(Protocol):
 
     count: int
     """How often it runs."""
+    gathers: bool
+    """Whether some of its parameters are shards."""
 
-    def run(self, own: Any, x: Any, /) -> Any:
+    def of_run(self, own: Any, layer: Array | int) -> Any:
+        """The parameters of one run, of those of all."""
+        ...
+
+    def whole(self, params: Any, words: Array | None) -> Any:
+        """Gathers those of one run."""
+        ...
+
+    def run(self, shards: _Shards, x: Any, /) -> Any:
         """The function of parameters that vary."""
         ...
 
-    def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        """Runs the function; returns the result and the values that `backward` needs."""
+    def forward(
+        self, shards: _Shards, whole: Any, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any]:
+        """Runs the function; returns the result and the values that `backward` needs.
+
+        ``whole`` are the gathered parameters of the first run. The next part's gather is
+        ``coming``, beside the last run.
+        """
         ...
 
     def backward(
-        self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
+        self,
+        pipeline: _Pipeline,
+        kept: Any,
+        shards: _Shards,
+        whole: Any,
+        coming: Progress | None,
+        gradient: Any,
     ) -> tuple[Callable[[], Any], Any]:
-        """Begins the reductions; ``first`` is the number of the function's first run.
+        """Begins the reductions; ``whole`` are the gathered parameters of the last run.
 
         Returns the reduced gradients, which may be called for once the pipeline has finished, and
         the gradient of x.
@@ -340,19 +436,50 @@ class _Once:
 
     def __init__(self, function: Function, own: Any, spec: Any, axis: Axis, options: dict):
         self._reducer = Reducer(own, axis, "sequential", specs=spec, **options)
+        self.gathers, self.whole = self._reducer.gathers, self._reducer.whole
         self._function = function
 
-    def run(self, own: Any, x: Any) -> Any:
-        return self._function(own, x)
+    def of_run(self, own: Any, layer: Array | int) -> Any:
+        return own
 
-    def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        return jax.vjp(self._function, own, x)
+    def run(self, shards: _Shards, x: Any) -> Any:
+        return self._function(shards.whole(0), x)
+
+    def forward(
+        self, shards: _Shards, whole: Any, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any]:
+        x = _send(coming, x)
+        found, pull = jax.vjp(self._function, whole, x)
+        if self.gathers:
+            pull = _without_parameters(self._function, pull, whole, x)
+        return _arrive(coming, found), pull
 
     def backward(
-        self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
+        self,
+        pipeline: _Pipeline,
+        kept: Any,
+        shards: _Shards,
+        whole: Any,
+        coming: Progress | None,
+        gradient: Any,
     ) -> tuple[Callable[[], Any], Any]:
-        progress, gradient = pipeline.step(self._reducer, kept, first, gradient)
+        pull = kept(whole) if self.gathers else kept
+        progress, gradient = pipeline.step(self._reducer, pull, shards.first, gradient, coming)
         return lambda: self._reducer.joined(progress.result), gradient
+
+
+def _without_parameters(function: Function, pull: Callable, whole: Any, x: Any) -> Callable:
+    """A function of the parameters that returns ``pull``, and keeps no copy of them."""
+    treedef, origins = _origins(function, whole, x)
+    places = [at.place if isinstance(at, _Given) else None for at in origins]
+    pairs = zip(jax.tree.leaves(pull), places, strict=True)
+    kept = [leaf for leaf, place in pairs if place is None]
+
+    def pull_of(kept: list[Array], whole: Any) -> Callable:
+        given, rest = jax.tree.leaves(whole), iter(kept)
+        return treedef.unflatten(next(rest) if at is None else given[at] for at in places)
+
+    return jax.tree_util.Partial(pull_of, kept)
 
 
 class _Loop:
@@ -366,7 +493,7 @@ class _Loop:
     """
 
     def __init__(self, scanned: Scanned, own: Any, spec: Any, axis: Axis, name: str, options: dict):
-        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(own)}
+        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((own, options["copies"]))}
         if len(leading) != 1 or () in leading:
             found = ", ".join(sorted(str(shape) for shape in leading)) or "no leaves"
             raise ValueError(
@@ -378,40 +505,74 @@ class _Loop:
             raise ValueError(f"{name} is scanned over 0 layers; pass at least one, or leave it out")
         self._function, self._scanned = scanned.function, scanned
         spec = _without_layers(spec, name)
-        options = options | {"specs": spec, "layers": self.count}
-        self._reducer = Reducer(own, axis, "sequential", **options)
+        self._reducer = Reducer(own, axis, "sequential", specs=spec, stacked=True, **options)
+        self.gathers, self.whole = self._reducer.gathers, self._reducer.whole
 
-    def run(self, own: Any, x: Any) -> Any:
-        return self._scanned(own, x)
+    def of_run(self, own: Any, layer: Array | int) -> Any:
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, keepdims=False), own)
 
-    def forward(self, own: Any, x: Any) -> tuple[Any, Any]:
-        layer = jax.tree.map(lambda w: lax.index_in_dim(w, 0, keepdims=False), own)
+    def run(self, shards: _Shards, x: Any) -> Any:
+        if not self.gathers:
+            return self._scanned(shards.own, x)
+        numbers = jnp.arange(self.count, dtype=jnp.int32)
+        run = lambda x, layer: (self._function(shards.whole(layer), x), None)  # noqa: E731
+        return lax.scan(run, x, numbers)[0]
+
+    def forward(
+        self, shards: _Shards, whole: Any, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any]:
+        layer = whole if self.gathers else self.of_run(whole, 0)
         treedef, origins = _origins(self._function, layer, x)
         kinds = [type(at) for at in origins]
         places = [at.place for at in origins if isinstance(at, _Given)]
         values = [at.value for at in origins if isinstance(at, _Fixed)]
 
-        def body(x: Any, layer: Any) -> tuple[Any, list[Array]]:
+        def run(x: Any, layer: Any) -> tuple[Any, list[Array]]:
             x, pull = jax.vjp(self._function, layer, x)
             leaves = zip(jax.tree.leaves(pull), kinds, strict=True)
             return x, [leaf for leaf, kind in leaves if kind is type(None)]
 
-        x, stacked = lax.scan(body, x, own)
+        def run_and_gather(carry: tuple[Any, Any], layer: Array) -> tuple[Any, list[Array]]:
+            x, whole = carry
+            following = shards.gather(layer + 1)
+            assert following is not None
+            x, kept = run(_send(following, x), whole)
+            return (_arrive(following, x), following.result), kept
 
-        def pull_of(stacked: Any, own: Any, values: Any, layer: Array | int) -> Callable:
+        last: list[Array] | None = None
+        if self.gathers:
+            numbers = jnp.arange(self.count - 1, dtype=jnp.int32)
+            (x, layer), stacked = lax.scan(run_and_gather, (x, whole), numbers)
+            x, last = run(_send(coming, x), layer)
+        else:
+            x, stacked = lax.scan(run, _send(coming, x), whole)
+
+        def pull_of(
+            stacked: Any, last: Any, own: Any, values: Any, layer: Array | int, whole: Any
+        ) -> Callable:
             """The kept values of one layer; values that all layers share have one copy."""
-            leaves = jax.tree.leaves(own)
-            kept, given = (
-                [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in leaves]
-                for leaves in (stacked, [leaves[place] for place in places])
-            )
+            if last is not None and isinstance(layer, int) and layer == self.count - 1:
+                kept = last
+            else:
+                kept = [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked]
+            given = jax.tree.leaves(whole) if self.gathers else jax.tree.leaves(own)
+            given = [given[place] for place in places]
+            if not self.gathers:
+                given = self.of_run(given, layer)
             rest = {type(None): iter(kept), _Given: iter(given), _Fixed: iter(values)}
             return treedef.unflatten(next(rest[kind]) for kind in kinds)
 
-        return x, jax.tree_util.Partial(pull_of, stacked, own, values)
+        own = None if self.gathers else whole
+        return _arrive(coming, x), jax.tree_util.Partial(pull_of, stacked, last, own, values)
 
     def backward(
-        self, pipeline: _Pipeline, kept: Any, first: int, gradient: Any
+        self,
+        pipeline: _Pipeline,
+        kept: Any,
+        shards: _Shards,
+        whole: Any,
+        coming: Progress | None,
+        gradient: Any,
     ) -> tuple[Callable[[], Any], Any]:
         lag = min(pipeline.lag, 1)
         begun: dict[int, Progress] = {}
@@ -422,56 +583,78 @@ class _Loop:
                 return False
             return not moving or moving[0].rounds_left == 1
 
+        def step(layer: int, whole: Any, gradient: Any) -> tuple[Any, Any]:
+            """Takes one layer; returns the parameters of the one before, too."""
+            pull, before = kept(layer, whole), shards.gather(layer - 1) if layer else coming
+            number = shards.first + layer
+            begun[layer], gradient = pipeline.step(
+                self._reducer, pull, number, gradient, before, lag
+            )
+            return None if before is None or not layer else before.result, gradient
+
         layer = self.count - 1
         while layer >= 0 and not full():
-            begun[layer], gradient = pipeline.step(
-                self._reducer, kept(layer), first + layer, gradient, lag
-            )
+            whole, gradient = step(layer, whole, gradient)
             layer -= 1
         left, open_ones = layer + 1, len(pipeline.ready)
+        lowest = 0 if coming is None and not self.gathers else 1  # beside 0 travels ``coming``
         ended = None
-        if left:
-            ended, gradient = self._loop(pipeline, lag, kept, first, left, gradient)
+        if left > lowest:
+            numbers = jnp.arange(lowest, left, dtype=jnp.int32)
+            ended, whole, gradient = self._loop(
+                pipeline, lag, kept, shards, numbers, whole, gradient
+            )
             begun = {i: p for i, p in begun.items() if i >= open_ones + left}
-            begun |= enumerate(reversed(pipeline.ready))
+            begun |= enumerate(reversed(pipeline.ready), lowest)
+        if left and lowest:
+            _, gradient = step(0, whole, gradient)
 
         def result() -> Any:
             found = {i: jax.tree.leaves(begun[i].result) for i in sorted(begun)}
             parts = [[x[None] for x in leaves] for leaves in found.values()]
             if ended is not None:  # those of as many layers, after the ones still open then
-                parts.insert(open_ones, ended)
+                parts.insert(lowest + open_ones, ended)
             whole = [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
             return self._reducer.joined(whole)
 
         return result, gradient
 
     def _loop(
-        self, pipeline: _Pipeline, lag: int, kept: Any, first: int, left: int, gradient: Any
-    ) -> tuple[list[Array], Any]:
-        """Runs the first ``left`` layers; in the pipeline their reductions take the others' place.
+        self,
+        pipeline: _Pipeline,
+        lag: int,
+        kept: Any,
+        shards: _Shards,
+        layers: Array,
+        whole: Any,
+        gradient: Any,
+    ) -> tuple[list[Array], Any, Any]:
+        """Runs these layers; in the pipeline their reductions take the others' place.
 
-        Returns the leaves of the reductions that ended, and the gradient of x.
+        Returns the leaves of the reductions that ended, the parameters of the layer before the
+        first where they are gathered, and the gradient of x.
         """
         under_way = pipeline.ready
 
-        def body(carry: tuple[list[Array], list[Any]], layer: Array) -> tuple[Any, list[Array]]:
-            moving, values = carry
+        def body(carry: tuple[list[Array], list[Any], Any], layer: Array) -> tuple[Any, Any]:
+            moving, values, whole = carry
             inner = _Pipeline(lag, pipeline.words, pipeline.traced)
             inner.ready = [p.with_values(own) for p, own in zip(under_way, values, strict=True)]
-            oldest = inner.ready[:1]
+            oldest, before = inner.ready[:1], shards.gather(layer - 1)
+            pull, number = kept(layer, whole), shards.first + layer
             begun, after = inner.step(
-                self._reducer, kept(layer), first + layer, _joined(gradient, moving)
+                self._reducer, pull, number, _joined(gradient, moving), before
             )
             (done,) = oldest or [begun]
             assert done.done and len(inner.ready) == len(under_way)
             found = [p.values for p in inner.ready]
-            return (_moving(after), found), jax.tree.leaves(done.result)
+            whole = None if before is None else before.result
+            return (_moving(after), found, whole), jax.tree.leaves(done.result)
 
-        start = _moving(gradient), [p.values for p in under_way]
-        layers = jnp.arange(left, dtype=jnp.int32)
-        (moving, values), ended = lax.scan(body, start, layers, reverse=True)
+        start = _moving(gradient), [p.values for p in under_way], whole
+        (moving, values, whole), ended = lax.scan(body, start, layers, reverse=True)
         pipeline.ready = [p.with_values(v) for p, v in zip(under_way, values, strict=True)]
-        return ended, _joined(gradient, moving)
+        return ended, whole, _joined(gradient, moving)
 
 
 class _Given(NamedTuple):
@@ -547,7 +730,9 @@ def _without_layers(specs: Any, name: str) -> Any:
         if len(spec) and spec[0] is not None:
             raise ValueError(
                 f"{name} is scanned over the leading axis of its parameters, and specs split it: "
-                f"{spec}; keep all layers on every device, P(None, ...)"
+                f"{spec}; keep all layers on every device, P(None, ...). dq.optax.sharded splits "
+                "them where no other dimension divides by the workers: pad one, or leave the leaf "
+                "out by dq.Compression(exclude=...)"
             )
         return PartitionSpec(*spec[1:])
 
