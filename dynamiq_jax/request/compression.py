@@ -53,8 +53,6 @@ EXCLUDED = "excluded"
 class Compression(Options):
     """How a tree is reduced: which method compresses which leaf, and how payloads travel.
 
-    ::
-
         compression = dq.Compression(dq.DynamiQ(bits=4), exclude="norm|bias")
         grads = dq.pmean(grads, "data", method=compression)
 

@@ -74,7 +74,7 @@ def sequential(
 
     ``x = f(p, x)`` for every function and its parameters, and the last ``x`` is returned. In the
     backward pass the gradients of a function are reduced, compressed, while the backward pass of
-    those before it goes on::
+    those before it goes on:
 
         functions = [embed, *[block] * n_layers, head_and_loss]
         loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
