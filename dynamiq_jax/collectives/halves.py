@@ -58,8 +58,8 @@ def psum_scatter(
 
     Args:
       x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
-        along dimension 0, slices that are no multiple of 256 coordinates, and a ``scale_axis`` that
-        is not the last one cost a copy.
+        along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
+        that is not the last one cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
       scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
         last.
@@ -356,7 +356,7 @@ def _check_divides(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -
     if tiled and length % n_workers:
         raise ValueError(
             f"leaf {leaf.name} has {length} entries along scatter_dimension={dimension}, which is "
-            f"no multiple of the {n_workers} workers; pad it, or reduce it with dq.psum"
+            f"not a multiple of the {n_workers} workers; pad it, or reduce it with dq.psum"
         )
     if not tiled and length != n_workers:
         raise ValueError(

@@ -64,7 +64,7 @@ class _MX(HopMethod):
         """Checks every field."""
         check_fields(self)
         if not 0 <= self.max_saturated < 1:
-            raise ValueError(f"max_saturated={self.max_saturated} is no fraction; pass 1e-5")
+            raise ValueError(f"max_saturated={self.max_saturated} is not a fraction; pass 1e-5")
         if not 1 <= self.growth <= 2:
             raise ValueError(f"growth={self.growth} must lie between 1 and 2; pass 2 ** (1 / 1000)")
 

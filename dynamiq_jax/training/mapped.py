@@ -252,8 +252,8 @@ def _words(aux_tree: Any, told: Any) -> list[str]:
         spread = told if told is None else jax.tree.broadcast(told, aux_tree)
     except ValueError as error:
         raise ValueError(
-            f"aux={told!r} is no prefix of the loss's aux: {error}; pass a word for every leaf, or "
-            "one for all"
+            f"aux={told!r} is not a prefix of the loss's aux: {error}; pass a word for every "
+            "leaf, or one for all"
         ) from error
     given = [None] * len(paths) if told is None else jax.tree.leaves(spread)
     words = []

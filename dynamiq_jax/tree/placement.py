@@ -175,8 +175,8 @@ def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
         spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
     except ValueError as error:
         raise ValueError(
-            f"specs is no prefix of the tree: {error}; pass a PartitionSpec for every leaf, or one "
-            "for all"
+            f"specs is not a prefix of the tree: {error}; pass a PartitionSpec for every leaf, or "
+            "one for all"
         ) from error
     flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
     unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
@@ -231,8 +231,8 @@ def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
         if shape[dimension] % count:
             raise ValueError(
                 f"specs: leaf {leaf.name} has {shape[dimension]} entries along dimension "
-                f"{dimension}, which is no multiple of the {count} devices on {entry!r}; pad it, "
-                "or replicate it over them"
+                f"{dimension}, which is not a multiple of the {count} devices on {entry!r}; pad "
+                "it, or replicate it over them"
             )
         shape[dimension] //= count
     return dataclasses.replace(leaf, shape=tuple(shape))

@@ -370,7 +370,7 @@ def test_what_cannot_be_is_refused():
         dq.comparators.MXFP6(sum="psum")  # type: ignore
     with pytest.raises(ValueError, match="rounding='up'; expected one of"):
         dq.comparators.MXFP4(rounding="up")  # type: ignore
-    with pytest.raises(ValueError, match="max_saturated=2 is no fraction"):
+    with pytest.raises(ValueError, match="max_saturated=2 is not a fraction"):
         dq.comparators.MXFP4(max_saturated=2)
     with pytest.raises(ValueError, match="growth=0.5 must lie between 1 and 2"):
         dq.comparators.MXFP4(growth=0.5)
