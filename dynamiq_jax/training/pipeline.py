@@ -40,10 +40,10 @@ Function = Callable[[Any, Any], Any]
 class Scanned:
     """A function of `sequential` that runs in a loop, once for every slice of its parameters.
 
-    As layers in `jax.lax.scan`: compiled once, however many there are. Leaves of the parameters
-    have a leading axis of layers; ``x`` keeps its types. The first few layers of the backward pass
-    are not in the loop: they fill the pipeline. What the backward pass needs is kept for every
-    layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
+    It is compiled once, however many layers there are, as by `jax.lax.scan`. Leaves of the
+    parameters have a leading axis of layers; ``x`` keeps its types. The first few layers of the
+    backward pass are not in the loop: they fill the pipeline. What the backward pass needs is kept
+    for every layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
 
     Called with all layers' parameters and x it is that loop, without reductions.
 
