@@ -4,8 +4,8 @@
 
 Times bf16 `lax.psum` and `lax.psum_scatter` against `DynamiQ()` over `Direct` on all GPUs, at sizes
 around the expected ones, and takes the smallest from which on compression is faster, between sizes
-by their logarithms. ``--write`` puts it into ``dynamiq_jax/crossover.json``: smaller buckets travel
-natively (`DynamiQ.min_bucket_bytes`).
+by their logarithms. ``--write`` puts it into ``crossover.json`` of ``dynamiq_jax/methods/dynamiq``:
+smaller buckets travel natively (`Compression.min_bucket_bytes`).
 """
 
 import json
@@ -18,8 +18,9 @@ import typer
 from rich import print
 
 from dynamiq_jax.commands.bench import all_reduce, contenders, tables
+from dynamiq_jax.methods.dynamiq import crossover as taken
 
-FILE = pathlib.Path(__file__).parents[1] / "dynamiq_jax" / "crossover.json"
+FILE = pathlib.Path(taken.__file__).with_name("crossover.json")
 MIB = 2**20
 SIZES = {"psum": (48, 64, 96, 128), "psum_scatter": (192, 288, 384)}
 

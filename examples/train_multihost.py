@@ -14,11 +14,11 @@ Elsewhere each process is told. Here two on one machine without a GPU, of two vi
 Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7; left out: versions, and what gloo says):
 
     mesh: {'node': 2, 'gpu': 2}, 2 processes
-    topology: Hierarchical(inner=None, outer=Butterfly(...)): several axes, whose last one has ...
+    topology: Hierarchical(outer=Butterfly(...)): several axes, whose last one has fast links
     starting after step 0
-    step   10  loss 3.8132  0.082 s
+    step   10  loss 3.8134  0.391 s
     ...
-    step   60  loss 2.5601  0.097 s
+    step   60  loss 2.5604  0.796 s
 
 Losses depend a little on the Python version, whose standard library is the training text, and on
 the processor, see ``train_llm.py``. The loss curve (PNG) and all numbers (JSON) land in ``runs/``.

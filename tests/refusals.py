@@ -3,7 +3,7 @@
     make errors     # pytest -p refusals --errors-md docs/errors.md
 
 Every ValueError, NotImplementedError or RuntimeError of the library that a test expects, with the
-message it got.
+message it got. The first test of a message gives its numbers, so all tests run in one process.
 """
 
 import re
@@ -63,8 +63,10 @@ def _row(error):
 
 
 def pytest_configure(config):
-    """Wraps pytest.raises for this run."""
+    """Wraps pytest.raises for this run, of one process: another one's messages would be lost."""
     if config.getoption("--errors-md"):
+        if config.getoption("dist", "no") != "no":
+            raise pytest.UsageError("--errors-md takes the tests of one process; leave -n out")
         original = pytest.raises
         pytest.raises = lambda *args, **rest: (
             _Recording(original(*args, **rest)) if len(args) < 2 else original(*args, **rest)

@@ -303,7 +303,9 @@ class TestCommand:
         ]
         found[1] = dataclasses.replace(found[1], call="dq.optax.sharded")
         found[2] = dataclasses.replace(found[2], call="dq.reduce_in_backward")
-        assert re.match(f"Train with {says}", choose_way(found, memory))
+        said = choose_way(found, memory)
+        assert re.match(f"Train with {says}", said)
+        assert ("goes by bytes" in said) == ("sharded" in says)
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
         result = invoke("--params", "10K", "--repeats", 1)

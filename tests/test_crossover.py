@@ -12,7 +12,7 @@ from dynamiq_jax.methods.dynamiq import crossover as taken
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from crossover import MIB, Point, crossover_bytes  # noqa: E402
+from crossover import FILE, MIB, Point, crossover_bytes  # noqa: E402
 
 
 def points(*pairs):
@@ -35,8 +35,7 @@ def test_where_the_largest_does_not_pay_it_is_unknown():
 
 
 def test_the_library_takes_what_was_written():
-    file = Path(taken.__file__).with_name("crossover.json")
-    written = json.loads(file.read_text())
+    written = json.loads(FILE.read_text())
     limits = limits_of(dq.DynamiQ(), 4, fast_links=True)
     assert limits.min_bucket_bytes == taken.PSUM_BYTES == written["psum_bytes"]
     assert taken.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > taken.PSUM_BYTES

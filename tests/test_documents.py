@@ -1,7 +1,11 @@
 """Pages agree with files: figures, names, commands, and where the site has them."""
 
+import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +72,29 @@ def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text()
     names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
     assert sorted(names) == sorted([*dq.__all__, "optax"])
+
+
+def test_examples_in_the_reference_are_markdown():
+    """A line of reStructuredText that announces an example would show its colons."""
+    for name in dq.__all__:
+        assert not re.search("::$", inspect.getdoc(getattr(dq, name)), re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("processes", "status"), [("0", 5), ("2", 4)])
+def test_errors_are_written_from_one_process_or_not_at_all(tmp_path, processes, status):
+    """Workers of pytest-xdist would note messages and the main process write an empty page."""
+    command = [sys.executable, "-m", "pytest", "-p", "refusals", "--errors-md", "page.md"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    run = subprocess.run(
+        [*command, "-n", processes],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == status, run.stderr
+    assert (tmp_path / "page.md").exists() == (processes == "0")
+    assert ("leave -n out" in run.stderr) == (processes != "0")
 
 
 def test_the_site_lists_every_page():

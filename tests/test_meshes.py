@@ -300,13 +300,13 @@ def test_metrics_are_those_of_all_parts():
 
 REFUSED = {
     "nothing told": (None, r"leaf \['columns'\].*automatic axes \{'model': 2\}.*specs=P\(\)"),
-    "no prefix": ({"columns": P()}, "no prefix of the tree"),
+    "no prefix": ({"columns": P()}, "not a prefix of the tree"),
     "no specs": ({**SPECS, "norm": "model"}, "leaf 'model' of type str"),
     "too many entries": ({**SPECS, "norm": P(None, "model")}, "700.*has 2 entries"),
     "no such axis": ({**SPECS, "norm": P("stage")}, "axis .stage.*not in the mesh"),
     "does not divide": (
         {**SPECS, "other": P("model")},
-        "301 entries.*no multiple of the 2 devices",
+        "301 entries.*not a multiple of the 2 devices",
     ),
 }
 

@@ -80,7 +80,7 @@ class TestErrorFeedback:
         method = small(dq.ErrorFeedback(dq.DynamiQ()))
         x = jnp.ones((2, 8192))
         for reduce in (dq.psum, dq.reduce):
-            with pytest.raises(ValueError, match=r"needs a state.*init_state"):
+            with pytest.raises(ValueError, match=r"needs a state.*init_state.*value_and_grad"):
                 jax.vmap(lambda x, r=reduce: r(x, "data", method=method), axis_name="data")(x)
         for half in (dq.psum_scatter, dq.all_gather):
             with pytest.raises(NotImplementedError, match="does not do psum_scatter"):

@@ -384,7 +384,7 @@ def traced(collective, *shapes, n=4, tiled=True, **options):
     ("shape", "options", "texts"),
     [
         ((8, 10), {"scatter_dimension": 1}, ["leaf ['leaf 1'] has 10 entries", "=1", "4 workers"]),
-        ((9,), {}, ["has 9 entries", "no multiple of the 4 workers", "pad it", "dq.psum"]),
+        ((9,), {}, ["has 9 entries", "not a multiple of the 4 workers", "pad it", "dq.psum"]),
         ((8,), {"scatter_dimension": 1}, ["scatter_dimension=1", "shape (8,)", "pass a dimension"]),
         ((8,), {"scatter_dimension": -2}, ["scatter_dimension=-2", "shape (8,)"]),
         ((), {}, ["scatter_dimension=0", "shape ()", "scatter such leaves apart"]),

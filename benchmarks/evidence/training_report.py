@@ -29,6 +29,8 @@ COLUMNS = (
 TEXT = """\
 # What a quantised all-reduce does to the training loss
 
+Measured by these commands, whose script and files are in `benchmarks/evidence/` today:
+
 {invocations}
 
 Every method trains from the same starts on the same tokens as the exact mean in f32. Wire bits are
@@ -103,7 +105,7 @@ def write_table(file: Path, invocations: Sequence[Mapping[str, str]], rows: Sequ
         f"    {of['command']}\n\n{of['started']}: {of['device']}, {of['host']}; {of['versions']}"
         for of in invocations
     ]
-    lines = [TEXT.format(invocations="\n\n".join(["Measured by", *origins]))]
+    lines = [TEXT.format(invocations="\n\n".join(origins))]
     for key, own in panels(rows).items():
         title, counts = titles(key)
         table = markdown([COLUMNS, *map(cells, own)])

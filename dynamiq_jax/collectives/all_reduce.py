@@ -34,18 +34,18 @@ def psum(
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
 
-    Runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
+    It runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
     and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
     unbiased over the rounding's randomness (but for width 0), and so is the result with
     ``rounding="independent"``; the paired roundings trade a little bias for much less error, see
     `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on
-    all. Differentiates as `jax.lax.psum` does.
+    all. The derivative is that of `jax.lax.psum`.
 
-    A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` what
-    does not vary over the axis) is never compressed. Its mean is itself. Its sum is n times itself.
-    Large leaves of that kind are mostly gradients that JAX has summed already: `psum` refuses them,
-    and `pmean` warns. A warning also names large leaves that are not compressed because of a limit
-    (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
+    A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` a
+    value that does not vary over the axis) is never compressed. Its mean is itself. Its sum is n
+    times itself. Large leaves of that kind are mostly gradients that JAX has summed already: `psum`
+    refuses them, and `pmean` warns. A warning also names large leaves that are not compressed
+    because of a limit (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
 
     Outside of maps, on a mesh of Explicit axes, it sums leaves that JAX's types call unreduced over
     these axes; other leaves are sums already. `value_and_grad` makes such gradients.
@@ -60,20 +60,20 @@ def psum(
         those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
         dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
-      key: a PRNG key for the rounding, the same on all workers: one that is known to vary over the
-        axis is refused, and where JAX does not track that (``check_vma=False``, maps but shard_map)
-        ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced statistics and
-        of the bucket's leaf names. It is new whenever the statistics are, which are sums of squares
-        in bf16 for DynamiQ; methods without statistics then round alike in every step.
+      key: a PRNG key for the rounding, the same on all workers. A key that JAX knows to vary over
+        the axis is refused. Where JAX does not track this (``check_vma=False``, maps but shard_map)
+        ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced statistics (for
+        DynamiQ sums of squares in bf16) and of the bucket's leaf names. It is new whenever the
+        statistics are; methods without statistics round alike in every step.
       axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
-        for itself. Where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
+        for itself. They serve where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
         ``check_vma=False``.
       specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it, where
         `jax.shard_map` left axes of the mesh automatic (``axis_names={"data"}``): there every
         device reduces its own part of a leaf, and JAX shows nobody how leaves are split. Axes other
         than these may be in it and do not count. Explicit axes are seen without it. With
-        ``check_vma=False`` it tells which leaves are copies over other manual axes; leaves of which
-        that is not known travel one by one. Outside of maps it says how sums are to be sharded, the
+        ``check_vma=False`` it tells which leaves are copies over other manual axes; without it
+        leaves travel one by one. Outside of maps it says how sums are to be sharded, the
         axes that are summed over included; by default they are sharded as their terms.
 
     Returns:
@@ -124,7 +124,7 @@ def reduce(
     specs: Any = None,
     weight: Array | float | None = None,
 ) -> Reduced:
-    """`psum` or `pmean` for methods with memory, and for those who want to know what it did.
+    """Sums or averages as `psum` and `pmean` do; takes and returns states, and returns metrics.
 
     Args:
       tree: as for `psum`.
@@ -139,8 +139,8 @@ def reduce(
         other axes split, those of all parts.
       specs: as for `psum`.
       weight: how much this worker counts in a mean, a scalar of its own from 0 on: the mean is the
-        sum of weight times leaf over the sum of weights, such as the numbers of tokens. What a
-        worker of weight 0 holds goes nowhere, NaN included; with all of them at 0 the mean is 0.
+        sum of weight times leaf over the sum of weights, such as the numbers of tokens. A
+        worker of weight 0 adds nothing, not even NaN; with all of them at 0 the mean is 0.
         A weight that is negative, infinite or NaN makes the mean NaN on all workers. Leaves have to
         be floating-point, and in f16 small enough for n times their values.
 

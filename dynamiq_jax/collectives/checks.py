@@ -28,7 +28,8 @@ def check_state(state: Any, expected: tuple, grouping: Grouping) -> list:
             raise ValueError(
                 f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
                 "method=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
-                "carry the state that it returns to the next step"
+                "carry the state that it returns to the next step. The function that "
+                "dq.value_and_grad returns takes state=, too, made with stacked=True"
             )
         return [()] * n_buckets
     state = tuple(state) if isinstance(state, list) else state  # as checkpoints may return it

@@ -51,10 +51,10 @@ def psum_scatter(
 ) -> Tree:
     """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
 
-    The reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter`. The sum of a
-    slice is decoded by its owner and not encoded again. Widths are chosen for every slice apart,
-    each at ``method.bits`` bits per coordinate, the statistics of the whole included.
-    Differentiates as `jax.lax.psum_scatter` does.
+    This is the reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter`. The sum
+    of a slice is decoded by its owner and not encoded again. Widths are chosen for every slice
+    apart, each at ``method.bits`` bits per coordinate, the statistics of the whole included. The
+    derivative is that of `jax.lax.psum_scatter`.
 
     Args:
       x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
@@ -182,9 +182,9 @@ def all_gather(
 ) -> Tree:
     """Gathers every worker's leaves, quantised: all workers end with the same bits.
 
-    The semantics are those of `jax.lax.all_gather`, the result that of it plus unbiased noise:
-    every worker encodes its shard once, at ``method.bits`` bits per coordinate with widths from
-    that shard's own statistics. Differentiates as `jax.lax.all_gather` does: the cotangents are
+    The semantics are those of `jax.lax.all_gather`, and the result is its result with unbiased
+    noise: every worker encodes its shard once, at ``method.bits`` bits per coordinate with widths
+    from that shard's own statistics. The derivative is that of `jax.lax.all_gather`: cotangents are
     summed exactly, in their dtype.
 
     Parameters, unlike gradients, are of even energy: widths close to ``bits`` serve them best, as
@@ -356,7 +356,7 @@ def _check_divides(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -
     if tiled and length % n_workers:
         raise ValueError(
             f"leaf {leaf.name} has {length} entries along scatter_dimension={dimension}, which is "
-            f"no multiple of the {n_workers} workers; pad it, or reduce it with dq.psum"
+            f"not a multiple of the {n_workers} workers; pad it, or reduce it with dq.psum"
         )
     if not tiled and length != n_workers:
         raise ValueError(

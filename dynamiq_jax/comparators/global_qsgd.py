@@ -64,7 +64,7 @@ class GlobalQSGD(HopMethod):
     levels: Levels = "linear"
     piece_size: int = 4096
 
-    agreement: ClassVar = "max"
+    agreement: ClassVar[Literal["sum", "max"]] = "max"
 
     def __post_init__(self):
         """Checks every field."""

@@ -58,7 +58,7 @@ class _MX(HopMethod):
     max_saturated: float = 1e-5
     growth: float = 2 ** (1 / 1000)
 
-    agreement: ClassVar = "max"
+    agreement: ClassVar[Literal["sum", "max"]] = "max"
 
     def __post_init__(self):
         """Checks every field."""

@@ -34,8 +34,6 @@ _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """`jax.jit` with the compiler options under which reductions overlap.
 
-    ::
-
         @functools.partial(dq.jit, donate_argnums=0)
         def step(state, batch): ...
 

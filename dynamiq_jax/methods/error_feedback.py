@@ -67,11 +67,9 @@ class ErrorFeedbackState(NamedTuple):
     """The method's own state."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ErrorFeedback(Method):
     """A method with a memory of what its compression lost.
-
-    ::
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
         state = dq.Compression(method).init_state(params, n_workers)
@@ -114,9 +112,9 @@ class ErrorFeedback(Method):
         is finite on all workers, compressed as all others are.
     """
 
-    method: TellsLosses = field(kw_only=False)
-    kind: Kind = "ef14"
-    eta: float | None = None
+    method: TellsLosses
+    kind: Kind = field(default="ef14", kw_only=True)
+    eta: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""

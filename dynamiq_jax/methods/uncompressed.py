@@ -5,7 +5,7 @@ the same way as theirs, so that what compression itself costs and gains shows.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,7 +23,7 @@ UNIT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Uncompressed(HopMethod):
-    wire_dtype: ClassVar = jnp.float32
+    wire_dtype: ClassVar[Any] = jnp.float32
 
     @property
     def native_by_default(self) -> bool:
@@ -99,7 +99,7 @@ class BF16(_Uncompressed):
     every hop adds in f32 and rounds partial sums to the nearest bf16: beyond 3.39e38, to infinity.
     """
 
-    wire_dtype: ClassVar = jnp.bfloat16
+    wire_dtype: ClassVar[Any] = jnp.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ class AllReduceState(NamedTuple):
     step: Int[Array, ""]
     """Reductions so far, int32."""
     memory: PerWorker | None
-    """The state of the method, as `dynamiq_jax.init_state` gives it; `None` if it has none."""
+    """The state of the method, as `Compression.init_state` makes it; `None` if it has none."""
     metrics: Metrics | None
     """The metrics of the last reduction (zeros before the first); `None` unless asked for."""
 
@@ -48,7 +48,7 @@ def all_reduce(
       sent, and updates come back as zeros. For `optax.MultiSteps`, which calls the inner optimizer
       at every mini-step and throws the result away: ``optimizer.update(grads, opt_state, params,
       emit=opt_state.mini_step == every - 1)``. `multi_steps` needs no such care.
-    * ``method``: another method for this step, as `dynamiq_jax.by_step` gives it. The memory
+    * ``method``: another method for this step, which is static under `jax.jit`. The memory
       belongs to ``all_reduce``'s own method. A method for one step takes it if it needs a state, or
       if it is of the same type and keeps one; else the memory waits.
 

@@ -98,12 +98,12 @@ def sharded(
     specs: Any = None,
     check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of which every worker runs the part for its slices of the parameters (ZeRO-1).
+    """Goes around an optimizer: every worker runs it for its slices of the parameters (ZeRO-1).
 
-    In the place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own
-    gradients and the parameters. It scatters the gradients' mean, updates the masters of this
-    worker's slices, gathers differences of parameters, and returns updates for
-    `optax.apply_updates`, with the same bits on all workers. After the first of them nothing else
+    It stands in the place of `all_reduce` and the optimizer after it. ``update`` takes every
+    worker's own gradients and the parameters. It scatters the gradients' mean, updates the masters
+    of this worker's slices, gathers differences of parameters, and returns updates for
+    `optax.apply_updates`, with the same bits on all workers. After the first update nothing else
     may change the parameters; until then masters follow. Masters and the inner state take 1/n of
     the memory, and the update 1/n of the work.
 

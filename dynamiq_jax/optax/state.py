@@ -61,7 +61,7 @@ class PerWorker(Part):
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """``optimizer.init(params)`` with every worker's part on that worker; outside of `jax.jit`.
+    """Runs ``optimizer.init(params)``, each worker's part on that worker; outside of `jax.jit`.
 
     Args:
       optimizer: one that has `all_reduce`, `multi_steps` or `sharded` in it, at any depth.
@@ -79,10 +79,10 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
 
 
 def state_specs(opt_state: Tree) -> Tree:
-    """How `jax.shard_map` splits an optimizer's state: a `PartitionSpec` for every leaf.
+    """Returns a `PartitionSpec` for every leaf of an optimizer's state, for `jax.shard_map`.
 
-    ``P(axis_name)`` for leaves of `PerWorker`, those of its arrays for `sharded`, ``P()`` for all
-    others.
+    Leaves of `PerWorker` get ``P(axis_name)``, those of `sharded` the specs of their arrays, and
+    all others ``P()``.
     """
 
     def spec(part):
@@ -92,7 +92,7 @@ def state_specs(opt_state: Tree) -> Tree:
 
 
 def restore_state(saved: Any, fresh: Tree) -> Tree:
-    """``saved`` for the workers that ``fresh`` is of, and a warning that says what was reset.
+    """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     With as many workers as before this is ``saved``, bit for bit. With another number the memories
     of methods start anew, since every worker had its own, and what `multi_steps` has accumulated

@@ -53,8 +53,6 @@ EXCLUDED = "excluded"
 class Compression(Options):
     """How a tree is reduced: which method compresses which leaf, and how payloads travel.
 
-    ::
-
         compression = dq.Compression(dq.DynamiQ(bits=4), exclude="norm|bias")
         grads = dq.pmean(grads, "data", method=compression)
 
@@ -238,7 +236,7 @@ class Compression(Options):
         mesh: Mesh | None = None,
         specs: Any = None,
     ) -> tuple[State, ...]:
-        """The state that the first `reduce` of ``tree`` takes, one entry for every bucket.
+        """Makes the state that the first `reduce` of ``tree`` takes, one entry for every bucket.
 
         Under `jax.shard_map` every worker keeps its own. Inside, cast it with
         ``jax.lax.pcast(state, axis_name, to="varying")``; only the shapes of ``tree`` count.
@@ -315,7 +313,7 @@ class Compression(Options):
         A part of this is done without it. Where there are several processes, they compare their
         first all-reduce, their first `psum_scatter` and their first `all_gather` while these are
         traced: versions, method, topology, ``op``, ``specs``, and whether there are a key, a
-        weight, a state and metrics. What differs is an error on all of them. Other leaves or axes
+        weight, a state and metrics. A difference is an error on all of them. Other leaves or axes
         are a warning, as processes may trace different things first; so is a process that does not
         come within 60 seconds. Trees of scalars alone, and maps that leave some of the devices out,
         are not compared. The environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all

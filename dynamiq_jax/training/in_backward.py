@@ -38,7 +38,7 @@ def reduce_in_backward(
     It stands in the loss, where parameters are used. Replicated parameters are returned as they
     are, cast to varying as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its
     derivative is `dq.reduce`. So `jax.grad` of such a loss gives reduced gradients, and nothing is
-    to be reduced after it::
+    to be reduced after it:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
@@ -47,7 +47,7 @@ def reduce_in_backward(
     where a reduction after `jax.grad` waits for the last of them.
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. They are gathered,
-    compressed, and their gradients are scattered, compressed::
+    compressed, and their gradients are scattered, compressed:
 
         @jax.checkpoint  # gathers again in the backward pass, the same bits
         def layer(x, shards):

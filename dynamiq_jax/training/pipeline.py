@@ -42,10 +42,10 @@ Function = Callable[[Any, Any], Any]
 class Scanned:
     """A function of `sequential` that runs in a loop, once for every slice of its parameters.
 
-    As layers in `jax.lax.scan`: compiled once, however many there are. Leaves of the parameters
-    have a leading axis of layers; ``x`` keeps its types. The first few layers of the backward pass
-    are not in the loop: they fill the pipeline. What the backward pass needs is kept for every
-    layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
+    It is compiled once, however many layers there are, as by `jax.lax.scan`. Leaves of the
+    parameters have a leading axis of layers; ``x`` keeps its types. The first few layers of the
+    backward pass are not in the loop: they fill the pipeline. What the backward pass needs is kept
+    for every layer, as by `jax.lax.scan`; `jax.checkpoint` around the function keeps less.
 
     Called with all layers' parameters and x it is that loop, without reductions.
 
@@ -78,7 +78,7 @@ def sequential(
 
     ``x = f(p, x)`` for every function and its parameters, and the last ``x`` is returned. In the
     backward pass the gradients of a function are reduced, compressed, while the backward pass of
-    those before it goes on::
+    those before it goes on:
 
         functions = [embed, *[block] * n_layers, head_and_loss]
         loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")

@@ -494,7 +494,7 @@ ROOM = 0.6
 
 
 def choose_way(found: Sequence[Way], memory_bytes: int | None) -> str:
-    """A sentence: which way to train, of those that `dq.explain` compares.
+    """The way to train, of those that `dq.explain` compares by bytes, in sentences.
 
     Args:
       found: data parallel, sharded updates, FSDP.
@@ -514,11 +514,15 @@ def choose_way(found: Sequence[Way], memory_bytes: int | None) -> str:
             f"{ROOM * (memory_bytes or 0) / 1e9:,.4g}."
         )
     chosen = min(fits, key=lambda way: way.sent_bytes)
-    return (
-        f"Train with {chosen.name} ({chosen.call}), if the optimizer's update of a coordinate "
-        "depends on this coordinate alone, as in AdamW, Lion and SGD; else data parallel."
+    condition = (
+        ", if the optimizer's update of a coordinate depends on this coordinate alone, as in "
+        "AdamW, Lion and SGD; else data parallel"
         if chosen.name == "sharded updates"
-        else f"Train with {chosen.name} ({chosen.call})."
+        else ""
+    )
+    return (
+        f"Train with {chosen.name} ({chosen.call}){condition}. This goes by bytes: no way but data "
+        "parallel was timed here."
     )
 
 

@@ -12,8 +12,6 @@ from pallas_kernels.format import GroupScale, Levels
 class Format(Options):
     """How coordinates share scales, widths and means, and which levels codes stand for.
 
-    ::
-
         method = dq.DynamiQ(format=dq.Format(levels="piecewise"))
 
     Attributes:
