@@ -64,8 +64,8 @@ def test_domains_of_several_processes(hosts, found, one_domain):
     ("sizes", "topology", "reason"),
     [
         ((8,), dq.Butterfly(), "8 workers on several hosts are a power of two"),
-        ((6,), dq.Ring(), "6 workers on several hosts are no power of two"),
-        ((1, 6), dq.Ring(), "no power"),
+        ((6,), dq.Ring(), "6 workers on several hosts are not a power of two"),
+        ((1, 6), dq.Ring(), "not a power"),
         ((2, 4), dq.Hierarchical(outer=dq.Butterfly()), "fast links"),
         ((3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
         ((2, 3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
@@ -76,7 +76,7 @@ def test_domains_of_several_processes(hosts, found, one_domain):
         ((240,), dq.Ring(), "two axes, hosts first, would take fewer hops and err less"),
         ((32, 8), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((30, 8), dq.Hierarchical(outer=dq.Direct()), "several axes"),
-        ((1, 1, 3), dq.Ring(), "no power"),
+        ((1, 1, 3), dq.Ring(), "not a power"),
     ],
 )
 def test_several_hosts(hosts, sizes, topology, reason):

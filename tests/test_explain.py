@@ -218,7 +218,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
         ((4, 8), "Hierarchical(outer=Butterfly(", "several axes, whose last one has"),
         ((3, 8), "Hierarchical(outer=Ring(", "several axes, whose last one has"),
         (32, "Butterfly(", "32 workers on several hosts are a power of two"),
-        (24, "Ring(", "24 workers on several hosts are no power of two"),
+        (24, "Ring(", "24 workers on several hosts are not a power of two"),
     ],
 )
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):

@@ -82,7 +82,7 @@ def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
     if n & (n - 1) == 0:
         return Choice(Butterfly(), f"{some} are a power of two")
     remedy = "; two axes, hosts first, would take fewer hops and err less" if n > MANY else ""
-    return Choice(Ring(), f"{some} are no power of two{remedy}")
+    return Choice(Ring(), f"{some} are not a power of two{remedy}")
 
 
 def with_transport(
