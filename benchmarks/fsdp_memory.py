@@ -5,7 +5,8 @@
 
 Compiles the gradient of a stack of transformer layers for H200s that are not there. The f32
 parameters are in shards, cast to bf16 and gathered by `dq.reduce_in_backward` in each layer, under
-`jax.checkpoint`. Prints XLA's temporary bytes for bf16 collectives and for DynamiQ.
+`jax.checkpoint`, or by `dq.sequential` beside the layer before (``pipeline``: `dq.Scanned`). Prints
+XLA's temporary bytes for bf16 collectives and for DynamiQ.
 """
 
 import os
@@ -41,18 +42,29 @@ def block(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
 
 
-def loss(params: Any, x: jax.Array, each: Any, scanned: bool) -> jax.Array:
-    """A mean square; ``each`` makes one layer's parameters whole."""
+def halved(params: Any) -> Any:
+    """The parameters in bf16."""
+    return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+
+
+def loss(params: Any, x: jax.Array, way: str, specs: Any, **options: Any) -> jax.Array:
+    """A mean square; ``specs`` are those of one layer."""
 
     @jax.checkpoint
     def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        return block(x, each(jax.tree.map(lambda w: w.astype(jnp.bfloat16), own))), None
+        whole = dq.reduce_in_backward(halved(own), "data", specs=specs, **options)
+        return block(x, whole), None
 
-    if scanned:
+    if way == "scan":
         x, _ = jax.lax.scan(layer, x, params)
-    else:
+    elif way == "loop":
         for i in range(len(params["norm"])):
             x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], params))
+    else:
+        function = dq.Scanned(jax.checkpoint(lambda own, x: block(x, own)))
+        stacked = {name: P(None, *spec) for name, spec in specs.items()}
+        options |= {"specs": [stacked]}
+        x = dq.sequential([function], [halved(params)], x, "data", **options)
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
@@ -80,9 +92,8 @@ def main(
     x = array((gpus * tokens, width), jnp.bfloat16, P("data"))
     maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
     for name, options in WAYS.items():
-        each = partial(dq.reduce_in_backward, axis_name="data", specs=own, **options)
-        for scanned in (True, False):
-            grad = jax.grad(partial(loss, each=each, scanned=scanned))
+        for way in ("scan", "loop", "pipeline"):
+            grad = jax.grad(partial(loss, way=way, specs=own, **options))
             # As if these GPUs were there: which kernels run follows from it.
             with (
                 mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True),
@@ -92,7 +103,7 @@ def main(
             ):
                 compiled = dq.jit(jax.shard_map(grad, **maps)).lower(params, x).compile()
             megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
-            print(f"{name:8} {'scan' if scanned else 'loop'}  {megabytes:6.1f} MB", flush=True)
+            print(f"{name:8} {way:8}  {megabytes:6.1f} MB", flush=True)
 
 
 if __name__ == "__main__":

@@ -328,14 +328,6 @@ def test_what_cannot_be_is_refused(changes, complaint):
         refused(**changes)
 
 
-def test_sequential_takes_whole_parameters():
-    def run(w):
-        return dq.sequential([lambda w, x: x @ w], [w], w, "data", specs=[P("data")])
-
-    with pytest.raises(ValueError, match=r"specs\[0\] names the axis 'data'.*reduce_in_backward"):
-        jax.eval_shape(jax.vmap(run, axis_name="data"), jnp.ones((N, 4, 4)))
-
-
 # --- Outside of maps, on Explicit axes ------------------------------------------------------------
 
 TYPED = dq.Compression(dq.F32(), min_leaf_size=DIM * DIM, min_bucket_size=0)

@@ -124,8 +124,8 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "optax": 3, "accumulation": 0, "checkpoint": 0, "sharded": 1,
         "sharded jit": 0, "nnx map": 3, "nnx": 3, "linen": 3, "meshes": 0, "several hosts": 2,
-        "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2, "loss scaling": 1, "weight": 1,
-        "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
+        "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2, "loss scaling": 1,
+        "weight": 1, "budget": 1, "grid": 1, "by path": 0, "by step": 3, "metrics": 0,
     }  # fmt: skip
 
 

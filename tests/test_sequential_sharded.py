@@ -1,4 +1,4 @@
-"""Sharded updates (ZeRO-1) of gradients that scatter beside the backward pass."""
+"""Shards in the pipeline: gradients scatter beside the backward pass (ZeRO-1), and FSDP."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, promoting
+from cases import CHEAP, assert_same_bits, auto_mesh, daily, promoting
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -324,8 +324,6 @@ def test_what_cannot_be_is_refused():
         tried(copies=[{}, *params[1:]])
     with pytest.raises(ValueError, match="3 functions and 2 copies"):
         tried(copies=params[:2])
-    with pytest.raises(ValueError, match=r"specs\[0\] names the axis 'data'.*pass copies="):
-        tried(copies=None)
     layers = [{"in": P(None, "data")}, {"kernel": P("data"), "bias": P()}, {"out": P(None, "data")}]
     with pytest.raises(ValueError, match=r"functions\[1\].*specs split it.*exclude="):
         tried(specs=layers)
@@ -381,3 +379,145 @@ def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         other = np.float32(other)
         assert np.linalg.norm(own - other) < 0.05 * np.linalg.norm(other)
+
+
+# --- Shards of parameters (FSDP) ------------------------------------------------------------------
+
+SHARDS: list = [
+    {"in": P("data")},
+    {"kernel": P(None, "data"), "bias": P()},
+    {"out": P(None, "data")},
+]
+REMAT = [embed, dq.Scanned(jax.checkpoint(block)), head]
+
+
+def fully_sharded(loss, check_vma=True, specs=SHARDS, axes="data", mesh=None):
+    """Jit of a map: the loss of a function of shards, and its gradients."""
+
+    def run(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return lax.pmean(value, axes), lax.pmean(loss(params, x), axes), grads
+
+    maps = {"in_specs": (specs, P(axes)), "out_specs": (P(), P(), specs), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(run, mesh=mesh or auto_mesh(N), **maps))
+
+
+@pytest.mark.parametrize(
+    ("functions", "lag", "check_vma"),
+    [(REMAT, 1, True), (FUNCTIONS, 0, False), (REMAT, 3, False)],
+    ids=["remat", "at once", "more time"],
+)
+def test_exact_shards_have_the_gradients_of_one_device(functions, lag, check_vma):
+    """Without a derivative, too."""
+    params, batches = problem()
+    exact = {"method": EXACT, "gather": EXACT, "lag": lag, "specs": SHARDS}
+    run = fully_sharded(
+        lambda p, x: dq.sequential(functions, p, x, "data", **exact), check_vma=check_vma
+    )
+    value, alone, found = run(params, batches[0])
+    expected, grads = jax.jit(jax.value_and_grad(plain))(params, batches[0])
+    np.testing.assert_allclose([value, alone], [expected] * 2, rtol=1e-5)
+    for own, other in zip(*map(jax.tree.leaves, (found, grads)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_layers", daily([1, 2, 4], [1, 4]))
+@pytest.mark.parametrize("last", daily(["whole", "shards", "loop"], ["whole", "loop"]))
+def test_loops_of_shards_and_of_whole_parameters_take_turns(n_layers, last):
+    rng = np.random.default_rng(n_layers)
+    layers = lambda n: {"kernel": np.float32(rng.standard_normal((n, 8, 8)))}  # noqa: E731
+    layer = lambda w, x: jnp.tanh(x @ w["kernel"])  # noqa: E731
+    split = {"kernel": P(None, "data")}
+    ends = {
+        "whole": ([dq.Scanned(layer)], [layers(4)], [{"kernel": P()}]),
+        "shards": ([layer], [{"kernel": layers(1)["kernel"][0]}], [{"kernel": P("data")}]),
+        "loop": ([dq.Scanned(layer)], [layers(5)], [split]),
+    }
+    functions, params, specs = (
+        [*one, *two, *three]
+        for one, two, three in zip(
+            ([dq.Scanned(layer)], [layers(2)], [{"kernel": P()}]),
+            ([dq.Scanned(layer)], [layers(n_layers)], [split]),
+            ends[last],
+            strict=True,
+        )
+    )
+    options = {"method": EXACT, "gather": EXACT, "specs": specs}
+    run = fully_sharded(
+        lambda p, x: jnp.mean(dq.sequential(functions, p, x, "data", **options) ** 2), specs=specs
+    )
+    x = np.float32(rng.standard_normal((N, 8)))
+
+    def alone(params, x):
+        for f, own in zip(functions, params, strict=True):
+            x = f(own, x)
+        return jnp.mean(x**2)
+
+    expected = jax.jit(jax.grad(alone))(params, x)
+    for own, other in zip(*map(jax.tree.leaves, (run(params, x)[2], expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("key", [None, 7])
+def test_both_passes_gather_the_same_bits(key):
+    """The gradient of a product with the parameters says what the backward pass has gathered."""
+    params = np.float32(np.random.default_rng(0).standard_normal((3, 8, 64)))
+    key = None if key is None else jax.random.key(key)
+    square = dq.Scanned(jax.checkpoint(lambda w, x: x + jnp.sum(w**2) / 2))
+    seen = dq.Scanned(lambda w, x: (x[0].at[x[1]].set(w), x[1] + 1))
+
+    def run(shards):
+        options = {"specs": [P(None, "data")], "gather": SOME, "method": EXACT, "key": key}
+        total = lambda w: dq.sequential([square], [w], jnp.float32(0), "data", **options)  # noqa: E731
+        start = jnp.zeros((3, 8, 64)), jnp.int32(0)
+        whole, _ = dq.sequential([seen], [shards], start, "data", **options)
+        return jax.grad(total)(shards), whole[None]
+
+    maps = {"in_specs": P(None, "data"), "out_specs": (P(None, "data"), P("data"))}
+    mapped = jax.shard_map(run, mesh=auto_mesh(N), check_vma=False, **maps)
+    grads, whole = map(np.asarray, jax.jit(mapped)(params))
+    for own in whole:
+        assert_same_bits(own, whole[0])
+    assert_same_bits(grads, whole[0])
+    assert 1e-4 < np.linalg.norm(whole[0] - params) / np.linalg.norm(params) < 0.2
+
+
+PRODUCTS = ("dot_general", "remat", "remat2", "checkpoint")
+
+
+def loops_of(run, params, x):
+    """The forward loop of a derivative, and the backward one."""
+    traced = jax.make_jaxpr(run)(params, x)
+    (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
+    jaxpr = mapped.params["jaxpr"]
+    return [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+
+
+def test_gathers_travel_beside_functions_and_no_layer_is_kept_whole():
+    """In the loops' bodies a gather begins first, and a layer's products take none of it."""
+    params, batches = problem()
+    exact = {"method": EXACT, "gather": EXACT, "specs": SHARDS}
+
+    def grad(params, x):
+        return jax.grad(lambda p: dq.sequential(REMAT, p, x, "data", **exact))(params)
+
+    maps = {"in_specs": (SHARDS, P("data")), "out_specs": SHARDS, "check_vma": False}
+    mapped = jax.shard_map(grad, mesh=auto_mesh(N), **maps)
+    forward, backward = loops_of(mapped, params, batches[0])
+    shapes = [v.aval.shape for v in forward.outvars]
+    assert shapes.count((DIM, DIM)) == 1 and (LAYERS - 1, DIM, DIM) not in shapes
+    assert (LAYERS - 1, 2, DIM) in shapes  # what `jax.checkpoint` keeps
+    for loop in (forward, backward):
+        body = loop.params["jaxpr"].jaxpr
+        names = [e.primitive.name for e in body.eqns]
+        products = [i for i, name in enumerate(names) if name in PRODUCTS]
+        assert len(products) == 1 and names.index("all_gather") < products[0]
+        made = set()
+        for number, e in enumerate(body.eqns):
+            comes = [not hasattr(v, "val") and v in made for v in e.invars]
+            if e.primitive.name == "optimization_barrier":  # each result is its operand
+                made.update(v for v, own in zip(e.outvars, comes, strict=True) if own)
+            elif e.primitive.name == "all_gather" or any(comes):
+                made.update(e.outvars)
+            assert number not in products or not any(comes)
+        assert made & {*body.outvars}

@@ -102,6 +102,12 @@ def sequential(
     that they close over where these are differentiated, and where the whole loss is inside of
     another `jax.jit`, `jax.checkpoint` or scan.
 
+    **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. Each function's are
+    gathered while the function before it runs, and again, the same bits, while the backward pass
+    takes the function after it. So two functions' parameters are whole at a time. `jax.checkpoint`
+    around a function keeps none of what it makes of them. Cast shards before the call: whole
+    parameters and gradients have their dtype. A loss without a derivative gathers one by one.
+
     Args:
       functions: of (own parameters, x), each to the next one's x; any pytrees. `Scanned` ones run
         once for every layer.
@@ -114,19 +120,20 @@ def sequential(
       op: "mean" or "sum".
       method: as for `psum`; none with memory, which has nowhere to go.
       key: as for `psum`; the number of the function, counting layers, is folded in.
-      specs: a tree as for `psum` for every function; of `Scanned` ones with the layers' axis. Where
-        axes are automatic, all collectives of a reduction are one round.
-      gather: as for `reduce_in_backward`, of leaves whose ``specs`` name the axis.
+      specs: a tree as for `reduce_in_backward` for every function; of `Scanned` ones with the
+        layers' axis, which they do not split. Where axes are automatic, all collectives of a
+        reduction are one round.
+      gather: as for `reduce_in_backward`.
       copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
-        take these, and what `params` get are gradients of this worker's slices (ZeRO-1), in two
-        rounds of an all-reduce's three.
+        take these, and the gradients of ``params`` are this worker's slices (ZeRO-1). A scatter has
+        two of an all-reduce's three rounds.
 
     Returns:
       What the last function returns.
 
     Raises:
       ValueError: there are not as many params, or specs, as functions; leaves of a `Scanned` one
-        have no equal leading axes; or as `reduce_in_backward`.
+        have no equal leading axes, or ``specs`` split these; or as `reduce_in_backward`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
@@ -162,7 +169,7 @@ def sequential(
     firsts = [int(first) for first in np.cumsum([0, *(part.count for part in parts)])]
 
     def taken(params: Any, copies: Any) -> list[Any]:
-        """What every function takes: copies, or parameters where it has none."""
+        """The trees that functions take: copies, or parameters where there are none."""
         pairs = zip(params, copies, strict=True)
         return axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
