@@ -1,20 +1,25 @@
 """The size of the program of one `psum`: seconds to trace and to lower, and lines of StableHLO.
 
-    python benchmarks/program_size.py --workers 8,64,256
+    python benchmarks/program_size.py --workers 8,64,256 --compile
     python benchmarks/program_size.py --workers 8,64,256 --platform cuda    # without a GPU
 
-Nothing is compiled or run: virtual CPU devices stand for the workers, whatever the platform. The
-trees are one leaf of 11.5 M coordinates, and 291 leaves of 1.5 G coordinates like those of a LLaMA.
-`lax.pmean` is beside every tree.
+Nothing runs, and nothing is compiled without ``--compile``. That adds the seconds that XLA takes
+and the temporary memory of one device. For CPUs virtual devices stand for the workers; compiling
+for H200s, which need not be there, takes ``jax[cuda13]``. Seconds are of the CPU, all threads
+together. The trees are one leaf of 11.5 M coordinates, 291 leaves of 1.5 G coordinates like those
+of a LLaMA, and such as ``50x1024x1024``, 50 leaves of that shape. `lax.pmean` is beside every tree.
 """
 
 import os
 import time
+from itertools import pairwise
 from typing import Annotated, Any
 from unittest import mock
 
 import typer
 
+HEAD = "| tree | workers | | trace, s | lower, s | lines |"
+MORE = " compile, s | temporaries, MiB |"
 TOPOLOGIES = "Direct,Ring,Butterfly"
 
 
@@ -27,59 +32,98 @@ def llama() -> dict[str, tuple[int, ...]]:
     return found | {"embed": (32_000, 2048), "head": (2048, 32_000), "norm": (2048,)}
 
 
+def shapes_of(text: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves of a tree, by its name or as ``50x1024x1024``."""
+    if text == "llama":
+        return llama()
+    count, *shape = [1, 11_534_336] if text == "leaf" else map(int, text.split("x"))
+    return {f"{i:03}": tuple(shape) for i in range(count)}
+
+
 def main(
     workers: Annotated[str, typer.Option(help="numbers of workers")] = "8,64,256",
     topologies: Annotated[str, typer.Option(help="some of them")] = TOPOLOGIES,
-    trees: Annotated[str, typer.Option(help="leaf, llama")] = "leaf,llama",
-    bits: float = 5.0,
+    trees: Annotated[str, typer.Option(help="leaf, llama, 50x1024x1024")] = "leaf,llama",
+    methods: Annotated[str, typer.Option(help="such as dynamiq:4, powersgd-memory")] = "dynamiq:5",
     platform: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compile", help="and compile")] = False,
 ) -> None:
-    """Traces, lowers and prints a table."""
+    """Traces, lowers, compiles if told to, and prints a table. ``-memory`` is error feedback."""
     counts = [int(text) for text in workers.split(",")]
     flags = f"--xla_force_host_platform_device_count={max(counts)}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     import dynamiq_jax as dq
     import pallas_kernels.backend
+    from dynamiq_jax.commands.bench import contenders
 
+    def devices(n: int) -> Any:
+        if platform != "cuda" or not compiled:
+            return jax.devices()[:n]
+        from jax.experimental import topologies
+        from schedule import TARGET
+
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="NVIDIA H200", target_config=TARGET,
+            topology=f"1x1x{n}",
+        ).devices  # fmt: skip
+
+    machines = {n: np.array(devices(n)) for n in counts}
     if platform == "cuda":  # as if GPUs were there: which kernels are lowered follows from it
         mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True).start()
         mock.patch.object(jax, "default_backend", lambda: "gpu").start()
 
-    P = jax.P
-    shapes = {"leaf": {"w": (11_534_336,)}, "llama": llama()}
-
     def row(tree: str, n: int, name: str, mean: Any) -> None:
-        mesh = jax.make_mesh(
-            (n,), ("data",), devices=jax.devices()[:n], axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        args = {k: jax.ShapeDtypeStruct((n, *s), jnp.float32) for k, s in shapes[tree].items()}
+        mesh = jax.sharding.Mesh(machines[n], ("data",))
+        split = jax.NamedSharding(mesh, jax.P("data"))
+        args = {
+            k: jax.ShapeDtypeStruct((n, *s), jnp.float32, sharding=split)
+            for k, s in shapes_of(tree).items()
+        }
 
         def one(tree: Any) -> Any:
             return mean(jax.tree.map(lambda x: x[0], tree))
 
-        mapped = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P()))
-        start = time.perf_counter()
+        mapped = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
+        times = [time.process_time()]
         traced = mapped.trace(args)
-        middle = time.perf_counter()
-        lines = traced.lower(lowering_platforms=(platform,)).as_text().count("\n")
-        seconds = middle - start, time.perf_counter() - middle
-        print(
-            f"| {tree} | {n} | {name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {lines:,} |",
-            flush=True,
-        )
+        times.append(time.process_time())
+        lowered = traced.lower(lowering_platforms=(platform,))
+        lines = lowered.as_text().count("\n")
+        times.append(time.process_time())
+        cells = [tree, f"{n}", name, *(f"{b - a:.1f}" for a, b in pairwise(times)), f"{lines:,}"]
+        if compiled:
+            memory = lowered.compile().memory_analysis()
+            cells += [f"{time.process_time() - times[-1]:.1f}"]
+            cells += [f"{memory.temp_size_in_bytes / 2**20:,.0f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
-    print("| tree | workers | | trace, s | lower, s | lines |\n|---|---|---|---|---|---|")
+    head = HEAD + MORE if compiled else HEAD
+    print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
+
+    def reduced(request: Any, n: int) -> Any:
+        def mean(tree: Any) -> Any:
+            state = request.init_state(tree, n) if request.method.needs_state else None
+            return dq.reduce(tree, "data", method=request, state=state).tree
+
+        return mean
+
     for tree in trees.split(","):
         for n in counts:
             row(tree, n, "`lax.pmean`", lambda x: jax.lax.pmean(x, "data"))
-            for name in topologies.split(","):
-                topology = getattr(dq, name)()
-                method = dq.Compression(dq.DynamiQ(bits=bits), topology=topology)
-                row(tree, n, f"`{name}`", lambda x, m=method: dq.pmean(x, "data", method=m))
+            for text in methods.split(","):
+                method = contenders.make_method(text.replace("-memory", ""))
+                method = dq.ErrorFeedback(method) if "-memory" in text else method
+                native = contenders.native_only(text)
+                for name in ["native"] if native else topologies.split(","):
+                    topology = None if native else getattr(dq, name)()
+                    request = dq.Compression(method, topology=topology)
+                    label = f"`{name}`" if text == "dynamiq:5" else f"{text} {name}"
+                    row(tree, n, label, reduced(request, n))
 
 
 if __name__ == "__main__":

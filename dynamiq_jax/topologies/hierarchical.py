@@ -15,7 +15,8 @@ MANY = 8
 A message costs about 15 µs between GPUs of one process (docs/performance.md); of networks that is
 assumed. The largest default bucket of f32 gradients takes 42 MB at 5 bits, 57 MB on fast links.
 Among 8 workers one payload then takes 17 µs at NVLink's 430 GB/s. Among 8 hosts of 8 GPUs it takes
-13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes.
+13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes. A program
+that sends them one after the other grows with the workers, too.
 """
 
 
