@@ -194,7 +194,8 @@ def test_local_steps_send_nothing():
     assert called.search(outer_step.lower(copy, state, own, weights).compile().as_text())
 
 
-def test_the_example_trains_and_compares(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.release)])
+def test_the_example_trains_and_compares(tmp_path, capsys, monkeypatch, fragments):
     make, called = train_local_steps.make_programs, []
 
     def make_counted(*args):
@@ -202,17 +203,19 @@ def test_the_example_trains_and_compares(tmp_path, capsys, monkeypatch):
 
         def counted(name, program):
             def call(*args):
-                weights = "".join(f"{x:.0f}" for x in np.sort(args[-1])) if name == "o" else ""
+                weights = "".join(f"{x:.0f}" for x in np.sort(args[-1])) if name != "l" else ""
                 called.append(name + weights)
                 return program(*args)
 
             return call
 
-        return own, *map(counted, "lo", programs)
+        return own, *map(counted, ("l", "o0", "o1"), programs)
 
     monkeypatch.setattr(train_local_steps, "make_programs", make_counted)
-    train_local_steps.main(every=2, steps=4, away=0.25, out=tmp_path)
-    assert called == ["l", "l", "o00111111"] * 4  # of two runs
+    train_local_steps.main(every=2, steps=4, fragments=fragments, away=0.25, out=tmp_path)
+    outer = [f"o{i}00111111" for i in range(2)]
+    turn = ["l", outer[1], "l", outer[0]] if fragments == 2 else ["l", "l", outer[0]]
+    assert called == turn * 4  # of two runs
     row = re.compile(r"^(dynamiq|f32) +([\d.]+) +([\d.]+)$", re.MULTILINE)
     (name, loss, sent), (exact, expected, whole) = row.findall(capsys.readouterr().out)
     assert (name, exact) == ("dynamiq", "f32")
@@ -228,6 +231,8 @@ def test_the_example_trains_and_compares(tmp_path, capsys, monkeypatch):
 def test_the_last_step_has_to_be_an_outer_one(tmp_path):
     with pytest.raises(typer.BadParameter, match="200 steps are no multiple of --every 7"):
         train_local_steps.main(every=7, out=tmp_path)
+    with pytest.raises(typer.BadParameter, match="10 steps are no multiple of --fragments 3"):
+        train_local_steps.main(fragments=3, out=tmp_path)
 
 
 def test_islands_of_several_devices_exchange_slices(monkeypatch):
