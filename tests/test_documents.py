@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "evidence" / "results"
 SPEEDUPS = json.loads((RESULTS / "speedups.json").read_text())
+PACKAGES = [file.parent for file in (ROOT / "dynamiq_jax").rglob("__init__.py")]
 OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 
@@ -72,6 +74,18 @@ def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text()
     names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
     assert sorted(names) == sorted([*dq.__all__, "optax"])
+
+
+@pytest.mark.parametrize("kind", ["*.md", "*.py"])
+def test_pages_and_docstrings_name_what_exists(kind):
+    """But for the changes, which name what was moved."""
+    folders = [ROOT, ROOT / "docs"] if kind == "*.md" else [ROOT / "examples", *PACKAGES]
+    files = [file for folder in folders for file in folder.glob(kind)]
+    for file in [file for file in files if file.name != "CHANGELOG.md"]:
+        for name in re.findall(
+            r"\b(?:dq|dynamiq_jax)((?:\.(?!py\b|json\b)\w+)+)", file.read_text()
+        ):
+            pkgutil.resolve_name("dynamiq_jax" + name)
 
 
 def test_examples_in_the_reference_are_markdown():
