@@ -612,7 +612,7 @@ def _ms(time_us: float) -> str:
 
 
 def _expression(values: Any) -> str:
-    """``dq.Name(field=value, ...)``, or a plain value."""
+    """``dq.DynamiQ(bits=5)`` and the like, or a plain value."""
     if not isinstance(values, Mapping):
         return repr(values)
     texts = {k: _expression(v) if isinstance(v, Mapping) else repr(v) for k, v in values.items()}
