@@ -570,6 +570,6 @@ def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def _step(equation: JaxprEqn) -> str:
-    """What an equation computes, with its constants."""
+    """The computation of an equation, with its constants."""
     constants = (str(x.val) for x in equation.invars if isinstance(x, Literal))
     return " ".join((equation.primitive.name, *constants))
