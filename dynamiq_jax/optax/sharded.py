@@ -384,6 +384,8 @@ class _Update(NamedTuple):
         splits = [split_of(spec, self.axis.names) for spec in placed]
         others = [axes_of(spec) - {*self.axis.names} for spec in placed]
         layout = _Layout(names, treedef, placed, splits, others)
+        held = jax.tree.leaves(state.masters)
+        self._check_copies(copies, held, layout)
         own = [_own(x, split, self.axis) for x, split in zip(copies, splits, strict=True)]
         self._compare(copies, state.step)
         state = _begun(state, treedef.unflatten(own))
@@ -391,7 +393,7 @@ class _Update(NamedTuple):
         for_gradients, for_differences = jax.random.split(key)
 
         terms = jax.tree.leaves(updates)
-        if self._are_slices(terms, jax.tree.leaves(state.masters), copies, layout):
+        if self._are_slices(terms, held, copies, names):
             means = [x.astype(jnp.float32) for x in terms]
         else:
             means = self._means(terms, layout, for_gradients, op, moved)
@@ -418,39 +420,36 @@ class _Update(NamedTuple):
             compare = functools.partial(assert_same_on_workers, axis=self.axis, what="the copy")
             lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
 
+    def _check_copies(self, copies: list[Array], masters: list[Array], layout: _Layout) -> None:
+        sizes = dict(zip(self.axis.names, axis_sizes(self.axis, "sharded"), strict=True))
+        for name, x, own, split in zip(layout.names, copies, masters, layout.splits, strict=True):
+            if x.shape != (whole := whole_shape(own.shape, split, sizes)):
+                raise ValueError(
+                    f"params: leaf {name} has shape {x.shape}, and its master is a slice of "
+                    f"{whole}; pass whole parameters on every worker, which are the copy"
+                )
+
     def _are_slices(
-        self, terms: list[Array], masters: list[Array], copies: list[Array], layout: _Layout
+        self, terms: list[Array], masters: list[Array], copies: list[Array], names: list[str]
     ) -> bool:
         """Whether gradients are reduced already, and as large as this worker's masters.
 
         Where no leaf is split this cannot be seen. They are reduced then, which leaves the mean of
         equal ones as it is.
         """
-        sizes = dict(zip(self.axis.names, axis_sizes(self.axis, "sharded"), strict=True))
-        wholes = [
-            whole_shape(x.shape, split, sizes)
-            for x, split in zip(masters, layout.splits, strict=True)
-        ]
-        for name, x, whole in zip(layout.names, copies, wholes, strict=True):
-            if x.shape != whole:
-                raise ValueError(
-                    f"params: leaf {name} has shape {x.shape}, and its master is a slice of "
-                    f"{whole}; pass whole parameters on every worker, which are the copy"
-                )
-        shapes = [x.shape for x in terms]
-        if shapes == wholes:
+        found, own, wholes = ([x.shape for x in leaves] for leaves in (terms, masters, copies))
+        if found == wholes:
             return False
-        own = [x.shape for x in masters]
-        if shapes == own:
+        if found == own:
             return True
-        a = next(i for i, x in enumerate(shapes) if x != wholes[i])
-        b = next(i for i, x in enumerate(shapes) if x != own[i])
+        a = next(i for i, x in enumerate(found) if x != wholes[i])
+        b = next(i for i, x in enumerate(found) if x != own[i])
         raise ValueError(
-            f"gradients: leaf {layout.names[a]} has shape {shapes[a]}, which is not the "
-            f"parameter's, {wholes[a]}, and leaf {layout.names[b]} has {shapes[b]}, which is not "
-            f"this worker's slice, {own[b]}; pass whole gradients of all leaves, as jax.grad of "
-            "the parameters gives them, or slices of all, as jax.grad of state.masters does "
-            "through dq.reduce_in_backward(specs=..., copies=...)"
+            f"gradients: leaf {names[a]} has shape {found[a]}, which is not the parameter's, "
+            f"{wholes[a]}, and leaf {names[b]} has {found[b]}, which is not this worker's slice, "
+            f"{own[b]}; pass whole gradients of all leaves, as jax.grad of the parameters gives "
+            "them, or slices of all, as jax.grad of state.masters does through "
+            "dq.reduce_in_backward(specs=..., copies=...)"
         )
 
     def _means(
