@@ -321,11 +321,17 @@ def _hold(moving: Sequence[Progress], passing: Any) -> Any:
 
 
 def _send(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, after which a gather begins: its kernels, and the first collectives."""
+    """``passing``, after which a gather runs up to its last round, and sends that.
+
+    The last round has the payloads; in those before it workers agree on little.
+    """
     if progress is None:
         return passing
     passing = _hold([progress], passing)
     progress.compute()
+    while progress.rounds_left > 1:
+        progress.exchange()
+        progress.compute()
     if not progress.done:
         passing = _hold([progress], passing)
         progress.exchange()
@@ -333,13 +339,9 @@ def _send(progress: Progress | None, passing: Any) -> Any:
 
 
 def _arrive(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, which waits for what was sent; then the rest of the gather."""
-    if progress is None or progress.done:
-        return passing
-    passing = _hold([progress], passing)
-    progress.compute()
-    while not progress.done:
-        progress.exchange()
+    """``passing``, which waits for what was sent; then the gather's last kernels."""
+    if progress is not None and not progress.done:
+        passing = _hold([progress], passing)
         progress.compute()
     return passing
 
