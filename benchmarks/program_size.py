@@ -6,7 +6,7 @@
 Nothing runs, and nothing is compiled without ``--compile``. That adds the seconds that XLA takes
 and the temporary memory of one device. For CPUs virtual devices stand for the workers; compiling
 for H200s, which need not be there, takes ``jax[cuda13]``. Seconds are of the CPU, all threads
-together. The trees are one leaf of 11.5 M coordinates, 291 leaves of 1.5 G coordinates like those
+together. The trees are one leaf of 11.5 M coordinates, 291 leaves of 1.6 G coordinates like those
 of a LLaMA, and such as ``50x1024x1024``, 50 leaves of that shape. `lax.pmean` is beside every tree.
 """
 

@@ -1,5 +1,8 @@
 """Programs do not grow with workers or with equal buckets."""
 
+import math
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -33,3 +36,17 @@ def test_equal_buckets_are_traced_once(topology):
     one, many = lines(topology, 8), lines(topology, 8, 12)
     assert many - one < 11 * 10
     assert one > 400
+
+
+def test_trees_of_the_tool_have_the_sizes_of_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import program_size  # pyright: ignore[reportMissingImports]
+
+    sizes = {
+        text: [math.prod(shape) for shape in program_size.shapes_of(text).values()]
+        for text in ("llama", "leaf", "256x2048x1024")
+    }
+    assert len(sizes["llama"]) == 291
+    assert sum(sizes["llama"]) == pytest.approx(1.574e9, rel=1e-3)
+    assert sizes["leaf"] == [44 * 2**18]
+    assert sizes["256x2048x1024"] == [2**21] * 256
