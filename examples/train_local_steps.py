@@ -76,8 +76,8 @@ def train(run: llm.Run, name: str, up: Any, down: Any, rule: Any, k: int, every:
         number, (own, losses) = state[0] + 1, local_step(state[1], tokens)
         if number % (every // k) == 0:
             i, leaves, local = number * k // every % k, *map(jax.tree.leaves, (copy, own[0]))
-            part, weights = slice(i, None, k), run.shard(np.float32(rng.permutation(n) >= away * n))
-            given = leaves[part], outer_states[i], (local[part], ()), weights
+            part, here = slice(i, None, k), (rng.permutation(n) >= away * n).astype(np.float32)
+            given = leaves[part], outer_states[i], (local[part], ()), run.shard(here)
             leaves[part], outer_states[i], (local[part], _) = outer_steps[i](*given)
             copy, own = tree.unflatten(leaves), (tree.unflatten(local), own[1])
         return copy, (number, own), float(np.mean(jax.device_get(losses)))  # the host's: no message

@@ -348,7 +348,7 @@ class _Layout(NamedTuple):
     def run(self, half: Reduction | Gather, values: dict[int, Array], key: Array) -> dict:
         """``half`` of an all-reduce of some leaves, by their numbers."""
         tree = self.treedef.unflatten(map(values.get, range(len(self.splits))))  # `None`: no leaf
-        splits, others = ([own[i] for i in values] for own in (self.splits, self.others))
+        splits, others = [self.splits[i] for i in values], [self.others[i] for i in values]
         found = half(tree, key, splits, others) if values else ()
         return dict(zip(values, jax.tree.leaves(found), strict=True))
 
