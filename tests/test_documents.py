@@ -129,5 +129,6 @@ def test_links_between_files_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^()\s#:]+)(?:#[^()\s]*)?\)", text):
         assert ((ROOT / page).parent / target).exists(), target
-    for name in re.findall(r"`((?:docs|examples|benchmarks)/[\w./-]+\.(?:md|py|sh|json))`", text):
+    folders = "docs|examples|benchmarks|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|sh|json))`", text):
         assert (ROOT / name).exists(), name
