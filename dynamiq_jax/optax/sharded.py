@@ -561,7 +561,7 @@ def _check_elementwise(
 
 
 def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """All of a program, in its order."""
+    """The equations of a program and of its inner ones, in their order."""
     for equation in with_constants(jaxpr)[0].eqns:
         yield equation
         for own in inner_jaxprs(equation):
@@ -569,6 +569,6 @@ def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def _step(equation: JaxprEqn) -> str:
-    """The computation of an equation, with its constants."""
+    """An equation's primitive and its constants."""
     constants = (str(x.val) for x in equation.invars if isinstance(x, Literal))
     return " ".join((equation.primitive.name, *constants))
