@@ -340,6 +340,9 @@ def test_workers_that_are_not_known_are_refused():
         ):
             optimizer.init(params)
     assert dq.optax.all_reduce("data").init(params).memory is None
+    windows = dq.optax.multi_steps(ADAM, 2, "data")
+    with pytest.raises(ValueError, match=r"no map over axis 'data'.*reduce=False"):
+        windows.update(params, dq.optax.init(windows, params, auto_mesh()), params)
     with pytest.raises(ValueError, match="every=0: a window has at least 1"):
         dq.optax.multi_steps(keeps, 0, "data")
 

@@ -121,6 +121,9 @@ def multi_steps(
       inner: an optimizer that has `all_reduce` in it.
       every: mini-steps in a window, or a function of ``gradient_step`` that says how many.
       axis_name: that of `all_reduce`.
+
+    Raises:
+      ValueError: ``every`` is below 1, or ``update`` is called outside of maps.
     """
     axis = check_axis(axis_name)
     inner = optax.with_extra_args_support(inner)
@@ -138,6 +141,12 @@ def multi_steps(
         return optax.MultiStepsState(first, none, inner.init(params), accumulated)
 
     def update(updates, state, params=None, **extra) -> Any:
+        if not axis.mapped:
+            raise ValueError(
+                f"multi_steps found no map over axis {axis.name!r}, where each worker accumulates "
+                "its own; call it under jax.shard_map, or outside of maps add gradients of "
+                "dq.value_and_grad(reduce=False) by +"
+            )
         length = every(state.gradient_step) if callable(every) else every
         count = (state.mini_step + 1).astype(jnp.float32)
         _check_shapes(updates, state.acc_grads.own())
