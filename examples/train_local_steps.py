@@ -8,7 +8,7 @@ at ``--bits`` bits, and differences of parameters come back at 2.5. The second r
 ways. Expect (8 virtual devices of 2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
 
     outer steps  validation loss  kB/step
-    dynamiq               2.2974     75.8
+    dynamiq               2.3002     75.8
     f32                   2.2998    740.4
 
 A worker sends ``kB/step`` on average. ``--away 0.25`` leaves a quarter of the workers, drawn every
