@@ -75,7 +75,7 @@ def test_domains_of_several_processes(hosts, found, one_domain):
         ((256,), dq.Butterfly(), "256 workers on several hosts are a power of two"),
         ((240,), dq.Ring(), "two axes, hosts first, would take fewer hops and err less"),
         ((32, 8), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
-        ((30, 8), dq.Hierarchical(outer=dq.Direct()), "several axes"),
+        ((30, 8), dq.Hierarchical(outer=dq.Direct()), "30 hosts are too many for a ring"),
         ((1, 1, 3), dq.Ring(), "not a power"),
     ],
 )

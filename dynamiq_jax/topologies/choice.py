@@ -76,8 +76,12 @@ def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
         return Choice(Direct(), f"{domain}, where Direct errs least")
     n = math.prod(sizes)
     if sum(size > 1 for size in sizes) > 1:
-        outer = across_hosts(n // sizes[-1])
-        return Choice(Hierarchical(outer=outer), "several axes, whose last one has fast links")
+        hosts = n // sizes[-1]
+        outer = across_hosts(hosts)
+        reason = "several axes, whose last one has fast links"
+        if outer == Direct():
+            reason += f"; {hosts} hosts are too many for a ring"
+        return Choice(Hierarchical(outer=outer), reason)
     some = f"{n} workers on several hosts"
     if n & (n - 1) == 0:
         return Choice(Butterfly(), f"{some} are a power of two")
