@@ -12,7 +12,7 @@ ways. Expect (8 virtual devices of 2 busy x86-64 cores, jax 0.10.2, Python 3.11.
     f32                   2.2998    740.4
 
 A worker sends ``kB/step`` on average. ``--away 0.25`` leaves a quarter of the workers, drawn every
-time, out of outer steps. ``--fragments 2`` makes two outer steps of one, of every second leaf each.
+time, out of outer steps. ``--fragments 2`` moves half of the leaves, twice as often: loss 2.2845.
 """
 
 from functools import partial
