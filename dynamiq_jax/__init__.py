@@ -20,7 +20,8 @@ from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 from dynamiq_jax.request.compression import Compression, explain
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
-from dynamiq_jax.training.pipeline import Scanned, sequential
+from dynamiq_jax.training.parts import Scanned
+from dynamiq_jax.training.pipeline import sequential
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.axis import Axis, axis_names
-from dynamiq_jax.training import pipeline
+from dynamiq_jax.training import under_way
 from dynamiq_jax.training.phases import trace
 
 N, DIM, LAYERS = 4, 16, 8
@@ -266,7 +266,7 @@ def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(way, monkeyp
         seen.append(trace(*args))
         return seen[-1]
 
-    monkeypatch.setattr(pipeline, "trace", watched)
+    monkeypatch.setattr(under_way, "trace", watched)
     method = dataclasses.replace(SOME, topology=dq.Direct())
     params, batches = problem()
     state, step = stepper(make(method), params, WAYS[way], method)

@@ -1,0 +1,172 @@
+"""Reductions and gathers that are under way beside other work, round by round."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax.core.compat import assume_invarying, varying_axes
+from dynamiq_jax.core.seeds import fold_seed
+from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.phases import Progress, Traced, trace
+
+
+class Traces:
+    """Traced functions, one for all arguments that look alike."""
+
+    def __init__(self):
+        self._known: list[tuple[Any, Traced]] = []
+
+    def start(
+        self, function: Callable, own: Any, words: Array | None, number: Array | int, alike: Any
+    ) -> Progress:
+        """A call ``function(own, words)``, with the number of the run folded into the words.
+
+        Functions count as equal if ``alike`` is, and the types of ``own``.
+        """
+        words = None if words is None else fold_seed(words, number)
+        likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike))
+        found = (traced for other, traced in self._known if other == likeness)
+        if (traced := next(found, None)) is None:
+            traced = trace(function, own, words)
+            self._known.append((likeness, traced))
+        return Progress.start(traced, own, words)
+
+
+class Pipeline:
+    """Reductions on their way, one round of collectives after the other."""
+
+    def __init__(self, lag: int, words: Array | None, traces: Traces | None = None):
+        self.lag, self.words, self.traces = lag, words, traces or Traces()
+        self.ready: list[Progress] = []
+        """Reductions that go on to their next collectives."""
+        self._due: list[tuple[int, Progress]] = []
+        """Reductions whose collectives are under way, and when these have to be over."""
+        self._done: list[Progress] = []
+        """Reductions that are over and have last kernels, which may run at any time."""
+        self._now = 0
+
+    @property
+    def under_way(self) -> list[Progress]:
+        """All that are not done."""
+        return [*(progress for _, progress in self._due), *self.ready]
+
+    def step(
+        self,
+        reducer: Reducer,
+        pull: Callable,
+        number: Array | int,
+        gradient: Any,
+        coming: Progress | None,
+        lag: int | None = None,
+    ) -> tuple[Progress, Any]:
+        """Takes the backward pass through one function and begins the reduction of its gradients.
+
+        Returns the reduction and the gradient of the function's input. This gradient waits for the
+        transfers that are due, and for the kernels that make of them what is sent next. So it does
+        for the gather that is ``coming``. ``lag`` is the pipeline's by default.
+        """
+        lag = self.lag if lag is None else lag
+        for progress in self.ready:
+            progress.exchange()
+            self._due.append((self._now + lag, progress))
+        own, gradient = pull(send(coming, gradient))
+        own, gradient = together(reducer.moving(own), gradient)
+        self._now += 1
+        gradient = arrive(coming, gradient)
+        begun = self.traces.start(reducer.reduce, own, self.words, number, reducer.specs)
+        moving = [*(progress for time, progress in self._due if time <= self._now), begun]
+        self._due = [(time, progress) for time, progress in self._due if time > self._now]
+        while True:
+            gradient = hold(moving, gradient)
+            self.ready = self._compute(moving)
+            gradient = hold(self.ready, gradient)
+            if lag or not self.ready:
+                return begun, gradient
+            moving = self.ready
+            for progress in moving:
+                progress.exchange()
+
+    def finish(self) -> None:
+        """Runs all rounds that are left.
+
+        No function is left whose backward pass would hide them. The last kernels of reductions that
+        are over do: an equal part of them before each arrival. What these write is an array of its
+        own then; slices and shapes of it can still be part of what takes them.
+        """
+        arriving = [progress for _, progress in self._due]
+        arrivals = len(arriving) + sum(progress.rounds_left for progress in self.under_way)
+        while arriving or self.ready:
+            for progress in arriving:
+                share = -(-len(self._done) // arrivals)
+                meanwhile, self._done = self._done[:share], self._done[share:]
+                if meanwhile:
+                    hold([progress, *meanwhile], None)
+                arrivals -= 1
+            moving = [*self._compute(arriving), *self.ready]
+            for progress in moving:
+                progress.exchange()
+            arriving, self.ready = moving, []
+
+    def _compute(self, moving: Sequence[Progress]) -> list[Progress]:
+        """Runs what has arrived on its way; returns those that go on."""
+        for progress in moving:
+            progress.compute()
+        self._done += [progress for progress in moving if progress.done and progress.ready]
+        return [progress for progress in moving if not progress.done]
+
+
+def hold(moving: Sequence[Progress], passing: Any) -> Any:
+    """``passing``, and with it what the reductions take next: all wait for each other."""
+    if not moving:
+        return passing
+    passing, held = together(passing, [progress.ready for progress in moving])
+    for progress, ready in zip(moving, held, strict=True):
+        progress.ready = ready
+    return passing
+
+
+def send(progress: Progress | None, passing: Any) -> Any:
+    """``passing``, after which a gather runs up to its last round, and sends that.
+
+    The last round has the payloads; in those before it workers agree on little.
+    """
+    if progress is None:
+        return passing
+    passing = hold([progress], passing)
+    progress.compute()
+    while progress.rounds_left > 1:
+        progress.exchange()
+        progress.compute()
+    if not progress.done:
+        passing = hold([progress], passing)
+        progress.exchange()
+    return passing
+
+
+def arrive(progress: Progress | None, passing: Any) -> Any:
+    """``passing``, which waits for what was sent; then the gather's last kernels."""
+    if progress is not None and not progress.done:
+        passing = hold([progress], passing)
+        progress.compute()
+    return passing
+
+
+def together(*trees: Any) -> tuple[Any, ...]:
+    """Passes trees through a barrier: users of one of their arrays wait for all of them.
+
+    JAX lets what passes a barrier vary over all axes over which one of the arrays does.
+    """
+
+    def as_before(held: Array, x: Array) -> Array:
+        return assume_invarying(held, tuple(sorted(varying_axes(held) - varying_axes(x))))
+
+    def passes(x: Array) -> bool:
+        return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    leaves, treedef = jax.tree.flatten(trees)
+    moving = list(filter(passes, leaves))
+    held = iter(map(as_before, lax.optimization_barrier(moving), moving))
+    return treedef.unflatten(next(held) if passes(x) else x for x in leaves)
