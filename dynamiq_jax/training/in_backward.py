@@ -61,7 +61,7 @@ def reduce_in_backward(
     **Sharded updates (ZeRO-1).** With ``copies``, the whole parameters that every worker holds,
     nothing is gathered. The loss takes the copies, and ``params`` are the masters of
     `dq.optax.sharded`, whose gradients come back as this worker's slices, reduced. ``update`` takes
-    these as they are::
+    these as they are:
 
         def loss(masters):
             options = {"specs": dq.optax.state_specs(state).masters, "copies": params}
