@@ -345,7 +345,7 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
 
     Raises:
         ValueError: the head is the embedding: two functions would use it; ``together`` is no
-            positive number; or the blocks of a loop are no multiple of it.
+            positive number; or the blocks of a loop are not a multiple of it.
     """
     if together < 1:
         raise ValueError(f"together={together} must be at least 1 block to a function")

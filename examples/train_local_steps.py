@@ -102,7 +102,7 @@ def main(
     recipe = llm.RECIPES[model]._replace(steps=steps or llm.RECIPES[model].steps)
     for count, name, of in ((recipe.steps, "every", every), (every, "fragments", fragments)):
         if count % of:
-            raise typer.BadParameter(f"{count} steps are no multiple of --{name} {of}")
+            raise typer.BadParameter(f"{count} steps are not a multiple of --{name} {of}")
     out.mkdir(parents=True, exist_ok=True)
     run, where = llm.start(model, recipe, seed=0)
     llm.introduce(run, model)

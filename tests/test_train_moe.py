@@ -147,6 +147,7 @@ def test_the_example_trains_and_compares(capsys):
     assert len(Path(train_moe.__file__).read_text().splitlines()) <= 160
 
 
+@pytest.mark.release
 def test_the_block_of_the_page_exchanges_and_differentiates(monkeypatch):
     """Against the same block with JAX's own exchange."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the block sets it
