@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, bias, gradient, relative_error, small
+from cases import (
+    CHEAP,
+    assert_same_bits,
+    auto_mesh,
+    bias,
+    daily,
+    gradient,
+    relative_error,
+    small,
+)
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
 from jax.sharding import AxisType
@@ -91,7 +100,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", daily(METHODS, ["6 bits", "scale axis", "mxfp8", "minmax"]))
 def test_methods_without_an_agreement(name):
     """Blocks of very different magnitude: none is decoded as another one."""
     method, least, most = METHODS[name]
@@ -190,7 +199,7 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize(
     ("method", "reach"), [(EIGHT, 256), (small(comparators.MXFP8()), 32), (small(dq.BF16()), 1)]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", daily(["float32", "bfloat16"], ["bfloat16"]))
 def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dtype):
     size = 2 * 8 * 256 - 77  # coordinates for each worker
     x = gradient(0, N, N * size).reshape(N, N, size).astype(dtype)

@@ -135,6 +135,7 @@ def test_experts_serve_their_first_tokens_and_drop_the_others():
     assert 5 < drops < N * tokens
 
 
+@pytest.mark.release
 def test_the_example_trains_and_compares(capsys):
     train_moe.main(steps=3, exact=True)
     row = re.compile(r"^(dynamiq|exact) +([\d.]+) +([\d.]+)$", re.MULTILINE)

@@ -13,6 +13,7 @@ import train_zero
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
 
+@pytest.mark.release
 def test_the_example_trains_and_compares(tmp_path, capsys):
     train_zero.main(steps=3, compare=True, out=tmp_path)
     row = re.compile(r"^(sharded|f32) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", re.MULTILINE)
