@@ -94,6 +94,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
     operations: list[Operation] = []
     constants: dict[Slot, Any] = {}
+    viewed: dict[Any, list[Slot]] = {}
 
     def fresh(round_number: int) -> Slot:
         slot = next(numbers)
@@ -115,10 +116,12 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
             moves = _moves(equation)
             if moves and (called := _called(equation)) is not None:
                 made = walk(called, own)
-            else:
+            elif (made := viewed.get(view := _view(equation, own))) is None:
                 number = max((rounds[slot] for slot in slots(own)), default=0)
                 made = [fresh(number + moves) for _ in equation.outvars]
                 operations.append(Operation(equation, own, tuple(made), number, moves))
+                if view is not None:
+                    viewed[view] = made
             known.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -127,6 +130,15 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     treedef = jax.tree.structure(shapes)
     computed, views = _without_views(operations, makes)
     return Traced(computed, views, constants, takes, tuple(makes), treedef, count)
+
+
+def _view(equation: JaxprEqn, own: tuple[Slot | Literal, ...]) -> Any:
+    """A key that equal views of one array share; `None` for what computes something.
+
+    A loop carries every slot, and an array with four equal views would be carried four times.
+    """
+    name = equation.primitive.name
+    return (name, own, str(equation.params)) if name in VIEWS else None
 
 
 def _without_views(
