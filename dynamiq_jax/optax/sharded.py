@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of
 from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.core.compat import inner_jaxprs, with_constants
+from dynamiq_jax.core.compat import equations
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
@@ -542,7 +542,7 @@ def _check_elementwise(
         slices = program(dict.fromkeys(names, 1))
     except Exception as error:
         raise ValueError(f"the inner optimizer fails for slices ({error}). {REMEDY}") from error
-    for equation in _equations(slices):
+    for equation in equations(slices):
         largest = max((getattr(x.aval, "size", 0) for x in equation.invars), default=0)
         made = max((getattr(x.aval, "size", 0) for x in equation.outvars), default=0)
         if equation.primitive.name in MIXING and max(largest, made) >= min(sizes):
@@ -551,21 +551,13 @@ def _check_elementwise(
                 f"{max(largest, made):,} coordinates, and a worker has slices of parameters, "
                 f"the smallest of {min(sizes):,}. {REMEDY}"
             )
-    steps = ([_step(equation) for equation in _equations(own)] for own in (whole, slices))
+    steps = ([_step(equation) for equation in equations(own)] for own in (whole, slices))
     for one, other in itertools.zip_longest(*steps, fillvalue="nothing"):
         if one != other:
             raise ValueError(
                 f"the inner optimizer looks at shapes: where it computes {one!r} for whole "
                 f"parameters, it computes {other!r} for a worker's slices. {REMEDY}"
             )
-
-
-def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """The equations of a program and of its inner ones, in their order."""
-    for equation in with_constants(jaxpr)[0].eqns:
-        yield equation
-        for own in inner_jaxprs(equation):
-            yield from _equations(own)
 
 
 def _step(equation: JaxprEqn) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
 from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
+from dynamiq_jax.core.compat import equations, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -292,11 +292,9 @@ class Deferred(NamedTuple):
 
 def _of_maps(jaxpr: Any) -> Iterator[Any]:
     """Types of the operands of every `jax.shard_map` in a program."""
-    for equation in with_constants(jaxpr)[0].eqns:
+    for equation in equations(jaxpr):
         if equation.primitive.name == "shard_map":
             yield from (x.aval for x in equation.invars)
-        for inner in inner_jaxprs(equation):
-            yield from _of_maps(inner)
 
 
 def _spec(x: Any) -> P:
