@@ -367,7 +367,7 @@ def _origins(function: Function, layer: Any, x: Any) -> tuple[Any, list[_Given |
     def run(layer: Any, x: Any) -> tuple[Any, Callable]:
         return jax.vjp(function, layer, x)
 
-    closed, (_, pull) = jax.make_jaxpr(run, return_shape=True)(layer, x)
+    closed, (result, pull) = jax.make_jaxpr(run, return_shape=True)(layer, x)
     jaxpr, constants = with_constants(closed)
     own, given = jaxpr.invars[: len(jax.tree.leaves(layer))], jax.tree.leaves(x)
     carried = jaxpr.invars[len(own) :]
@@ -389,7 +389,7 @@ def _origins(function: Function, layer: Any, x: Any) -> tuple[Any, list[_Given |
             return _Fixed(read(atom))
         return _Given(own.index(atom)) if atom in own else None
 
-    origins = [origin(atom) for atom in jaxpr.outvars[len(given) :]]
+    origins = [origin(atom) for atom in jaxpr.outvars[len(jax.tree.leaves(result)) :]]
     return jax.tree.structure(pull), origins
 
 
