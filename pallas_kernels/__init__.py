@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
 from pallas_kernels.backend import Backend, check_backend, resolve_backend
+from pallas_kernels.energy import Dealt
 from pallas_kernels.format import (
     TILE_ROWS,
     Input,
@@ -58,6 +59,30 @@ def statistics(
     """
     module, options = _implementation(backend)
     return module.statistics(x, super_group_size=super_group_size, **options)
+
+
+def by_energy(
+    energy: Float[Array, "shards rows"],
+    chunks: int,
+    chunk_super_groups: int,
+    *,
+    backend: Backend | None = None,
+) -> Dealt:
+    """Super-groups in the order of their energy, dealt to the chunks of their shard in turn.
+
+    The sort is stable and in steps of 1/4 octave below the largest energy of a shard, of which
+    `pallas_kernels.energy` tells 256 apart. Rank q of a shard goes to its chunk q mod c, position
+    q div c.
+
+    Args:
+      energy: finite and at least 0, for every super-group that holds coordinates.
+      chunks: how many there are (C), a multiple of the shards.
+      chunk_super_groups: super-groups of a chunk (m); a shard's own, which padding of energy 0
+        follows, fit into its chunks. The numbers of padding come after all others.
+      backend: which implementation runs. All give the same bits.
+    """
+    module, options = _implementation(backend)
+    return module.by_energy(energy, chunks, chunk_super_groups, **options)
 
 
 def compress(
@@ -179,12 +204,14 @@ __all__ = [
     "NOISE_WORDS",
     "TILE_ROWS",
     "Backend",
+    "Dealt",
     "Input",
     "Noise",
     "Result",
     "Source",
     "Target",
     "WireFormat",
+    "by_energy",
     "check_backend",
     "compress",
     "decompress",

@@ -540,3 +540,7 @@ class Mosaic:
     def statistics(self, x, super_group_size):
         """Mean and squared norm of every super-group, by XLA."""
         return reference.statistics(x, super_group_size=super_group_size)
+
+    def by_energy(self, energy, chunks, chunk_super_groups):
+        """Super-groups in the order of their energy, by XLA."""
+        return reference.by_energy(energy, chunks, chunk_super_groups)

@@ -1,4 +1,4 @@
-"""The five operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
+"""The operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
 
 Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
 ``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. Super-groups beyond the
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels.energy import ENERGY_LEVELS, Dealt, octave_end, steps_below
 from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
@@ -123,6 +124,25 @@ def statistics(
     rows = _rows(x, super_group_size).astype(jnp.float32)
     mean = jnp.sum(rows * (1.0 / super_group_size), axis=1)
     return mean, jnp.sum(rows * rows, axis=1)
+
+
+def by_energy(energy: Float[Array, "shards rows"], chunks: int, chunk_super_groups: int) -> Dealt:
+    """See `pallas_kernels.by_energy`: one radix sort of the levels, of 8 bits for one shard."""
+    shards, rows = energy.shape
+    per_shard = chunks * chunk_super_groups // shards
+    energy = jnp.pad(energy, ((0, 0), (0, per_shard - rows)))
+    end = octave_end(energy)
+    key = steps_below(energy, end) + ENERGY_LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
+    index = jnp.arange(energy.size, dtype=jnp.int32)
+    _, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
+    energy = energy.reshape(-1)[order].reshape(shards, per_shard)
+    if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
+        shard, local = order // per_shard, order % per_shard
+        spare = shards * rows + shard * (per_shard - rows) + local - rows
+        order = jnp.where(local < rows, shard * rows + local, spare)
+    order = order.reshape(shards, chunk_super_groups, chunks // shards).transpose(0, 2, 1)
+    return Dealt(order.reshape(chunks, chunk_super_groups), energy, end)
 
 
 def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:

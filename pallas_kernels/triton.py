@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._compat import shape_struct
+from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Dealt, octave_parts
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
@@ -327,6 +328,12 @@ class Triton:
         """Mean and squared norm of every super-group."""
         return _statistics(x, super_group_size, self.interpret)
 
+    def by_energy(self, energy, chunks, chunk_super_groups):
+        """Super-groups in the order of their energy."""
+        tuning = tuning_for("by_energy_count"), tuning_for("by_energy_begin")
+        size, at_once = (of.rows_per_program for of in tuning)
+        return _by_energy(energy, chunks, chunk_super_groups, size, at_once, self.interpret)
+
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _statistics(x, super_group_size: int, interpret: bool):
@@ -348,3 +355,131 @@ def _statistics(x, super_group_size: int, interpret: bool):
             **_options("statistics", interpret),
         )(rows)
     )
+
+
+# A counting sort in three launches. Blocks count their super-groups by levels below their own
+# largest energy; columns of levels add up where the super-groups of a level and block begin; blocks
+# place theirs. Counts are of *lower* levels: with the end of the shard's largest octave a block's
+# levels move, and a count of all below a level moves with them.
+
+
+def _steps(energy_ref, at, shard, end=None):
+    """Levels of super-groups ``at`` below ``end``, the end of their own octave if none, and it."""
+    energy = plgpu.load(energy_ref.at[shard, at], mask=at < energy_ref.shape[1], other=0.0)
+    parts = octave_parts(energy)
+    if end is None:
+        end = jnp.max(parts) | ((1 << MANTISSA_BITS) - 1)
+    return energy, jnp.clip(end - parts, 0, ENERGY_LEVELS - 1), end
+
+
+def _count_kernel(energy_ref, below_ref, end_ref, *, size, per_shard):
+    block, shard = pl.program_id(0), pl.program_id(1)
+    at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+    _, step, end = _steps(energy_ref, at, shard)
+    step = jnp.where(at < per_shard, step, ENERGY_LEVELS)  # beyond: below no level
+    level = lax.broadcasted_iota(jnp.int32, (size, ENERGY_LEVELS), 1)
+    below = jnp.sum((step[:, None] < level).astype(jnp.int32), axis=0)
+    level = lax.broadcasted_iota(jnp.int32, (ENERGY_LEVELS,), 0)
+    plgpu.store(below_ref.at[shard, block, level], below)
+    end_ref[shard, block] = end
+
+
+def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, at_once, levels):
+    """Where super-groups begin, of ``levels`` levels and all blocks, ``at_once`` of them."""
+    column, shard = pl.program_id(0), pl.program_id(1)
+    blocks = below_ref.shape[1]
+
+    def each(body, init):
+        return body(0, init) if at_once >= blocks else lax.fori_loop(0, parts, body, init)
+
+    parts = -(-blocks // at_once)
+
+    def ends(part):
+        block = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+        return block, plgpu.load(ends_ref.at[shard, block], mask=block < blocks, other=0)
+
+    end = each(lambda part, so_far: jnp.maximum(so_far, jnp.max(ends(part)[1])), jnp.int32(0))
+    shape = at_once, levels
+    level = column * levels + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def count(part, step):
+        """How many super-groups of a block are of levels before ``level + step``."""
+        block, own = ends(part)
+        moved = jnp.broadcast_to((end - own)[:, None], shape)
+        block = part * at_once + lax.broadcasted_iota(jnp.int32, shape, 0)
+        at = jnp.maximum(level + step - moved, 0)
+        at = jnp.minimum(at, ENERGY_LEVELS - 1)
+        below = plgpu.load(below_ref.at[shard, block, at], mask=block < blocks, other=0)
+        if step:  # nothing lies further below than the last level
+            every = jnp.clip(per_shard - block * size, 0, size)
+            below = jnp.where(level + step == ENERGY_LEVELS, every, below)
+        return block, below
+
+    first = each(
+        lambda part, so_far: so_far + jnp.sum(count(part, 0)[1], axis=0),
+        jnp.zeros(levels, jnp.int32),
+    )
+
+    def place(part, so_far):
+        block, below = count(part, 0)
+        own = count(part, 1)[1] - below
+        earlier = jnp.cumsum(own, axis=0) - own
+        where = begin_ref.at[shard, block, level]
+        plgpu.store(where, so_far[None] + earlier, mask=block < blocks)
+        return so_far + jnp.sum(own, axis=0)
+
+    each(place, first)
+    end_ref[shard, 0] = end
+
+
+def _place_kernel(
+    energy_ref, begin_ref, end_ref, order_ref, sorted_ref, *, size, per_shard, shards
+):  # fmt: skip
+    block, shard = pl.program_id(0), pl.program_id(1)
+    rows, shard_chunks = energy_ref.shape[1], order_ref.shape[0] // shards
+    at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+    energy, step, _ = _steps(energy_ref, at, shard, end_ref[shard, 0])
+    inside = at < per_shard
+    begin = plgpu.load(begin_ref.at[shard, block, step])
+    shape = size, size
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    earlier = (step[:, None] == step[None]) & (column < row)
+    rank = begin + jnp.sum(earlier.astype(jnp.int32), axis=1)
+    spare = shards * rows + shard * (per_shard - rows) + at - rows
+    number = jnp.where(at < rows, shard * rows + at, spare)
+    chunk, position = shard * shard_chunks + rank % shard_chunks, rank // shard_chunks
+    plgpu.store(order_ref.at[chunk, position], number, mask=inside)
+    plgpu.store(sorted_ref.at[shard, rank], energy, mask=inside)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _by_energy(
+    energy, chunks: int, chunk_super_groups: int, size: int, at_once: int, interpret: bool
+) -> Dealt:
+    """With blocks of ``size`` super-groups, whose counts are added up ``at_once`` blocks a time."""
+    shards, levels = energy.shape[0], 8  # of a column: 32 bytes
+    per_shard = chunks * chunk_super_groups // shards
+    blocks = pl.cdiv(per_shard, size)
+
+    def call(kernel, name, grid, outs, *operands, **static):
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            functools.partial(kernel, per_shard=per_shard, size=size, **static),
+            out_shape=[shape_struct(shape, dtype, *operands) for shape, dtype in outs],
+            grid=(grid, shards),
+            in_specs=[whole] * len(operands),
+            out_specs=[whole] * len(outs),
+            **_options(f"by_energy_{name}", interpret),
+        )(*operands)
+
+    counts = (shards, blocks, ENERGY_LEVELS), jnp.int32
+    below, ends = call(
+        _count_kernel, "count", blocks, [counts, ((shards, blocks), jnp.int32)], energy
+    )
+    begin, end = call(
+        _begin_kernel, "begin", ENERGY_LEVELS // levels, [counts, ((shards, 1), jnp.int32)], below,
+        ends, at_once=min(pl.next_power_of_2(blocks), at_once), levels=levels,
+    )  # fmt: skip
+    outs = [((chunks, chunk_super_groups), jnp.int32), ((shards, per_shard), jnp.float32)]
+    order, energy = call(_place_kernel, "place", blocks, outs, energy, begin, end, shards=shards)
+    return Dealt(order, energy, end)

@@ -62,7 +62,7 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     def make(key):
         x = lognormal_mixture(key, 4, layout.rows, fmt.super_group_size)[:, :size]
         mean, sqnorm = pk.statistics(x[0], super_group_size=fmt.super_group_size, backend="jnp")
-        order, tiles, _ = order_and_tiles(sqnorm, layout)
+        order, tiles, _ = order_and_tiles(sqnorm, layout, "jnp")
         mean = jnp.pad(mean, (0, layout.super_groups - layout.rows))
         mean = mean.astype(jnp.bfloat16).astype(jnp.float32)
         mean_sum = (2 * mean).at[3].set(jnp.nan)
@@ -70,6 +70,24 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
         return Operands(x.astype(dtype), mean, mean_sum, order, tiles, noise)
 
     return layout, make(jax.random.key(1))
+
+
+def energies(shards: int, rows: int) -> dict[str, np.ndarray]:
+    """Energies to sort, f32[shards, rows], of several kinds."""
+    rng = np.random.default_rng(rows)
+    spread = rng.lognormal(0.0, 3.0, (shards, rows)).astype(np.float32)
+    rising = np.geomspace(1e-38, 3e38, shards * rows, dtype=np.float32).reshape(shards, rows)
+    return {
+        "spread": spread,
+        "rising": rising,
+        "falling": rising[:, ::-1],
+        "equal": np.full_like(spread, 0.7),
+        "zero": np.zeros_like(spread),
+        "one": np.where(np.arange(rows) == rows // 2, 5.0, 0.0).astype(np.float32)[None]
+        * np.ones((shards, 1), np.float32),
+        "poisoned": np.where(rng.random((shards, rows)) < 0.2, 0.0, spread),
+        "tiny": spread * np.float32(1e-40),
+    }
 
 
 def used_words(tiles, fmt) -> int:

@@ -16,11 +16,10 @@ from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,
     make_plan,
-    octave_end,
     plan_widths,
-    steps_below,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0, 12.0)

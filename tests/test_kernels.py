@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from cases import daily
 from jax.sharding import AbstractMesh
-from kernel_runs import FORMATS, kernels_of, operands, payloads, programs, run
+from kernel_runs import FORMATS, energies, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
 from pallas_kernels import kernels
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.mosaic import Mosaic
 from pallas_kernels.triton import Triton
+from pallas_kernels.tuning import _HOPPER
 
 SIZE = 2 * 8 * 2 * 256 + 1000  # two chunks of two tiles and more; no multiple of anything
 
@@ -50,6 +51,27 @@ def test_interpreted_statistics_agree_to_rounding():
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6)
 
 
+SHARDS = [(1, 3, 80, 0), (1, 1, 8, 3), (2, 2, 96, 5)]
+"""Shards, the chunks of each, super-groups of a chunk, and how many of a shard are padding."""
+
+
+@pytest.mark.parametrize(("shards", "chunks", "size", "padding"), SHARDS)
+def test_interpreted_counts_sort_as_the_reference(shards, chunks, size, padding, monkeypatch):
+    # Counts of two blocks are added up at a time, and of 32 super-groups each.
+    for kernel, rows in {"by_energy_count": 32, "by_energy_begin": 2}.items():
+        monkeypatch.setitem(_HOPPER, kernel, _HOPPER[kernel]._replace(rows_per_program=rows))
+
+    @jax.jit
+    def both(energy):
+        given = energy, shards * chunks, size
+        return [pk.by_energy(*given, backend=backend) for backend in ("jnp", "interpret")]
+
+    for kind, energy in energies(shards, chunks * size - padding).items():
+        expected, actual = both(energy)
+        for field, one, other in zip(expected._fields, expected, actual, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{field} of {kind}")
+
+
 def _lowered_for_cuda(function, *args) -> str:
     """The GPU program of ``function``, lowered on whatever machine this is."""
     if jax.__version_info__ < (0, 11):
@@ -78,6 +100,7 @@ def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
     calls = programs(layout, fmt, jnp.float32, lowering)
     if lowering == "triton":  # the other leaves them to XLA
         calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
+        calls["by_energy"] = lambda o, p: pk.by_energy(o.mean[None], 2, 64)
     for kernel, program in calls.items():
         if lowering == "mosaic" and not RUNS_MOSAIC and kernel.endswith(" into"):
             continue  # these need references as operands

@@ -14,12 +14,11 @@ from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     assign_widths,
     make_plan,
-    octave_end,
     pack_statistics,
     plan_widths,
-    steps_below,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
+from pallas_kernels.energy import octave_end, steps_below
 
 NO_KEY = np.uint32(0)
 """The seed of a bucket whose number is 0, without a key."""

@@ -1,0 +1,42 @@
+"""Levels of energy, by which super-groups are sorted."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+ENERGY_LEVELS = 256
+"""How many levels of 1/4 octave each are told apart."""
+MANTISSA_BITS = 2
+"""The bits of an energy's mantissa that tell its level."""
+
+
+class Dealt(NamedTuple):
+    """Super-groups in the order of their energy, dealt to chunks."""
+
+    order: Int[Array, "C m"]
+    """Chunk c's position p holds super-group ``order[c, p]``."""
+    energy: Float[Array, "shards k"]
+    """The energies of a shard's super-groups, k = C m / shards, those of the highest level
+    first."""
+    end: Int[Array, "shards 1"]
+    """The end of the octave of a shard's largest energy."""
+
+
+def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
+    """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
+    return jnp.max(octave_parts(x), axis=-1, keepdims=True) | ((1 << MANTISSA_BITS) - 1)
+
+
+def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, "*k s"]:
+    """How many steps of 1/4 octave x >= 0 lies below the end of an octave.
+
+    0 to `ENERGY_LEVELS` - 1: what lies further below is not told apart.
+    """
+    return jnp.clip(end - octave_parts(x), 0, ENERGY_LEVELS - 1)
+
+
+def octave_parts(x: Float[Array, "*k"]) -> Int[Array, "*k"]:
+    """How many steps of 1/4 octave x >= 0 lies above zero."""
+    return lax.bitcast_convert_type(x, jnp.int32) >> (23 - MANTISSA_BITS)
