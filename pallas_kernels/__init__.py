@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
 from pallas_kernels.backend import Backend, check_backend, resolve_backend
-from pallas_kernels.energy import Dealt
+from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
     Input,
@@ -83,6 +83,31 @@ def by_energy(
     """
     module, options = _implementation(backend)
     return module.by_energy(energy, chunks, chunk_super_groups, **options)
+
+
+def widened(
+    tiles_of: Int[Array, "shards L"],
+    taken: Int[Array, "U F states"],
+    upgrades: Upgrades,
+    shape: tuple[int, int],
+    *,
+    backend: Backend | None = None,
+) -> tuple[Int[Array, "C T"], ...]:
+    """Word offset and width of every tile, see `pack_tiles`, under F budgets.
+
+    Of the upgrade that no longer fits for all tiles of a level, the first tiles get it.
+
+    Args:
+      tiles_of: how many tiles of a shard's chunks have one of the first so many levels of energy,
+        for none to all `pallas_kernels.energy.ENERGY_LEVELS`.
+      taken: of how many levels the tiles have an upgrade, in states that follow each other. The
+        last state that fits a budget is taken. The very last comes twice.
+      upgrades: the upgrades and the budgets.
+      shape: chunks and tiles of each; all chunks of a shard are alike.
+      backend: which implementation runs. All give the same bits.
+    """
+    module, options = _implementation(backend)
+    return module.widened(tiles_of, taken, upgrades, shape, **options)
 
 
 def compress(
@@ -210,6 +235,7 @@ __all__ = [
     "Result",
     "Source",
     "Target",
+    "Upgrades",
     "WireFormat",
     "by_energy",
     "check_backend",
@@ -226,4 +252,5 @@ __all__ = [
     "slot_noise",
     "statistics",
     "unpack_tiles",
+    "widened",
 ]

@@ -24,6 +24,24 @@ class Dealt(NamedTuple):
     """The end of the octave of a shard's largest energy."""
 
 
+class Upgrades(NamedTuple):
+    """How tiles are widened within F budgets, by U upgrades each; hashable.
+
+    Whoever has fewer upgrades gets some that no tile takes.
+    """
+
+    words: tuple[tuple[int, ...], ...]
+    """What an upgrade of one tile takes, U rows of F; at least 1."""
+    wider: tuple[tuple[int, ...], ...]
+    """By how many bits an upgrade widens a tile, U rows of F."""
+    budgets: tuple[int, ...]
+    """The words of each budget beyond those of tiles of the narrowest width."""
+    narrowest: int
+    """The width that all tiles have before."""
+    tile_words: int
+    """The words of a tile of that width."""
+
+
 def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
     """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
     return jnp.max(octave_parts(x), axis=-1, keepdims=True) | ((1 << MANTISSA_BITS) - 1)

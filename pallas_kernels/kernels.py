@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.energy import Dealt
+from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import TILE_ROWS, Input, Result, Source, Target, WireFormat
 from pallas_kernels.hashing import NOISE_WORDS, Noise
 from pallas_kernels.tile import Tile, decode, encode, finished, level_tables, noise_of
@@ -60,6 +60,10 @@ class Lowering(Protocol):
 
     def by_energy(self, energy, chunks: int, chunk_super_groups: int) -> Dealt:
         """See `pallas_kernels.by_energy`."""
+        ...
+
+    def widened(self, tiles_of, taken, upgrades: Upgrades, shape: tuple[int, int]):
+        """See `pallas_kernels.widened`."""
         ...
 
 
@@ -244,6 +248,11 @@ def statistics(x, *, super_group_size: int, lowering: Lowering):
 def by_energy(energy, chunks: int, chunk_super_groups: int, *, lowering: Lowering) -> Dealt:
     """See `pallas_kernels.by_energy`."""
     return lowering.by_energy(energy, chunks, chunk_super_groups)
+
+
+def widened(tiles_of, taken, upgrades: Upgrades, shape: tuple[int, int], *, lowering: Lowering):
+    """See `pallas_kernels.widened`."""
+    return lowering.widened(tiles_of, taken, upgrades, shape)
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, lowering: Lowering):

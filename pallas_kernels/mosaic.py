@@ -544,3 +544,7 @@ class Mosaic:
     def by_energy(self, energy, chunks, chunk_super_groups):
         """Super-groups in the order of their energy, by XLA."""
         return reference.by_energy(energy, chunks, chunk_super_groups)
+
+    def widened(self, tiles_of, taken, upgrades, shape):
+        """Word offset and width of every tile, by XLA."""
+        return reference.widened(tiles_of, taken, upgrades, shape)

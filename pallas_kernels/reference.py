@@ -12,9 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.energy import ENERGY_LEVELS, Dealt, octave_end, steps_below
+from pallas_kernels.energy import ENERGY_LEVELS, Dealt, Upgrades, octave_end, steps_below
 from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
@@ -27,6 +27,7 @@ from pallas_kernels.format import (
     Source,
     Target,
     WireFormat,
+    pack_tiles,
     plane_shift,
     unpack_tiles,
 )
@@ -143,6 +144,44 @@ def by_energy(energy: Float[Array, "shards rows"], chunks: int, chunk_super_grou
         order = jnp.where(local < rows, shard * rows + local, spare)
     order = order.reshape(shards, chunk_super_groups, chunks // shards).transpose(0, 2, 1)
     return Dealt(order.reshape(chunks, chunk_super_groups), energy, end)
+
+
+def widened(
+    tiles_of: Int[Array, "shards L"],
+    taken: Int[Array, "U F states"],
+    upgrades: Upgrades,
+    shape: tuple[int, int],
+) -> tuple[Int[Array, "C T"], ...]:
+    """See `pallas_kernels.widened`.
+
+    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
+    adds up what upgrades take, and indices are flat: XLA joins such operations.
+    """
+    words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
+    states, (chunks, tiles) = taken.shape[2], shape
+    tile = jnp.arange(tiles, dtype=jnp.int32)[None]
+
+    def of_shard(tiles_of):
+        spent = sum(
+            tiles_of[levels[:, :-1]] * own[:, None]
+            for levels, own in zip(taken, words, strict=True)
+        )
+        state = jnp.maximum(jnp.sum(spent <= budgets[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+        at = state + np.arange(len(budgets)) * states
+        now = [levels.reshape(-1)[at] for levels in taken]
+        then = [levels.reshape(-1)[at + 1] for levels in taken]
+        left = budgets - sum(tiles_of[levels] * own for levels, own in zip(now, words, strict=True))
+        offset, width = tile * upgrades.tile_words, jnp.int32(upgrades.narrowest)
+        for levels, further, own, bits in zip(now, then, words, wider, strict=True):
+            # What is left pays for the next upgrade in part.
+            more = jnp.where(further > levels, jnp.maximum(left // own, 0), 0)
+            upgraded = (tiles_of[levels] + more)[:, None]
+            offset = offset + jnp.minimum(tile, upgraded) * own[:, None]
+            width = width + jnp.where(tile < upgraded, bits[:, None], 0)
+        return pack_tiles(offset, width)
+
+    found = jnp.repeat(jax.vmap(of_shard)(tiles_of), chunks // tiles_of.shape[0], axis=0)
+    return tuple(found[:, i] for i in range(len(budgets)))
 
 
 def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:

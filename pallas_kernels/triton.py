@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._compat import shape_struct
-from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Dealt, octave_parts
-from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
+from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Dealt, Upgrades, octave_parts
+from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, pack_tiles, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 from pallas_kernels.tuning import tuning_for
@@ -334,6 +334,11 @@ class Triton:
         size, at_once = (of.rows_per_program for of in tuning)
         return _by_energy(energy, chunks, chunk_super_groups, size, at_once, self.interpret)
 
+    def widened(self, tiles_of, taken, upgrades, shape):
+        """Word offset and width of every tile."""
+        at_once = tuning_for("widened").rows_per_program
+        return _widened(tiles_of, taken, upgrades, shape, at_once, self.interpret)
+
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _statistics(x, super_group_size: int, interpret: bool):
@@ -483,3 +488,49 @@ def _by_energy(
     outs = [((chunks, chunk_super_groups), jnp.int32), ((shards, per_shard), jnp.float32)]
     order, energy = call(_place_kernel, "place", blocks, outs, energy, begin, end, shards=shards)
     return Dealt(order, energy, end)
+
+
+def _widened_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_once):
+    """Tiles of one chunk, ``at_once`` of them; every program finds the state of its shard."""
+    part, chunk = pl.program_id(0), pl.program_id(1)
+    chunks, tiles = out_refs[0].shape
+    shard = chunk // (chunks // tiles_of_ref.shape[0])
+    tile = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+    states = taken_ref.shape[2] - 1
+    state_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(states),), 0)
+    for i, (out_ref, budget) in enumerate(zip(out_refs, upgrades.budgets, strict=True)):
+        costs = [words[i] for words in upgrades.words]
+        inside = state_of < states
+        spent = jnp.where(inside, 0, budget + 1)
+        for u, words in enumerate(costs):
+            levels = plgpu.load(taken_ref.at[u, i, state_of], mask=inside, other=0)
+            spent = spent + plgpu.load(tiles_of_ref.at[shard, levels]) * words
+        state = jnp.maximum(jnp.sum((spent <= budget).astype(jnp.int32)) - 1, 0)
+        now = [taken_ref[u, i, state] for u in range(len(costs))]
+        upgraded = [tiles_of_ref[shard, levels] for levels in now]
+        left = budget - sum(count * words for count, words in zip(upgraded, costs, strict=True))
+        offset, width = tile * upgrades.tile_words, jnp.full_like(tile, upgrades.narrowest)
+        for u, words in enumerate(costs):
+            # What is left pays for the next upgrade in part.
+            more = lax.div(jnp.maximum(left, 0), jnp.int32(words))
+            more = jnp.where(taken_ref[u, i, state + 1] > now[u], more, 0)
+            offset = offset + jnp.minimum(tile, upgraded[u] + more) * words
+            width = width + jnp.where(tile < upgraded[u] + more, upgrades.wider[u][i], 0)
+        plgpu.store(out_ref.at[chunk, tile], pack_tiles(offset, width), mask=tile < tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _widened(tiles_of, taken, upgrades: Upgrades, shape, at_once: int, interpret: bool):
+    at_once = min(pl.next_power_of_2(shape[1]), at_once)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    count = len(upgrades.budgets)
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_widened_kernel, upgrades=upgrades, at_once=at_once),
+            out_shape=[shape_struct(shape, jnp.int32, tiles_of)] * count,
+            grid=(pl.cdiv(shape[1], at_once), shape[0]),
+            in_specs=[whole] * 2,
+            out_specs=[whole] * count,
+            **_options("widened", interpret),
+        )(tiles_of, taken)
+    )

@@ -13,7 +13,7 @@ class Tuning(NamedTuple):
     num_stages: int = 1
     rows_per_program: int = 8
     """Super-groups per program of the statistics and of ``by_energy_count``, which makes blocks of
-    them; blocks at once of ``by_energy_begin``. Other kernels are not free to choose."""
+    them; blocks at once of ``by_energy_begin``; tiles of ``widened``. Other kernels are not free to choose."""
 
 
 _HOPPER = {
@@ -21,6 +21,7 @@ _HOPPER = {
     "by_energy_count": Tuning(num_warps=4, rows_per_program=128),
     "by_energy_begin": Tuning(num_warps=4, rows_per_program=1024),
     "by_energy_place": Tuning(num_warps=4),
+    "widened": Tuning(num_warps=8, rows_per_program=1024),
     "compress": Tuning(num_warps=2),
     "decompress": Tuning(num_warps=1),
     "decompress_accumulate": Tuning(num_warps=2),

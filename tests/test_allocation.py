@@ -18,7 +18,7 @@ from dynamiq_jax.methods.dynamiq.plan import (
     make_plan,
     plan_widths,
 )
-from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
 from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
@@ -114,8 +114,9 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     level = steps_below(given, octave_end(given))
     words = [fmt.tile_words(w) for w in range(11)]
     for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
-        _, found = assign_widths(level, (tiles * words[floor] + spare,), fmt, (floor,))
-        widths = np.asarray(found[0])
+        budgets = (tiles * words[floor] + spare,)
+        (found,) = assign_widths(level[None], 1, budgets, fmt, (floor,))
+        widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
             assert widths.max() <= floor
             assert np.all(np.diff(widths) <= 0)  # those of least energy do without

@@ -30,7 +30,8 @@ def assigned(energy, payload_words, fmt, floor=None):
     """Widths of tiles of these energies, which the plan sorts first; checks their offsets."""
     order = jnp.argsort(-energy, stable=True)
     level = steps_below(energy[order], octave_end(energy))
-    (offset,), (width,) = assign_widths(level, (payload_words,), fmt, (floor,))
+    (tiles,) = assign_widths(level[None], 1, (payload_words,), fmt, (floor,))
+    offset, width = unpack_tiles(tiles[0])
     words = jnp.asarray([fmt.tile_words(w) for w in range(17)])[width]
     width = jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1)
     return jnp.zeros_like(width).at[order].set(width)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, UInt
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, Backend, WireFormat, by_energy, pack_tiles
-from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, steps_below
+from pallas_kernels import TILE_ROWS, Backend, WireFormat, by_energy, widened
+from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades, steps_below
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
 
@@ -81,19 +81,14 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     return np.pad(taken, ((1, 0), (0, 0))).astype(np.int32)
 
 
-class _Tables(NamedTuple):
-    """`upgrade_order` of F floors, padded to equal lengths by upgrades that no tile gets."""
-
-    taken: np.ndarray
-    """int32[U, F, E + 2]: the last state comes twice."""
-    words: np.ndarray
-    """int32[U, F]: what an upgrade of one tile takes; at least 1."""
-    wider: np.ndarray
-    """int32[U, F]: by how many bits an upgrade widens a tile."""
-
-
 @functools.lru_cache(maxsize=64)
-def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
+def _upgrades(
+    fmt: WireFormat, tiles: int, payload_words: tuple[int, ...], floors: tuple[int | None, ...]
+) -> tuple[np.ndarray, Upgrades]:
+    """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades themselves.
+
+    All are padded to equal lengths, and the last state comes twice.
+    """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
     shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
@@ -104,56 +99,41 @@ def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
         taken[: len(own), i] = np.pad(order, ((0, 0), (0, repeats)), mode="edge")
         words[: len(own), i] = [u.words for u in own]
         wider[: len(own), i] = np.diff([narrowest, *(u.width for u in own)])
-    return _Tables(taken, words, wider)
+    narrowest = min(fmt.widths)
+    least = fmt.tile_words(narrowest)
+    rows = (tuple(map(tuple, table.tolist())) for table in (words, wider))
+    budgets = tuple(own - tiles * least for own in payload_words)
+    return taken, Upgrades(*rows, budgets, narrowest, least)
 
 
 def assign_widths(
-    level: Int[Array, " T"],
+    level: Int[Array, "shards T"],
+    chunks: int,
     payload_words: tuple[int, ...],
     fmt: WireFormat,
     floors: tuple[int | None, ...],
-) -> tuple[Int[Array, "F T"], Int[Array, "F T"]]:
-    """Word offset and width of each tile: the floor, and above it the least expected squared error.
+    backend: Backend | None = None,
+) -> tuple[Int[Array, "C T"], ...]:
+    """F times the tiles of all chunks, which are alike in those of a shard (see `pack_tiles`).
 
-    Tiles are in the order of their levels, so that an upgrade is for the first so many of them.
-    These numbers, one for each upgrade, are all that depends on the data: offsets and widths follow
-    from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
-    tiles get it.
-
-    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
-    adds up what upgrades take, and indices are flat: XLA joins such operations.
+    The width is the floor, and above it the one of least expected squared error. Tiles are in the
+    order of their levels, so that an upgrade is for the first so many of them: all that depends on
+    the data is how many tiles have a lower level than each.
 
     Args:
       level: the energy of each tile, summed over chunks and workers, as `steps_below`, ascending.
+      chunks: the number of chunks (C), a multiple of the shards.
       payload_words: budgets, in 32-bit words: of F assignments.
       fmt: its widths are the choice.
       floors: what all tiles get before any gets more, in each of the F; where the payload is too
         small for that, those of least energy do without. `None` is the narrowest.
+      backend: which kernels run; all give the same bits.
     """
-    tables, narrowest = _tables(fmt, floors), min(fmt.widths)
-    tile, least = jnp.arange(level.shape[0], dtype=jnp.int32)[None], fmt.tile_words(narrowest)
-    budget = np.array(payload_words, np.int32) - level.shape[0] * least
-    below = level[None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[:, None]
-    tiles_of = jnp.sum(below, axis=1, dtype=jnp.int32)  # of the first so many levels
-
-    upgrades = list(zip(tables.taken, tables.words, tables.wider, strict=True))
-    spent = sum(tiles_of[taken[:, :-1]] * words[:, None] for taken, words, _ in upgrades)
-    state = jnp.sum(spent <= budget[:, None], axis=1, dtype=jnp.int32)
-    state = jnp.maximum(state - 1, 0)
-    at = state + np.arange(len(floors)) * tables.taken.shape[2]
-    now = [jnp.asarray(taken.reshape(-1))[at] for taken in tables.taken]
-    then = [jnp.asarray(taken.reshape(-1))[at + 1] for taken in tables.taken]
-    left = budget - sum(
-        tiles_of[levels] * words for levels, words in zip(now, tables.words, strict=True)
-    )
-    offset, width = tile * least, jnp.int32(narrowest)
-    for levels, further, words, wider in zip(now, then, tables.words, tables.wider, strict=True):
-        # What is left pays for the next upgrade in part.
-        more = jnp.where(further > levels, jnp.maximum(left // words, 0), 0)
-        upgraded = (tiles_of[levels] + more)[:, None]
-        offset = offset + jnp.minimum(tile, upgraded) * words[:, None]
-        width = width + jnp.where(tile < upgraded, wider[:, None], 0)
-    return offset, width
+    below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[:, None]
+    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
+    shape = chunks, level.shape[1]
+    taken, upgrades = _upgrades(fmt, shape[1], payload_words, floors)
+    return widened(tiles_of, jnp.asarray(taken), upgrades, shape, backend=backend)
 
 
 def make_plan(
@@ -200,20 +180,14 @@ def order_and_tiles(
     )
     tile_energy = dealt.energy.reshape(shards, layout.chunk_tiles, -1)
     tile_energy = jnp.sum(tile_energy * (1.0 / tile_energy.shape[2]), axis=2)
-    tiles = _tiles_of_stages(steps_below(tile_energy, dealt.end), layout)
-    return dealt.order, tiles, tile_energy
-
-
-def _tiles_of_stages(
-    level: Int[Array, "shards T"], layout: Layout
-) -> tuple[Int[Array, "C T"], ...]:
-    """Offsets and widths for every stage; stages of equal budgets and floors share them."""
+    level = steps_below(tile_energy, dealt.end)
+    # Stages of equal budgets and floors share their tiles.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
     payload_words, floors = zip(*different, strict=True)
-    found = jax.vmap(lambda own: assign_widths(own, payload_words, layout.fmt, floors))(level)
-    tiles = jnp.repeat(pack_tiles(*found), layout.shard_chunks, axis=0)
-    return tuple(tiles[:, different.index(stage)] for stage in stages)
+    found = assign_widths(level, layout.chunks, payload_words, layout.fmt, floors, backend)
+    tiles = tuple(found[different.index(stage)] for stage in stages)
+    return dealt.order, tiles, tile_energy
 
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
