@@ -61,53 +61,32 @@ def statistics(
     return module.statistics(x, super_group_size=super_group_size, **options)
 
 
-def by_energy(
+def deal(
     energy: Float[Array, "shards rows"],
-    chunks: int,
-    chunk_super_groups: int,
-    *,
-    backend: Backend | None = None,
-) -> Dealt:
-    """Super-groups in the order of their energy, dealt to the chunks of their shard in turn.
-
-    The sort is stable and in steps of 1/4 octave below the largest energy of a shard, of which
-    `pallas_kernels.energy` tells 256 apart. Rank q of a shard goes to its chunk q mod c, position
-    q div c.
-
-    Args:
-      energy: finite and at least 0, for every super-group that holds coordinates.
-      chunks: how many there are (C), a multiple of the shards.
-      chunk_super_groups: super-groups of a chunk (m); a shard's own, which padding of energy 0
-        follows, fit into its chunks. The numbers of padding come after all others.
-      backend: which implementation runs. All give the same bits.
-    """
-    module, options = _implementation(backend)
-    return module.by_energy(energy, chunks, chunk_super_groups, **options)
-
-
-def widened(
-    tiles_of: Int[Array, "shards L"],
     taken: Int[Array, "U F states"],
     upgrades: Upgrades,
     shape: tuple[int, int],
     *,
     backend: Backend | None = None,
-) -> tuple[Int[Array, "C T"], ...]:
-    """Word offset and width of every tile, see `pack_tiles`, under F budgets.
+) -> Dealt:
+    """Sorts super-groups by energy, deals them to their shard's chunks, and widens their tiles.
 
-    Of the upgrade that no longer fits for all tiles of a level, the first tiles get it.
+    The sort is stable, in the 256 steps of 1/4 octave that `pallas_kernels.energy` tells apart
+    below the largest energy of a shard. Rank q of a shard goes to its chunk q mod c, position
+    q div c. Of an upgrade that no longer fits for all tiles of a level, the first tiles get it.
 
     Args:
-      tiles_of: how many tiles of a shard's chunks have one of the first so many levels of energy,
-        for none to all `pallas_kernels.energy.ENERGY_LEVELS`.
+      energy: finite and at least 0, for every super-group that holds coordinates.
       taken: of how many levels the tiles have an upgrade, in states that follow each other. The
         last state that fits a budget is taken. The very last comes twice.
-      upgrades: the upgrades and the budgets.
-      shape: chunks and tiles of each; all chunks of a shard are alike.
+      upgrades: the upgrades and F budgets.
+      shape: chunks (C, a multiple of the shards) and super-groups of each (m), a multiple of
+        `TILE_ROWS`. Padding of energy 0 follows a shard's super-groups; its numbers come after all
+        others.
       backend: which implementation runs. All give the same bits.
     """
     module, options = _implementation(backend)
-    return module.widened(tiles_of, taken, upgrades, shape, **options)
+    return module.deal(energy, taken, upgrades, shape, **options)
 
 
 def compress(
@@ -237,9 +216,9 @@ __all__ = [
     "Target",
     "Upgrades",
     "WireFormat",
-    "by_energy",
     "check_backend",
     "compress",
+    "deal",
     "decompress",
     "decompress_accumulate",
     "decompress_accumulate_recompress",
@@ -252,5 +231,4 @@ __all__ = [
     "slot_noise",
     "statistics",
     "unpack_tiles",
-    "widened",
 ]

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -13,15 +14,14 @@ MANTISSA_BITS = 2
 
 
 class Dealt(NamedTuple):
-    """Super-groups in the order of their energy, dealt to chunks."""
+    """Super-groups in the order of their energy, dealt to chunks, and the widths of their tiles."""
 
     order: Int[Array, "C m"]
     """Chunk c's position p holds super-group ``order[c, p]``."""
-    energy: Float[Array, "shards k"]
-    """The energies of a shard's super-groups, k = C m / shards, those of the highest level
-    first."""
-    end: Int[Array, "shards 1"]
-    """The end of the octave of a shard's largest energy."""
+    tiles: tuple[Int[Array, "C T"], ...]
+    """Word offset and width of each tile's record (`pallas_kernels.pack_tiles`), for F budgets."""
+    energy: Float[Array, "shards T"]
+    """The mean energy of the super-groups in tile t of a shard's chunks."""
 
 
 class Upgrades(NamedTuple):
@@ -40,6 +40,26 @@ class Upgrades(NamedTuple):
     """The width that all tiles have before."""
     tile_words: int
     """The words of a tile of that width."""
+
+
+def padded_count(count: int) -> int:
+    """The power of two to which zeros fill up ``count`` energies for `mean_of`."""
+    return 1 << (count - 1).bit_length()
+
+
+def mean_of(energy: Float[Array, "T k"], count: int) -> Float[Array, " T"]:
+    """The means of ``count`` energies each, which zeros fill up to `padded_count`.
+
+    All backends add in one order, the second half to the first, until one is left. Ahead of that
+    a power of two divides them: no sum overflows, and it makes no difference to the bits whether a
+    compiler joins a multiplication with an addition.
+    """
+    padded = padded_count(count)
+    energy = energy * np.float32(1 / padded)
+    while energy.shape[1] > 1:
+        first, second = lax.split(energy, [energy.shape[1] // 2] * 2, axis=1)
+        energy = first + second
+    return energy.reshape(energy.shape[0]) * np.float32(padded / count)
 
 
 def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:

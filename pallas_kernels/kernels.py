@@ -58,12 +58,8 @@ class Lowering(Protocol):
         """See `pallas_kernels.statistics`."""
         ...
 
-    def by_energy(self, energy, chunks: int, chunk_super_groups: int) -> Dealt:
-        """See `pallas_kernels.by_energy`."""
-        ...
-
-    def widened(self, tiles_of, taken, upgrades: Upgrades, shape: tuple[int, int]):
-        """See `pallas_kernels.widened`."""
+    def deal(self, energy, taken, upgrades: Upgrades, shape: tuple[int, int]) -> Dealt:
+        """See `pallas_kernels.deal`."""
         ...
 
 
@@ -245,14 +241,9 @@ def statistics(x, *, super_group_size: int, lowering: Lowering):
     return lowering.statistics(x, super_group_size)
 
 
-def by_energy(energy, chunks: int, chunk_super_groups: int, *, lowering: Lowering) -> Dealt:
-    """See `pallas_kernels.by_energy`."""
-    return lowering.by_energy(energy, chunks, chunk_super_groups)
-
-
-def widened(tiles_of, taken, upgrades: Upgrades, shape: tuple[int, int], *, lowering: Lowering):
-    """See `pallas_kernels.widened`."""
-    return lowering.widened(tiles_of, taken, upgrades, shape)
+def deal(energy, taken, upgrades: Upgrades, shape: tuple[int, int], *, lowering: Lowering) -> Dealt:
+    """See `pallas_kernels.deal`."""
+    return lowering.deal(energy, taken, upgrades, shape)
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, lowering: Lowering):

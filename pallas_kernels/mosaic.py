@@ -541,10 +541,6 @@ class Mosaic:
         """Mean and squared norm of every super-group, by XLA."""
         return reference.statistics(x, super_group_size=super_group_size)
 
-    def by_energy(self, energy, chunks, chunk_super_groups):
-        """Super-groups in the order of their energy, by XLA."""
-        return reference.by_energy(energy, chunks, chunk_super_groups)
-
-    def widened(self, tiles_of, taken, upgrades, shape):
-        """Word offset and width of every tile, by XLA."""
-        return reference.widened(tiles_of, taken, upgrades, shape)
+    def deal(self, energy, taken, upgrades, shape):
+        """See `pallas_kernels.deal`, by XLA."""
+        return reference.deal(energy, taken, upgrades, shape)

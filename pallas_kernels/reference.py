@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.energy import ENERGY_LEVELS, Dealt, Upgrades, octave_end, steps_below
+from pallas_kernels.energy import (
+    ENERGY_LEVELS,
+    Dealt,
+    Upgrades,
+    mean_of,
+    octave_end,
+    padded_count,
+    steps_below,
+)
 from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
@@ -127,39 +135,51 @@ def statistics(
     return mean, jnp.sum(rows * rows, axis=1)
 
 
-def by_energy(energy: Float[Array, "shards rows"], chunks: int, chunk_super_groups: int) -> Dealt:
-    """See `pallas_kernels.by_energy`: one radix sort of the levels, of 8 bits for one shard."""
-    shards, rows = energy.shape
-    per_shard = chunks * chunk_super_groups // shards
+def deal(
+    energy: Float[Array, "shards rows"],
+    taken: Int[Array, "U F states"],
+    upgrades: Upgrades,
+    shape: tuple[int, int],
+) -> Dealt:
+    """See `pallas_kernels.deal`: one radix sort of the levels, of 8 bits for one shard."""
+    (shards, rows), (chunks, size) = energy.shape, shape
+    per_shard = chunks * size // shards
     energy = jnp.pad(energy, ((0, 0), (0, per_shard - rows)))
     end = octave_end(energy)
     key = steps_below(energy, end) + ENERGY_LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
     key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
     index = jnp.arange(energy.size, dtype=jnp.int32)
     _, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
-    energy = energy.reshape(-1)[order].reshape(shards, per_shard)
+    tiles = size // TILE_ROWS
+    ranked = energy.reshape(-1)[order].reshape(shards * tiles, -1)
+    count = ranked.shape[1]
+    ranked = jnp.pad(ranked, ((0, 0), (0, padded_count(count) - count)))
+    tile_energy = mean_of(ranked, count).reshape(shards, tiles)
     if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
         shard, local = order // per_shard, order % per_shard
         spare = shards * rows + shard * (per_shard - rows) + local - rows
         order = jnp.where(local < rows, shard * rows + local, spare)
-    order = order.reshape(shards, chunk_super_groups, chunks // shards).transpose(0, 2, 1)
-    return Dealt(order.reshape(chunks, chunk_super_groups), energy, end)
+    order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
+    widths = widened(steps_below(tile_energy, end), taken, upgrades, chunks)
+    return Dealt(order, widths, tile_energy)
 
 
 def widened(
-    tiles_of: Int[Array, "shards L"],
-    taken: Int[Array, "U F states"],
-    upgrades: Upgrades,
-    shape: tuple[int, int],
+    level: Int[Array, "shards T"], taken: Int[Array, "U F states"], upgrades: Upgrades, chunks: int
 ) -> tuple[Int[Array, "C T"], ...]:
-    """See `pallas_kernels.widened`.
+    """The tiles of `pallas_kernels.deal`, whose levels ascend.
+
+    An upgrade is for the first so many tiles, so that all that depends on the data is how many have
+    a lower level than each.
 
     The number of kernels is what takes time on a GPU. So F assignments are made together, Python
     adds up what upgrades take, and indices are flat: XLA joins such operations.
     """
     words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
-    states, (chunks, tiles) = taken.shape[2], shape
-    tile = jnp.arange(tiles, dtype=jnp.int32)[None]
+    states = taken.shape[2]
+    tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None]
+    below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[None, :, None]
+    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
 
     def of_shard(tiles_of):
         spent = sum(
@@ -180,7 +200,7 @@ def widened(
             width = width + jnp.where(tile < upgraded, bits[:, None], 0)
         return pack_tiles(offset, width)
 
-    found = jnp.repeat(jax.vmap(of_shard)(tiles_of), chunks // tiles_of.shape[0], axis=0)
+    found = jnp.repeat(jax.vmap(of_shard)(tiles_of), chunks // level.shape[0], axis=0)
     return tuple(found[:, i] for i in range(len(budgets)))
 
 

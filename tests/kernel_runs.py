@@ -12,7 +12,7 @@ import pallas_kernels as pk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import allocate
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, upgrades_of
 
 FORMATS = {
     "default": dq.DynamiQ().allocation(8, dq.Direct()).fmt,
@@ -88,6 +88,15 @@ def energies(shards: int, rows: int) -> dict[str, np.ndarray]:
         "poisoned": np.where(rng.random((shards, rows)) < 0.2, 0.0, spread),
         "tiny": spread * np.float32(1e-40),
     }
+
+
+def dealt(energy, chunks: int, size: int, backend=None) -> pk.Dealt:
+    """Super-groups in chunks of ``size``, so many for each shard, under two budgets."""
+    fmt, shape = FORMATS["default"], (energy.shape[0] * chunks, size)
+    tiles = size // pk.TILE_ROWS
+    budgets = tuple(tiles * fmt.tile_words(w) + 4 for w in sorted(fmt.widths)[1:3])
+    taken, upgrades = upgrades_of(fmt, tiles, budgets, (None, fmt.widths[1]))
+    return pk.deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
 
 
 def used_words(tiles, fmt) -> int:

@@ -14,11 +14,11 @@ from cases import SMALL, daily, vmapped
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
-    assign_widths,
     make_plan,
     plan_widths,
+    upgrades_of,
 )
-from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
@@ -115,7 +115,8 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     words = [fmt.tile_words(w) for w in range(11)]
     for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
         budgets = (tiles * words[floor] + spare,)
-        (found,) = assign_widths(level[None], 1, budgets, fmt, (floor,))
+        taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,))
+        (found,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
         widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
             assert widths.max() <= floor

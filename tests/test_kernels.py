@@ -1,12 +1,14 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
 from jax.sharding import AbstractMesh
-from kernel_runs import FORMATS, energies, kernels_of, operands, payloads, programs, run
+from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
 from pallas_kernels import kernels
@@ -56,20 +58,17 @@ SHARDS = [(1, 3, 80, 0), (1, 1, 8, 3), (2, 2, 96, 5)]
 
 
 @pytest.mark.parametrize(("shards", "chunks", "size", "padding"), SHARDS)
-def test_interpreted_counts_sort_as_the_reference(shards, chunks, size, padding, monkeypatch):
-    # Counts of two blocks are added up at a time, and of 32 super-groups each.
-    for kernel, rows in {"by_energy_count": 32, "by_energy_begin": 2}.items():
+def test_interpreted_kernels_deal_as_the_reference(shards, chunks, size, padding, monkeypatch):
+    # So that programs are many: blocks of 32 super-groups, columns of 2 blocks, 4 tiles.
+    for kernel, rows in {"deal_count": 32, "deal_begin": 2, "deal_width": 4}.items():
         monkeypatch.setitem(_HOPPER, kernel, _HOPPER[kernel]._replace(rows_per_program=rows))
-
-    @jax.jit
-    def both(energy):
-        given = energy, shards * chunks, size
-        return [pk.by_energy(*given, backend=backend) for backend in ("jnp", "interpret")]
-
+    deal = jax.jit(lambda e: [dealt(e, chunks, size, of) for of in ("jnp", "interpret")])
     for kind, energy in energies(shards, chunks * size - padding).items():
-        expected, actual = both(energy)
+        expected, actual = deal(energy)
         for field, one, other in zip(expected._fields, expected, actual, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=f"{field} of {kind}")
+            jax.tree.map(
+                partial(np.testing.assert_array_equal, err_msg=f"{field}, {kind}"), one, other
+            )
 
 
 def _lowered_for_cuda(function, *args) -> str:
@@ -100,7 +99,7 @@ def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
     calls = programs(layout, fmt, jnp.float32, lowering)
     if lowering == "triton":  # the other leaves them to XLA
         calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
-        calls["by_energy"] = lambda o, p: pk.by_energy(o.mean[None], 2, 64)
+        calls["deal"] = lambda o, p: dealt(o.mean[None], 2, o.order.shape[1])
     for kernel, program in calls.items():
         if lowering == "mosaic" and not RUNS_MOSAIC and kernel.endswith(" into"):
             continue  # these need references as operands

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, UInt
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, Backend, WireFormat, by_energy, widened
-from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades, steps_below
+from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal
+from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
 
@@ -82,12 +82,20 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _upgrades(
+def upgrades_of(
     fmt: WireFormat, tiles: int, payload_words: tuple[int, ...], floors: tuple[int | None, ...]
 ) -> tuple[np.ndarray, Upgrades]:
-    """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades themselves.
+    """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
 
-    All are padded to equal lengths, and the last state comes twice.
+    All are padded to equal lengths, and the last state comes twice. The width is the floor, and
+    above it the one of least expected squared error.
+
+    Args:
+      fmt: its widths are the choice.
+      tiles: the tiles of a chunk.
+      payload_words: budgets, in 32-bit words: of F assignments.
+      floors: what all tiles get before any gets more, in each of the F; where the payload is too
+        small for that, those of least energy do without. `None` is the narrowest.
     """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
@@ -104,36 +112,6 @@ def _upgrades(
     rows = (tuple(map(tuple, table.tolist())) for table in (words, wider))
     budgets = tuple(own - tiles * least for own in payload_words)
     return taken, Upgrades(*rows, budgets, narrowest, least)
-
-
-def assign_widths(
-    level: Int[Array, "shards T"],
-    chunks: int,
-    payload_words: tuple[int, ...],
-    fmt: WireFormat,
-    floors: tuple[int | None, ...],
-    backend: Backend | None = None,
-) -> tuple[Int[Array, "C T"], ...]:
-    """F times the tiles of all chunks, which are alike in those of a shard (see `pack_tiles`).
-
-    The width is the floor, and above it the one of least expected squared error. Tiles are in the
-    order of their levels, so that an upgrade is for the first so many of them: all that depends on
-    the data is how many tiles have a lower level than each.
-
-    Args:
-      level: the energy of each tile, summed over chunks and workers, as `steps_below`, ascending.
-      chunks: the number of chunks (C), a multiple of the shards.
-      payload_words: budgets, in 32-bit words: of F assignments.
-      fmt: its widths are the choice.
-      floors: what all tiles get before any gets more, in each of the F; where the payload is too
-        small for that, those of least energy do without. `None` is the narrowest.
-      backend: which kernels run; all give the same bits.
-    """
-    below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[:, None]
-    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
-    shape = chunks, level.shape[1]
-    taken, upgrades = _upgrades(fmt, shape[1], payload_words, floors)
-    return widened(tiles_of, jnp.asarray(taken), upgrades, shape, backend=backend)
 
 
 def make_plan(
@@ -174,20 +152,14 @@ def order_and_tiles(
     error of less than 1%. The mean energies of tiles have the same steps, so that they ascend as
     well, but for rounding at the end of a level.
     """
-    shards = layout.shards
-    dealt = by_energy(
-        energy.reshape(shards, -1), layout.chunks, layout.chunk_super_groups, backend=backend
-    )
-    tile_energy = dealt.energy.reshape(shards, layout.chunk_tiles, -1)
-    tile_energy = jnp.sum(tile_energy * (1.0 / tile_energy.shape[2]), axis=2)
-    level = steps_below(tile_energy, dealt.end)
     # Stages of equal budgets and floors share their tiles.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
-    payload_words, floors = zip(*different, strict=True)
-    found = assign_widths(level, layout.chunks, payload_words, layout.fmt, floors, backend)
-    tiles = tuple(found[different.index(stage)] for stage in stages)
-    return dealt.order, tiles, tile_energy
+    taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, *zip(*different, strict=True))
+    shape = layout.chunks, layout.chunk_super_groups
+    energy = energy.reshape(layout.shards, -1)
+    order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
+    return order, tuple(tiles[different.index(stage)] for stage in stages), energy
 
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
