@@ -1,6 +1,7 @@
 """Gradients that stay unreduced on Explicit meshes, against JAX's own of the same loss."""
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -363,6 +364,33 @@ def test_a_batch_over_more_axes_than_those_reduced_is_refused():
         f(params, batch)
     both = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32)
     assert_close(both(params, batch), plain(masked))
+
+
+def test_axes_of_size_1_count_for_nothing():
+    """Types name them: those of parameters, of the batch, of the loss and of the data axes."""
+    mesh, both = jax.make_mesh((8, 1), ("data", "fsdp")), ("data", "fsdp")
+    params = put(arrays()[0], mesh) | {"up": put(arrays()[0]["up"], mesh, "fsdp")}
+    sent = 2 * 16 * WIDTH * 4 * 2 * 7 / 8  # bytes: a ring of 8 sums both matrices
+
+    def loss(params, batch, **options):
+        up = jax.reshard(params["up"], P()) if options else params["up"]
+        hidden = jnp.einsum("bi,io->bo", batch["x"], up, **options)
+        return jnp.mean(jnp.square(jnp.tanh(hidden) @ params["down"])) * params["scale"]
+
+    def closed(loss, **options):
+        return lambda p, b: dq.value_and_grad(lambda p: loss(p, b), **options)(p)
+
+    expected = jax.value_and_grad(loss)(*arrays())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for axis, of_batch, of_loss in itertools.product(("data", both), repeat=3):
+            own = functools.partial(loss, out_sharding=P(of_loss))
+            options = {"axis_name": axis, "method": F32, "metrics": True}
+            f = jax.jit((closed if axis == of_loss else dq.value_and_grad)(own, **options))
+            value, found = f(params, put(arrays()[1], mesh, of_batch))
+            assert_close((value, found.tree), expected)
+            assert found.metrics.wire_bytes == sent
+            assert jax.typeof(found.tree["up"]) == jax.typeof(params["up"])
 
 
 # --- psum outside of maps -------------------------------------------------------------------------

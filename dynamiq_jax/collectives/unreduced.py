@@ -122,7 +122,8 @@ def reduce_unreduced(
     moves = [bool(unreduced_axes(x)) for x in leaves]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
-    splits = [split_of(spec, axis.names) for spec in targets]
+    several = tuple(name for name in axis.names if mesh.shape[name] > 1)
+    splits = [split_of(spec, several) for spec in targets]
     scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
     if scattered and (state is not None or metrics):
         raise NotImplementedError(
@@ -135,9 +136,8 @@ def reduce_unreduced(
         return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
 
     found = Reduced(moving(leaves), state, None)
-    pairs = zip(terms, moves, strict=True)
-    over = frozenset(axis.names)
-    unreduced = [P(*spec, unreduced=over) if moved else spec for spec, moved in pairs]
+    pairs = zip(terms, leaves, strict=True)
+    unreduced = [P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]
     if scattered:
         sizes = tuple(mesh.shape[name] for name in axis.names)
         own = Reduction(axis.names, sizes, compression, "sum")
@@ -189,7 +189,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
-        if found and found != {*axis.names}:
+        if found and any(mesh.shape[name] > 1 for name in found ^ {*axis.names}):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "
                 f"and axis_name={axis.name!r}; pass axis_name="
