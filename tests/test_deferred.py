@@ -356,6 +356,31 @@ def test_errors():
         dq.value_and_grad(masked, metrics=True, **options)(sharded, batch)
 
 
+def test_what_is_no_parameter_and_no_constant_is_refused():
+    params, batch = placed()
+    f = dq.value_and_grad(lambda p, b, c: masked(p, b), axis_name="data", method=F32)
+    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
+        f(params | {"step": jnp.int32(2)}, batch, None)
+    with pytest.raises(ValueError, match=r"is \{1\}, a set.*frozenset"):
+        f(params, batch, {1})
+
+
+def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
+    """JAX's own transpose of a map of unreduced arrays is 8 times too large."""
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=F32)
+    norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
+    of_plain = jax.grad(lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True))
+    expected = of_plain(*arrays())
+    assert_close(jax.jit(norm)(params), expected)
+    with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):
+        norm(params)
+    with jax.set_mesh(mesh_of()):
+        assert_close(norm(params), expected)
+    with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
+        jax.vmap(f, in_axes=(None, 0))(params, jax.tree.map(lambda x: x[None], batch))
+
+
 def test_a_batch_over_more_axes_than_those_reduced_is_refused():
     mesh = mesh_of(4, 2)
     params, batch = put(arrays()[0], mesh), put(arrays()[1], mesh, ("data", "model"))

@@ -44,24 +44,42 @@ class Told(NamedTuple):
     structure: Any
     arrays: tuple[bool, ...]
     """Whether each leaf is an array."""
-    constants: tuple[tuple[type, Hashable], ...]
-    """The type and the value of each leaf, without the value for an array: 1 equals 1.0 and True,
-    for which programs differ."""
+    constants: tuple[tuple[type, str, Hashable], ...]
+    """The type, the sign and the value of each leaf, of an array the type alone: 1 equals 1.0 and
+    True, and 0.0 equals -0.0, for which programs differ."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
+        """Splits ``data`` into what is known while programs are compiled, and its arrays.
+
+        Raises:
+          ValueError: a constant has no hash.
+        """
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
-        constants = tuple((type(x), None if array else x) for x, array in pairs)
+        for x, array in pairs:
+            if not array and type(x).__hash__ is None:
+                raise ValueError(
+                    f"an argument of the loss is {x!r}, a {type(x).__name__}: what is not an array "
+                    "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
+                    "or close the loss over it"
+                )
+        constants = tuple(
+            (type(x), "", None) if array else (type(x), _sign(x), x) for x, array in pairs
+        )
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
     def join(self, arrays: list[Any]) -> Any:
         """The arguments, with these arrays."""
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
-        return self.structure.unflatten([next(found) if own else x for own, (_, x) in pairs])
+        return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
+
+
+def _sign(x: Any) -> str:
+    """A number's text, which tells zeros apart."""
+    return repr(x) if isinstance(x, float | complex) else ""
 
 
 def mapped_value_and_grad(
