@@ -260,6 +260,11 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
         warnings.simplefilter("error")
         f = dq.value_and_grad(loss, axis_name="data", method=told)
         assert_close(jax.jit(f)(params, batch, rows), found)
+    elementwise = dq.value_and_grad(
+        lambda p, b: jnp.mean(b["x"] * p[None]), axis_name="data", method=F32
+    )
+    with pytest.warns(UserWarning, match="1 leaves of 64 bytes .*: <root>"):
+        jax.jit(elementwise).eval_shape(put(np.ones(16, np.float32), mesh), batch)
 
 
 @pytest.mark.parametrize(("each", "told"), [(1, False), (2, True)])
@@ -325,8 +330,9 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own():
         dq.value_and_grad(wrong, axis_name="data", method=F32),
         dq.value_and_grad(wrong, axis_name="data"),
     ):
-        with pytest.raises(KeyError, match="no such layer"):
+        with pytest.raises(KeyError, match="no such layer") as raised:
             f(params, batch)
+        assert raised.value.__context__ is None  # or the user would read it twice
 
 
 def test_errors():

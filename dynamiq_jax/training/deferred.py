@@ -102,7 +102,7 @@ class Deferred(NamedTuple):
         state: State | None,
         strict: bool = False,
     ) -> tuple[Any, Any]:
-        """See `__call__`; ``strict`` refuses losses that do not take all large leaves as reduced."""
+        """See `__call__`; ``strict`` refuses losses that do not take all large leaves deferred."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         own = self._own(loss, params, data)
@@ -110,12 +110,15 @@ class Deferred(NamedTuple):
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
+        why = None
         try:
             value, grads = trace(self._held(leaves, placed, chosen, own))
         except Exception as error:
             if strict or not chosen:
                 raise
-            chosen = self._deferrable(params, data, placed, chosen, own, trace, error)
+            why = error
+        if why is not None:  # outside of the handler: the loss may raise the same again
+            chosen = self._deferrable(params, data, placed, chosen, own, trace, why)
             value, grads = trace(self._held(leaves, placed, chosen, own))
         grads = treedef.unflatten(grads)
         if not self.reduces:
@@ -268,7 +271,9 @@ class Deferred(NamedTuple):
         kept = [leaf for leaf in described if leaf.index not in found]
         native = sum(leaf.nbytes for leaf in kept)
         if native > sum(leaf.nbytes for leaf in described) / 10:
-            names = ", ".join(leaf.path for leaf in kept[:8]) + (", …" if len(kept) > 8 else "")
+            names = ", ".join(leaf.path or leaf.name for leaf in kept[:8]) + (
+                ", …" if len(kept) > 8 else ""
+            )
             warnings.warn(
                 f"{len(kept)} leaves of {native:,} bytes are summed by JAX, uncompressed: {names}. "
                 f"The loss uses them in ways for which JAX has no rule if they are reduced over "

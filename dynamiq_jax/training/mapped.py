@@ -27,6 +27,7 @@ from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
     flat_specs,
+    misfit_of,
     n_parts,
     names_of,
     only,
@@ -309,11 +310,11 @@ def _words(aux_tree: Any, told: Any) -> list[str]:
     paths = jax.tree_util.tree_leaves_with_path(aux_tree)
     try:
         spread = told if told is None else jax.tree.broadcast(told, aux_tree)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"aux={told!r} is not a prefix of the loss's aux: {error}; pass a word for every leaf, "
-            "or one for all"
-        ) from error
+            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
+            "for every leaf, or one for all"
+        ) from None
     given = [None] * len(paths) if told is None else jax.tree.leaves(spread)
     words = []
     for (path, x), word in zip(paths, given, strict=True):

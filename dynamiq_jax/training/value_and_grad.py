@@ -245,7 +245,8 @@ def _check_params(params: Any) -> None:
             name = jax.tree_util.keystr(path)
             raise TypeError(
                 f"parameter {name} is {jax.typeof(x)}, which has no gradient; pass it in an "
-                "argument of the loss that argnums= does not name"
+                "argument of the loss that argnums= does not name, and of a Flax model "
+                "nnx.state(model, nnx.Param)"
             )
 
 
