@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -444,6 +446,22 @@ def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
     found = dq.reduce(grads, "data", op="sum", method=CHEAP, metrics=True, key=jax.random.key(0))
     assert 1e-6 < float(dq.vnmse(jax.device_get(found.tree), expected)) < 0.1
     assert float(found.metrics.vnmse) > 0
+
+
+def test_the_faq_has_the_words_of_jax_for_gradients_that_nobody_summed():
+    faq = " ".join((Path(__file__).parents[1] / "docs" / "faq.md").read_text().split())
+    uses = [
+        lambda g, p: g / 2,
+        lambda g, p: g * 0.5,
+        lambda g, p: -0.1 * g,
+        lambda g, p: p - g,
+        lambda g, p: jnp.square(g),
+        lambda g, p: g**2,
+    ]
+    for use in uses:
+        with pytest.raises(Exception, match="reduced") as raised:
+            use(unreduced()["up"], placed()[0]["up"])
+        assert re.split(r"\.(?:\s|$)", str(raised.value))[0] in faq
 
 
 def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
