@@ -27,7 +27,7 @@ from dynamiq_jax.request.compression import Compression
 )
 @dataclass(frozen=True)
 class Terms:
-    """What ``value_and_grad(reduce=False)`` returns on Auto axes, a pytree that `psum` sums.
+    """A pytree of all workers' gradients, by ``value_and_grad(reduce=False)``; `psum` sums it.
 
     ``jax.tree.map(jnp.add, terms, others)`` adds those of two micro-batches. A scan carries them,
     from ``jax.tree.map(jnp.zeros_like, terms)`` on.
@@ -59,8 +59,7 @@ def reduce_terms(
 ) -> Reduced:
     """Sums the terms of all workers, under a map over the data axes; see `reduce`.
 
-    Args:
-      state: `Compression.init_state`'s with ``stacked=True``.
+    A state is `Compression.init_state`'s with ``stacked=True``.
 
     Raises:
       ValueError: the axes are others than those of the terms; or a mean, a weight or specs.

@@ -200,7 +200,8 @@ def mapped_value_and_grad(
             params, key, state, arrays, placed=placed, told=told, split=split, folded=folded
         )
         if not reduces:
-            return value, Terms(found.tree, mesh, axes, tuple(only(spec, others) for spec in placed))
+            over_others = tuple(only(spec, others) for spec in placed)
+            return value, Terms(found.tree, mesh, axes, over_others)
         return value, found if metrics or state is not None else found.tree
 
     return reduced

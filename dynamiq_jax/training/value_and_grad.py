@@ -48,10 +48,10 @@ def value_and_grad(
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
     worker's examples, and parameters that are whole over the data axes. It returns a mean over
     these examples; ``weight`` says how much they count. With ``op="sum"`` it returns a sum over
-    them, and loss and gradients are those of the sum over all examples. A loss that `jax.lax.psum` or `pmean` has
-    made the same on all workers is that of all examples. Its sharding constraints forget the data
-    axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
-    there as they are in the mesh.
+    them, and loss and gradients are those of the sum over all examples. A loss that `jax.lax.psum`
+    or `pmean` has made the same on all workers is that of all examples. Its sharding constraints
+    forget the data axes. Every worker folds its number into the PRNG keys among the arguments. All
+    other axes are there as they are in the mesh.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
