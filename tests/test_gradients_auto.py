@@ -1,6 +1,7 @@
 """`value_and_grad` on Auto meshes: losses written for `jax.jit` against JAX's own gradients."""
 
 import functools
+import math
 import threading
 
 import jax
@@ -165,6 +166,10 @@ def test_equal_constants_of_other_types_are_other_programs():
     )
     own = [f(params, batch, flag)[0] / loss(params, batch) for flag in (True, 1, 1.0)]
     np.testing.assert_allclose(own, list(factors.values()), rtol=1e-5)
+    zero = dq.value_and_grad(
+        lambda p, b, zero: loss(p, b) * math.copysign(1, zero), mesh=auto_mesh(2), **OPTIONS
+    )
+    assert zero(params, batch, 0.0)[0] == -zero(params, batch, -0.0)[0] != 0
 
 
 def test_arguments_that_may_be_no_examples_are_not_split_silently():
@@ -212,8 +217,8 @@ def test_aux_becomes_what_its_words_say():
         (lambda: jnp.int32(7), None, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'"),
         (lambda: jnp.ones(3), None, r"float32\[3\]"),
         (lambda: jnp.ones(3), "average", "aux='average'"),
-        (lambda: jnp.ones(3), {"other": "mean"}, "not like the loss's aux"),
-        (lambda: jnp.ones(3), {"leaf": {"deeper": "mean"}}, "not like the loss's aux"),
+        (lambda: jnp.ones(3), {"other": "mean"}, r"the entry \['other'\] is that of no leaf; pass"),
+        (lambda: jnp.ones(3), {"leaf": {"deeper": "mean"}}, "does not fit the loss's aux"),
     ],
 )
 def test_aux_without_a_word_is_refused(leaf, aux, match):
@@ -397,6 +402,9 @@ def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="inside of a map over axis 'data'.*jax.value_and_grad"):
         inside(params, batch)
+    f = dq.value_and_grad(loss, mesh=auto_mesh(2), **OPTIONS)
+    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
+        f(params | {"step": jnp.int32(2)}, batch)
 
 
 def test_compressed_gradients_of_a_weighted_loss():

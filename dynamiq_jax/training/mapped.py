@@ -29,6 +29,7 @@ from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
     flat_specs,
+    misfit_of,
     n_parts,
     names_of,
     only,
@@ -46,24 +47,42 @@ class Told(NamedTuple):
     structure: Any
     arrays: tuple[bool, ...]
     """Whether each leaf is an array."""
-    constants: tuple[tuple[type, Hashable], ...]
-    """The type and the value of each leaf, without the value for an array: 1 equals 1.0 and True,
-    for which programs differ."""
+    constants: tuple[tuple[type, str, Hashable], ...]
+    """The type, the sign and the value of each leaf, of an array the type alone: 1 equals 1.0 and
+    True, and 0.0 equals -0.0, for which programs differ."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
+        """Splits ``data`` into what is known while programs are compiled, and its arrays.
+
+        Raises:
+          ValueError: a constant has no hash.
+        """
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
-        constants = tuple((type(x), None if array else x) for x, array in pairs)
+        for x, array in pairs:
+            if not array and type(x).__hash__ is None:
+                raise ValueError(
+                    f"an argument of the loss is {x!r}, a {type(x).__name__}: what is not an array "
+                    "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
+                    "or close the loss over it"
+                )
+        constants = tuple(
+            (type(x), "", None) if array else (type(x), _sign(x), x) for x, array in pairs
+        )
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
     def join(self, arrays: list[Any]) -> Any:
         """The arguments, with these arrays."""
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
-        return self.structure.unflatten([next(found) if own else x for own, (_, x) in pairs])
+        return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
+
+
+def _sign(x: Any) -> str:
+    """A number's text, which tells zeros apart."""
+    return repr(x) if isinstance(x, float | complex) else ""
 
 
 def mapped_value_and_grad(
@@ -89,6 +108,7 @@ def mapped_value_and_grad(
     """
     axes, axis_name = axis.names, axis.name
     sizes = tuple(mesh.shape[name] for name in axes)
+    several = tuple(name for name in axes if mesh.shape[name] > 1)
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
     hidden = {name: mesh.shape[name] for name in others}
@@ -110,11 +130,11 @@ def mapped_value_and_grad(
         mine = [_apart(spec, axes) for spec in placed]
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, axes) for spec in mine]
+        splits = [split_of(spec, several) for spec in mine]
         pairs = zip(describe_leaves(params), placed, strict=True)
         parts = [part(leaf, only(spec, others), mesh.shape) for leaf, spec in pairs]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
-        warn_of_gather(parts, [split_of(spec, axes) for spec in placed], remedy)
+        warn_of_gather(parts, [split_of(spec, several) for spec in placed], remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 
@@ -184,13 +204,13 @@ def mapped_value_and_grad(
         _check_batch(data, split, mesh, axis_name)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
-        if any(split_of(spec, axes) for spec in placed) and not reduces:
+        if any(split_of(spec, several) for spec in placed) and not reduces:
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and with reduce=False every "
                 "worker would keep whole gradients; leave reduce=False out, or replicate the "
                 "parameters over these axes"
             )
-        if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
+        if any(split_of(spec, several) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "
@@ -311,11 +331,11 @@ def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
     paths = jax.tree_util.tree_leaves_with_path(aux_tree)
     try:
         given = _spread(told, aux_tree)
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError:
         raise ValueError(
-            f"aux={told!r} is not like the loss's aux, {jax.tree.structure(aux_tree)}; pass a word "
+            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
             "for every leaf, one for all, or a dict of some keys"
-        ) from error
+        ) from None
     words = []
     for (path, x), word in zip(paths, given, strict=True):
         kind = jax.typeof(x)

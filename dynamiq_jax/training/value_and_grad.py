@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.compat import is_batched
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
@@ -121,10 +123,12 @@ def value_and_grad(
       ValueError: there is no mesh, it has axes of both types, ``axis_name`` is not in it or is that
         of a map around the call, nothing of the batch is sharded over it (Explicit axes), a batch
         axis does not divide by its size, ``specs`` are missing or do not fit, a leaf of aux has no
-        word, or the loss closes over traced arrays (Auto axes).
-      TypeError: the loss is not a scalar of floating-point numbers.
+        word, the loss closes over traced arrays (Auto axes), a constant has no hash, or a
+        derivative is taken outside of `jax.jit` where no mesh is set (Explicit axes).
+      TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
+        such.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
-        data axes.
+        data axes; or `jax.vmap` on Explicit axes.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
     check_choice("op", op, get_args(Op))
@@ -194,6 +198,7 @@ def value_and_grad(
                 "jax.value_and_grad there, and dq.pmean of the gradients"
             )
         params, others = split(args)
+        _check_params(params)
         run = on(_mesh_around(params) if mesh is None else mesh)
         return run(params, (others, kwargs), key=key, state=state)
 
@@ -211,14 +216,46 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
         return run(params, told.join(arrays), **options)
 
     def runs(params: Any, data: Any, **options: Any) -> Any:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, data, options))):
+        leaves = jax.tree.leaves((params, data, options))
+        if any(map(is_batched, leaves)):
+            raise NotImplementedError(
+                "jax.vmap of value_and_grad on Explicit axes: JAX does not batch the sum of "
+                "unreduced gradients; call it once for each, in a loop, or take a mesh of Auto axes"
+            )
+        traced = any(isinstance(x, Tracer) for x in leaves)
+        if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
             with jax.sharding.use_abstract_mesh(abstract):
                 return run(params, data, **options)
         told, arrays = Told.of(data)
-        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+        if traced:
+            if get_abstract_mesh().empty:
+                raise ValueError(
+                    "value_and_grad is differentiated outside of jax.jit, and no mesh is set for "
+                    "the derivative; call it in jax.jit, or in jax.set_mesh(mesh)"
+                )
+            around = jax.sharding.use_abstract_mesh(abstract)
+        else:
+            around = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
+        with around:
             return compiled(told, arrays, params, **options)
 
     return runs
+
+
+def _check_params(params: Any) -> None:
+    """Refuses parameters that have no gradient, as `jax.grad` does.
+
+    Raises:
+      TypeError: a leaf is not made of floating-point numbers.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            name = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"parameter {name} is {jax.typeof(x)}, which has no gradient; pass it in an "
+                "argument of the loss that argnums= does not name, and of a Flax model "
+                "nnx.state(model, nnx.Param)"
+            )
 
 
 def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
