@@ -1,20 +1,20 @@
-"""Runs a program on slices of its arrays, if it computes every coordinate from its own place alone.
+"""Programs that compute every coordinate from this coordinate alone, on slices of their arrays.
 
-The program is traced on whole arrays, so what it derives from shapes is that of whole arrays. Every
-value of the trace is one of three kinds:
+`on_slices` traces a program on whole arrays, so that sizes in it are those of whole arrays. Then it
+runs the trace on slices. A value is one of three kinds:
 
-* *sliced*: it has one entry per coordinate of a sliced array, in the array's order;
-* *uniform*: all its entries are equal, such as a count, a learning rate, or zeros like a parameter;
-* *whole*: any other value that no sliced one has gone into. All workers have the same.
+* *sliced*: one entry per coordinate of an array that is split, in the array's order;
+* *uniform*: all entries are equal, as in a count, a learning rate, or zeros like a parameter;
+* *whole*: any other value that does not depend on sliced ones. All workers have the same.
 
-Primitives in `ELEMENTWISE` may take sliced values of one shape and split, together with uniform
-ones. Every other use of a sliced value is refused, and so is a side effect or a collective.
+A primitive in `ELEMENTWISE` may take sliced values of one shape that are split alike, and uniform
+ones. `on_slices` refuses all other uses of sliced values, and effects, which collectives have.
 """
 
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,10 +41,11 @@ CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2 checkpoint closed_
 """Primitives that run the program in their parameters once."""
 RESHAPES = frozenset("broadcast_in_dim reshape squeeze transpose slice rev".split())
 """Primitives that make a uniform value of a uniform operand."""
-JAX = os.path.dirname(jax.__file__)
+JAX = os.path.join(os.path.dirname(jax.__file__), "")
 REMEDIES = {
     "clip_by_global_norm": "Pass max_norm= to dq.optax.sharded in the place of it",
     "apply_if_finite": "Leave it out: steps that are not finite change nothing",
+    "zero_nans": "Leave it out: steps that are not finite change nothing",
     "add_noise": "Its noise depends on the place of a coordinate: use dq.optax.all_reduce",
 }
 REMEDY = (
@@ -54,9 +55,12 @@ REMEDY = (
 
 
 class _Value(NamedTuple):
-    """A value of the program; ``data`` is a slice, a scalar that is uniform, or a whole array.
+    """A value of the program.
 
-    ``spec`` is that of a sliced value, else `None`.
+    Attributes:
+      data: this worker's slice, one entry of a uniform value, or a whole array.
+      spec: how mesh axes split a sliced value, else `None`.
+      uniform: whether all entries are equal.
     """
 
     data: Any
@@ -147,11 +151,8 @@ def _run(closed: Any, args: Sequence[_Value], place: str = "") -> list[_Value]:
     known |= zip(jaxpr.invars, args, strict=True)
 
     def read(atom: Any) -> _Value:
-        return (
-            _value(jnp.asarray(atom.val, atom.aval.dtype))
-            if isinstance(atom, Literal)
-            else known[atom]
-        )
+        dtype = atom.aval.dtype
+        return _value(jnp.asarray(atom.val, dtype)) if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
@@ -163,8 +164,7 @@ def _run(closed: Any, args: Sequence[_Value], place: str = "") -> list[_Value]:
 def _results(equation: JaxprEqn, operands: list[_Value], place: str) -> list[_Value]:
     """The results of one equation."""
     name, params = equation.primitive.name, equation.params
-    shapes = [x.aval.shape for x in equation.invars]
-    made = [x.aval.shape for x in equation.outvars]
+    shapes, made = _shapes(equation.invars), _shapes(equation.outvars)
     if name in CALLS:
         return _run(inner_jaxprs(equation)[0], operands, place)
     if name == "cond":  # all branches run, and the index chooses among their results
@@ -196,25 +196,24 @@ def _elementwise(
 ) -> _Value:
     """The result of an elementwise function for operands of these whole shapes."""
     pairs = list(zip(operands, shapes, strict=True))
-    kinds = {(x.spec, shape) for x, shape in pairs if not x.uniform}
+    kinds = dict.fromkeys((shape, x.spec) for x, shape in pairs if not x.uniform)
     like = next((x for x in operands if x.spec is not None), None)
-    if like is not None and len(kinds) > 1:
-        raise _refusal(
-            name, place, f"of arrays {[*(s for _, s in kinds)]} that are split otherwise"
-        )
-    uniform = not kinds
-    if like is not None:
-        shapes = [like.data.shape for _ in shapes]
-    data = [x.data if uniform else x.full(shape) for x, shape in zip(operands, shapes, strict=True)]
+    if like is None:
+        data = [x.full(shape) if kinds else x.data for x, shape in pairs]
+    elif len(kinds) == 1:
+        data = [x.full(like.data.shape) for x in operands]
+    else:
+        both = " and ".join(f"{shape} by {spec or P()}" for shape, spec in kinds)
+        raise _refusal(name, place, f"of arrays that are split differently, {both}")
     axes = frozenset().union(*map(varying_axes, data))
-    made = function(*(_varying(x, axes) for x in data))
-    return _Value(made, None if like is None else like.spec, uniform)
+    for i, x in enumerate(data):  # JAX's primitives take operands that vary over the same axes
+        if missing := tuple(sorted(axes - varying_axes(x))):
+            data[i] = lax.pcast(x, missing, to="varying")
+    return _Value(function(*data), None if like is None else like.spec, uniform=not kinds)
 
 
-def _varying(x: Array, axes: Collection[str]) -> Array:
-    """``x``, cast to varying over the axes over which it does not yet."""
-    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [atom.aval.shape for atom in atoms]
 
 
 def _refusal(name: str, place: str, what: str) -> ValueError:
@@ -227,7 +226,7 @@ def _place(equation: JaxprEqn) -> str:
     traceback = equation.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     own = [frame for frame in frames if not frame.file_name.startswith(JAX)]
-    updates = (f.function_name for f in own if ".<locals>.update" in f.function_name)
-    names = [name.split(".")[0] for name in updates][:1]
+    roots = (f.function_name.partition(".<locals>.update") for f in own)
+    names = [root for root, found, _ in roots if found and root != "with_extra_args_support"][:1]
     lines = [f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in own][:1]
-    return f" ({', '.join(names + lines)})" if own else ""
+    return f" ({', '.join(names + lines)})" if lines else ""

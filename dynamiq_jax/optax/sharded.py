@@ -83,9 +83,11 @@ def sharded(
     specs: Any = None,
     check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Goes around an optimizer: every worker runs it for its slices of the parameters (ZeRO-1).
+    """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
-    It stands in the place of `all_reduce` and the optimizer after it. ``update`` takes every
+    A clip by norm before it would clip every worker's gradients by this worker's own norm, without
+    an error. Every worker runs the optimizer for its slices of the parameters. The transformation
+    stands in the place of `all_reduce` and the optimizer after it. ``update`` takes every
     worker's own gradients and the parameters. It scatters the gradients' mean, updates the masters
     of this worker's slices, gathers differences of parameters, and returns updates for
     `optax.apply_updates`, with the same bits on all workers. After the first update nothing else
@@ -112,8 +114,9 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. It sees f32 slices of the parameters, and must
-        not look at their sizes: pass its ``mask`` as a tree.
+        `optax.adamw`, `optax.lion` or `optax.sgd`. ``init`` traces its program for whole parameters
+        in f32; updates run the elementwise operations of it on slices. Extra arguments of
+        ``update``, such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
@@ -128,8 +131,8 @@ def sharded(
 
     Raises:
       ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
-        mixes coordinates or looks at sizes, a method has memory, gradients are unreduced over other
-        axes, or the call is outside of maps on a mesh that is not Explicit.
+        mixes coordinates or depends on their place, a method has memory, gradients are unreduced
+        over other axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request, moves_by = as_compression(method), as_compression(differences)
