@@ -14,6 +14,8 @@ from cases import daily
 
 import dynamiq_jax as dq
 
+pytestmark = pytest.mark.usefixtures("padding_counts")
+
 ROOT = Path(__file__).parent.parent
 
 

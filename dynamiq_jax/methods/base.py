@@ -4,6 +4,7 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
@@ -126,6 +127,14 @@ class Method(Options, ABC):
     def keeps_gradients(self) -> bool:
         """Whether the state remembers gradients, so that `ErrorFeedback` would do so twice."""
         return False
+
+    @property
+    def most_bits(self) -> float:
+        """Wire bits per coordinate from which on a bucket is summed exactly.
+
+        Methods that pad small buckets have such a limit.
+        """
+        return math.inf
 
     @property
     def scale_axis(self) -> ScaleAxis:

@@ -162,6 +162,11 @@ class ErrorFeedback(Method):
         return self.method.native_by_default
 
     @property
+    def most_bits(self) -> float:
+        """As the method has it."""
+        return self.method.most_bits
+
+    @property
     def scale_axis(self) -> ScaleAxis:
         """As the method has it."""
         return self.method.scale_axis

@@ -62,7 +62,8 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     Attributes:
       bits: average bits on the wire per coordinate, all metadata included (b-bar of the paper).
-        Padding of small buckets may add up to 1/16, see `explain`.
+        Padding adds to those of small buckets, see `explain`; a bucket that it would bring to the
+        16 bits of bf16 (or to ``bits``, if more) is summed exactly.
       widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
         16 sends bf16. Default: the floors and some above them; without a floor the even
         ones from 2 to 14.
@@ -161,6 +162,11 @@ class DynamiQ(HopMethod, ShardedMethod):
     def scale_axis(self) -> ScaleAxis:
         """See `Format`."""
         return self.format.scale_axis
+
+    @property
+    def most_bits(self) -> float:
+        """Those of bf16, or ``bits`` where these are more; padding of small buckets takes them."""
+        return max(16.0, self.bits)
 
     @property
     def _levels(self) -> Levels:
