@@ -22,7 +22,7 @@ The output of host 0 is printed, and all outputs land in ``--logs``. If a host f
 
 It takes root, iproute2 and util-linux. Where iproute2 is not installed, ``PATH`` and
 ``LD_LIBRARY_PATH`` may lead to an unpacked one. Delay and loss come from netem; kernels without it
-pass packets through a process, which carries about 2 Gb/s.
+pass packets through a process, which carries one to three Gb/s.
 """
 
 import contextlib
@@ -147,6 +147,7 @@ class Hosts:
         self.names = [f"{run}-{i}" for i in range(n)]
         self.switch = f"{run}-switch"
         self.coordinator = f"{self.address(0)}:{PORT}"
+        self._passes_packets: subprocess.Popen[bytes] | None = None
 
     def address(self, i: int) -> str:
         """The IPv4 address of a host."""
@@ -231,8 +232,14 @@ class Hosts:
             start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
+        self._passes_packets = process
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError("the process between the hosts did not start")
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if the hosts are not connected any more."""
+        if self._passes_packets and self._passes_packets.poll() is not None:
+            raise RuntimeError("the process that passes packets between the hosts has ended")
 
     def environment(self, i: int) -> dict[str, str]:
         """The variables of host i."""
@@ -355,7 +362,10 @@ def pass_packets(delay: str, loss: str, *ports: str) -> None:
     while True:
         pause = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
         for source in select.select(sockets, [], [], pause)[0]:
-            frame = source.recv(1 << 17)
+            try:
+                frame = source.recv(1 << 17)
+            except OSError:  # the link was cut
+                continue
             ports_of[frame[16:22]] = source
             if draw() < lost:
                 continue
@@ -381,6 +391,7 @@ def run(hosts: Hosts, command: list[str], logs: Path) -> list[int | None]:
     deadline = None
     with files[0].open() as said:
         while True:
+            hosts.check()
             statuses = [process.poll() for process in processes]
             print(said.read(), end="", flush=True)
             if None not in statuses or (deadline and time.monotonic() > deadline):
