@@ -261,7 +261,10 @@ class Hosts:
             env |= {"NCCL_HOSTID": f"host{i}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": NIC}
             env.setdefault("NCCL_SOCKET_NTHREADS", "4")
             env.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
+            # Processes that tune kernels apart compile programs whose collectives differ in order:
+            # NCCL then ends with "message truncated", or hangs. So one compiles for all, and alone.
             flags.append("--xla_gpu_shard_autotuning=false")
+            env.setdefault("JAX_SHARE_BINARY_BETWEEN_HOSTS", "1")
         env["XLA_FLAGS"] = " ".join(flags).strip()
         return env
 
