@@ -123,6 +123,19 @@ def test_losses_and_gradients_are_those_of_the_global_loss(name):
     assert_close(f(params, batch), plain(LOSSES[name]))
 
 
+def test_an_unused_scalar_beside_a_slice():
+    """With JAX 0.12 the scalar's gradient of 0 has been the constant that a slice pads with."""
+    params, batch = placed()
+    params = {name: params[name] for name in ("up", "scale")}
+
+    def sliced(params, batch):
+        return jnp.mean(jnp.square((batch["x"] @ params["up"])[:, :8]))
+
+    found = jax.jit(dq.value_and_grad(sliced, axis_name="data", method=small(dq.F32())))
+    expected = jax.jit(jax.value_and_grad(sliced))(*jax.device_get((params, batch)))
+    assert_close(found(params, batch), expected)
+
+
 def test_jit_and_a_mesh_around_are_not_needed():
     params, batch = placed()
     f = dq.value_and_grad(masked, axis_name="data", method=F32)

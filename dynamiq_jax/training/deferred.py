@@ -180,10 +180,17 @@ class Deferred(NamedTuple):
     def _differentiate(
         self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
     ) -> tuple[Any, list[Array]]:
-        """The value, and the gradient of every held leaf."""
+        """The value, and the gradient of every held leaf.
+
+        Scalars are differentiated as vectors of one entry. The gradient of a scalar that the loss
+        does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
+        what a slice's derivative is padded with: from JAX 0.12 on it refuses that pad.
+        """
+        shapes = [x.shape for x in held]
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
-            found = loss(treedef.unflatten(held))
+            own = zip(held, shapes, strict=True)
+            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own))
             value, aux = found if self.has_aux else (found, None)
             value = jnp.asarray(value)
             if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -196,9 +203,11 @@ class Deferred(NamedTuple):
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         with constraints_without(self.axis.names):
-            value, back, aux = jax.vjp(loss_of, held, has_aux=True)
+            lines = [x if x.shape else x[None] for x in held]
+            value, back, aux = jax.vjp(loss_of, lines, has_aux=True)
             with traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
+            grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)]
         return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:
