@@ -205,6 +205,13 @@ class TellsLosses(Method):
 
     __slots__ = ()
 
+    def lost(self, n_workers: int, topology: Topology | None) -> float | None:
+        """About the energy of all losses over that of what workers send (unitless).
+
+        It is that of the blocks that lose most; `None` if the method does not know.
+        """
+        return None
+
 
 class ShardedMethod(Method):
     """A method that can also do the halves of an all-reduce."""

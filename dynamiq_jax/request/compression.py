@@ -75,7 +75,8 @@ class Compression(Options):
       min_bucket_size: buckets of fewer coordinates are, too. Default: 65536, and for `DynamiQ` at
         least 16 tiles of 8 super-groups for each worker, since padding would take the bits of
         less; 0 with ``min_bucket_bytes=0``.
-      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size.
+      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size, but
+        for those that padding brings to the 16 bits per coordinate of bf16, see `DynamiQ`.
         Default: for `DynamiQ` on GPUs that NVLink connects all to all what
         `dynamiq_jax.methods.dynamiq.crossover` measured, as native psum is faster below that
         (unless ``min_bucket_size`` is given); no limit elsewhere.

@@ -49,6 +49,9 @@ class Allocation(NamedTuple):
     relative_error: float
     """About the |error|² / |sum|² of super-groups that have the floors' widths, see
     `DynamiQ.relative_error`."""
+    lost: float
+    """The squared errors of all encodings at the floors' widths, added up, over the energy of what
+    the workers send: unlike `relative_error` as if no errors cancelled."""
 
 
 class Upgrade(NamedTuple):
@@ -128,7 +131,8 @@ def allocate(
         within = (_widest_within(every, bits + offset) for offset in offsets)
         held = tuple(map(max, floors, within))
     error = sum(s.error * distortion(every, w) for s, w in zip(stages, floors, strict=True))
-    return Allocation(every, floors, held, offsets, error)
+    last = stages[-1].error * distortion(every, floors[-1])  # the only one that is not halved
+    return Allocation(every, floors, held, offsets, error, 2 * error - last)
 
 
 def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float, ...]:

@@ -230,6 +230,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error
 
+    def lost(self, n_workers: int, topology: Topology | None) -> float | None:
+        """See `TellsLosses`; without a floor, widths follow what is lost."""
+        assert topology is not None
+        return None if self.floor is None else self.allocation(n_workers, topology).lost
+
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
