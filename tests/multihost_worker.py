@@ -247,7 +247,7 @@ def by_sharded_updates(mesh):
     maps = {"mesh": mesh, "in_specs": (*specs, P(AXES)), "out_specs": specs, "check_vma": False}
     step = jax.jit(jax.shard_map(step, **maps))
     for _ in range(2):
-        params, state = step(params, state, x)
+        params, state = jax.block_until_ready(step(params, state, x))
     return params
 
 
