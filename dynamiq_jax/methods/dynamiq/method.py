@@ -322,7 +322,7 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
-        return shared_plan(message, seed, bound.layout, bound.n_slots)
+        return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
 
     def codec(
         self,
