@@ -43,12 +43,7 @@ errors: $(VENV)/.installed-dev
 	  -k "errors or refus or bad_fields or agreement or axis_size" tests
 
 figures: $(VENV)/.installed-dev
-	$(VENV)/bin/python benchmarks/evidence/plot_speedups.py
-	$(VENV)/bin/python benchmarks/evidence/training_report.py
-	$(VENV)/bin/python benchmarks/evidence/comparison.py --write
-	$(VENV)/bin/python benchmarks/evidence/time_to_accuracy.py --tolerance 0.5 \
-	  --losses benchmarks/evidence/results/time_to_accuracy_losses.json \
-	  --step-times benchmarks/evidence/results/step_time.json --plot docs/time-to-accuracy.png
+	$(VENV)/bin/python benchmarks/evidence/pages.py
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

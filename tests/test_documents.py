@@ -59,17 +59,6 @@ def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
     assert " | ".join(cells) in lines
 
 
-def test_the_picture_has_a_bar_for_every_time(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "evidence")
-    import plot_speedups
-
-    (axes,) = plot_speedups.draw(SPEEDUPS).axes
-    shown = sorted(text.get_text() for text in axes.texts)
-    times = [(row["psum_us"], us) for row in SPEEDUPS["rows"] for us in row["bits_us"].values()]
-    assert shown == sorted(f"{psum / us:.2f}" for psum, us in times)
-    assert len(axes.patches) == len(times)
-
-
 def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text()
     names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
