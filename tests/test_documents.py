@@ -2,11 +2,8 @@
 
 import inspect
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,26 +78,6 @@ def test_examples_in_the_reference_are_markdown():
     """A line of reStructuredText that announces an example would show its colons."""
     for name in dq.__all__:
         assert not re.search("::$", inspect.getdoc(getattr(dq, name)), re.MULTILINE), name
-
-
-def test_errors_are_not_written_from_several_processes(tmp_path):
-    """Workers of pytest-xdist would note messages, and the main process write an empty page."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "refusals",
-        "--errors-md",
-        "page.md",
-        "-n",
-        "2",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "leave -n out" in run.stderr
-    assert not (tmp_path / "page.md").exists()
 
 
 def test_the_site_lists_every_page():
