@@ -370,7 +370,7 @@ def test_errors():
     with pytest.raises(ValueError, match="specs=.* is for Auto axes.*leave it out"):
         dq.value_and_grad(masked, specs=P(), mesh=mesh, **options)
     mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(ValueError, match="reduce=False"):
+    with pytest.raises(ValueError, match="make all axes Explicit, or all Auto"):
         dq.value_and_grad(masked, mesh=mixed, reduce=False, **options)
     sharded = params | {"up": put(params["up"], mesh, "data")}
     with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):

@@ -111,7 +111,7 @@ class Deferred(NamedTuple):
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
-        why = None
+        value, grads, why = None, [], None
         try:
             value, grads = trace(self._held(leaves, placed, chosen, own))
         except Exception as error:

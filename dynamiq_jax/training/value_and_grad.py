@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
-from dynamiq_jax.core.checks import check_axis
+from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_batched
 from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred
 from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
@@ -30,6 +31,7 @@ def value_and_grad(
     method: Compression | Method | ByPath | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
+    op: Op = "mean",
     reduce: bool = True,
     specs: Any = None,
     batch_specs: Any = None,
@@ -47,10 +49,11 @@ def value_and_grad(
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
     worker's examples, and parameters that are whole over the data axes. It returns a mean over
-    these examples; ``weight`` says how much they count. A loss that `jax.lax.psum` or `pmean` has
-    made the same on all workers is that of all examples. Its sharding constraints forget the data
-    axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
-    there as they are in the mesh.
+    these examples; ``weight`` says how much they count. With ``op="sum"`` it returns a sum over
+    them, and loss and gradients are those of the sum over all examples. A loss that `jax.lax.psum`
+    or `pmean` has made the same on all workers is that of all examples. Its sharding constraints
+    forget the data axes. Every worker folds its number into the PRNG keys among the arguments. All
+    other axes are there as they are in the mesh.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
@@ -81,9 +84,12 @@ def value_and_grad(
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
-      reduce: whether gradients are summed. Otherwise large ones come back unreduced, to be added to
-        others by ``+`` (gradient accumulation) and then summed by `psum`, outside of maps. Explicit
-        axes only.
+      op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
+        axes a loss is of all examples, whichever it is.
+      reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
+        Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
+        accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
+        Auto axes every leaf has a leading axis of workers, sharded over the data axes.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
         parameters or a prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit
         axes their types. A program that is being traced does not see how its arguments are sharded
@@ -100,8 +106,9 @@ def value_and_grad(
         aux are then weighted, see `reduce`.
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
-        workers; nobody checks that). Floating-point scalars are means by default, weighted ones
-        with ``weight`` (a number of tokens wants "sum"), and all other leaves need a word.
+        workers; nobody checks that). A dict may leave out keys. Without a word floating-point
+        scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
+        "sum"). All other leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -124,6 +131,11 @@ def value_and_grad(
         data axes; or `jax.vmap` on Explicit axes.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
+    check_choice("op", op, get_args(Op))
+    if op == "sum" and weight is not None:
+        raise ValueError(
+            "op='sum' and weight=: weights are for the mean of means; leave one of them out"
+        )
     options = {"axis": axis, "compression": compression, "has_aux": has_aux, "metrics": metrics}
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
@@ -173,14 +185,10 @@ def value_and_grad(
                 )
             deferred = Deferred(mesh=abstract, reduces=reduce, **options)
             return _in_context(functools.partial(deferred, loss), mesh)
-        if not reduce:
-            raise ValueError(
-                "reduce=False leaves gradients unreduced, a type that only Explicit axes have, "
-                f"and the mesh has {mesh.axis_types}; pass jax.make_mesh(shape, names)"
-            )
         own = for_auto | {"weight": weigh if weight is not None else None}
         suspicious = closes_over_tracers(loss_fn)
-        return mapped_value_and_grad(loss, mesh=mesh, suspicious=suspicious, **own, **options)
+        ways = {"op": op, "reduces": reduce, "suspicious": suspicious}
+        return mapped_value_and_grad(loss, mesh=mesh, **ways, **own, **options)
 
     def reduced(*args, key=None, state=None, **kwargs):
         _check_names(loss_fn, args, key=key, state=state)
