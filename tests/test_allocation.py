@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
-    assign_widths,
     make_plan,
-    octave_end,
     plan_widths,
-    steps_below,
+    upgrades_of,
 )
 from dynamiq_jax.topologies import Stage
-from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
+from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0, 12.0)
@@ -119,8 +118,10 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     level = steps_below(given, octave_end(given))
     words = [fmt.tile_words(w) for w in range(11)]
     for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
-        _, found = assign_widths(level, (tiles * words[floor] + spare,), fmt, (floor,))
-        widths = np.asarray(found[0])
+        budgets = (tiles * words[floor] + spare,)
+        taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,))
+        (found,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+        widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
             assert widths.max() <= floor
             assert np.all(np.diff(widths) <= 0)  # those of least energy do without
