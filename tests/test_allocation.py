@@ -110,15 +110,6 @@ def test_without_a_floor_squared_error_decides():
     assert new.layout(10**6, 8, dq.Direct(balance=0.0)).payload_words == (19284, 19284)
 
 
-def planned_of_equals(layout):
-    """The width of every tile in every stage, where all tiles have equal energy."""
-    level = jnp.zeros((1, layout.chunk_tiles), jnp.int32)
-    budgets = layout.payload_words
-    taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, budgets, layout.floors)
-    found = reference.widened(level, jnp.asarray(taken), upgrades, 1)
-    return [np.asarray(unpack_tiles(tiles)[1]).reshape(-1) for tiles in found]
-
-
 def test_all_tiles_reach_the_floor_before_any_gets_more():
     fmt, tiles, floor = WireFormat(widths=(2, 3, 4, 6, 8, 10)), 40, 4
     energy = np.random.default_rng(0).lognormal(0, 6, tiles).astype(np.float32)
@@ -159,6 +150,14 @@ def test_every_super_group_has_the_floor_at_every_stage(name, bits):
         assert np.asarray(plan_widths(plan, stage)).min() == floor
 
 
+def widths_of(level, layout):
+    """The widths of tiles of these levels of energy in every stage."""
+    told = layout.fmt, layout.chunk_tiles, layout.payload_words, layout.floors
+    taken, upgrades = upgrades_of(*told)
+    stages = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    return [np.asarray(unpack_tiles(tiles[0])[1]) for tiles in stages]
+
+
 def planned_with_padding(full_tiles, bits):
     """Layout and widths; the last tile of each of 8 chunks holds one super-group."""
     rows = 8 * (full_tiles * TILE_ROWS + 1)
@@ -188,8 +187,9 @@ def test_padding_takes_no_width_without_a_floor(bits):
     method = dq.DynamiQ(bits=bits, floor=None, widths=(2, 3, 4, 5, 6))
     layout = method.layout(8 * 256, 8, dq.Direct(balance=0.0))
     even = max(w for w in layout.fmt.widths if layout.fmt.bits_per_coord(w) <= bits - 1 / 16)
-    found = planned_of_equals(layout)
-    assert min(np.min(widths) for widths in found) == even > min(layout.floors)
+    level = jnp.zeros(layout.chunk_tiles, jnp.int32)
+    found = widths_of(level, layout)
+    assert np.asarray(found).min() == even > min(layout.floors)
 
 
 @pytest.mark.parametrize("name", daily(NAMED, ["direct"]))
@@ -387,8 +387,10 @@ def test_what_is_said_of_errors_holds_at_any_size(size, n, bits, name, collectiv
 @pytest.mark.parametrize("size", [2048, 40_960, 300_000])
 def test_widths_of_equal_tiles_are_those_of_the_plan(size):
     layout = dq.DynamiQ(bits=4.3).layout(size, 4, dq.Direct())
-    found = planned_of_equals(layout)
-    for words, floor, widths in zip(layout.payload_words, layout.floors, found, strict=True):
+    level = jnp.zeros(layout.chunk_tiles, jnp.int32)
+    found = widths_of(level, layout)
+    pairs = zip(layout.payload_words, layout.floors, np.asarray(found), strict=True)
+    for words, floor, widths in pairs:
         counts = dict(widths_of_equal_tiles(words, layout.chunk_tiles, layout.fmt, floor))
         assert {w: c for w, c in counts.items() if c} == collections.Counter(widths.tolist())
 
