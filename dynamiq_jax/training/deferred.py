@@ -19,7 +19,12 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
-from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
+from dynamiq_jax.collectives.unreduced import (
+    large_leaves,
+    reduce_unreduced,
+    resharded,
+    unreduced_axes,
+)
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import equations, traced_for
 from dynamiq_jax.core.constraints import constraints_without
@@ -72,6 +77,32 @@ class Deferred(NamedTuple):
           The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
           their place with metrics or a state.
         """
+        call = functools.partial(self._call, loss, key=key, state=state)
+        if 1 not in self.mesh.axis_sizes:
+            return call(params, data)
+        # Types name axes of size 1, too: those of the arrays, of the loss and of ours may differ.
+        with contextlib.suppress(Exception):
+            return call(params, data, strict=True)
+        specs = jax.tree.map(_spec, params)
+        with contextlib.suppress(Exception), jax.remove_size_one_mesh_axis_from_type(True):
+            value, found = call(*jax.tree.map(self._without_ones, (params, data)))
+            with jax.remove_size_one_mesh_axis_from_type(False):
+                if isinstance(found, Reduced):
+                    return value, found._replace(tree=self._typed(found.tree, specs))
+                return value, self._typed(found, specs)
+        return call(params, data)  # the loss may close over arrays of the other types
+
+    def _call(
+        self,
+        loss: Callable[[Any, Any], Any],
+        params: Any,
+        data: Any,
+        *,
+        key: Array | None,
+        state: State | None,
+        strict: bool = False,
+    ) -> tuple[Any, Any]:
+        """See `__call__`; ``strict`` refuses losses that do not take all large leaves deferred."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         own = self._own(loss, params, data)
@@ -79,12 +110,15 @@ class Deferred(NamedTuple):
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
+        value, grads, why = None, [], None
         try:
             value, grads = trace(self._held(leaves, placed, chosen, own))
         except Exception as error:
-            if not chosen:
+            if strict or not chosen:
                 raise
-            chosen = self._deferrable(params, data, placed, chosen, own, trace, error)
+            why = error
+        if why is not None:  # outside of the handler: the loss may raise the same again
+            chosen = self._deferrable(params, data, placed, chosen, own, trace, why)
             value, grads = trace(self._held(leaves, placed, chosen, own))
         grads = treedef.unflatten(grads)
         if not self.reduces:
@@ -146,10 +180,17 @@ class Deferred(NamedTuple):
     def _differentiate(
         self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
     ) -> tuple[Any, list[Array]]:
-        """The value, and the gradient of every held leaf."""
+        """The value, and the gradient of every held leaf.
+
+        Scalars are differentiated as vectors of one entry. The gradient of a scalar that the loss
+        does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
+        what a slice's derivative is padded with: from JAX 0.12 on it refuses that pad.
+        """
+        shapes = [x.shape for x in held]
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
-            found = loss(treedef.unflatten(held))
+            own = zip(held, shapes, strict=True)
+            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own))
             value, aux = found if self.has_aux else (found, None)
             value = jnp.asarray(value)
             if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -162,9 +203,11 @@ class Deferred(NamedTuple):
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         with constraints_without(self.axis.names):
-            value, back, aux = jax.vjp(loss_of, held, has_aux=True)
+            lines = [x if x.shape else x[None] for x in held]
+            value, back, aux = jax.vjp(loss_of, lines, has_aux=True)
             with traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
+            grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)]
         return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:
@@ -237,7 +280,9 @@ class Deferred(NamedTuple):
         kept = [leaf for leaf in described if leaf.index not in found]
         native = sum(leaf.nbytes for leaf in kept)
         if native > sum(leaf.nbytes for leaf in described) / 10:
-            names = ", ".join(leaf.path for leaf in kept[:8]) + (", …" if len(kept) > 8 else "")
+            names = ", ".join(leaf.path or leaf.name for leaf in kept[:8]) + (
+                ", …" if len(kept) > 8 else ""
+            )
             warnings.warn(
                 f"{len(kept)} leaves of {native:,} bytes are summed by JAX, uncompressed: {names}. "
                 f"The loss uses them in ways for which JAX has no rule if they are reduced over "
@@ -256,7 +301,8 @@ class Deferred(NamedTuple):
             sharded over more axes.
         """
         own = {*self.axis.names}
-        arrays = [_spec(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        several = [name for name, size in self.mesh.shape.items() if size > 1]
+        arrays = [only(_spec(x), several) for x in jax.tree.leaves(data) if jnp.ndim(x)]
         leading = [names_of(spec[0]) for spec in arrays]
         more = [names for names in leading if own < {*names}]
         if more:
@@ -280,6 +326,21 @@ class Deferred(NamedTuple):
         specs = jax.tree.structure(grads).unflatten(placed)
         options = {"key": key, "state": state, "metrics": self.metrics, "specs": specs}
         return reduce_unreduced(grads, self.axis, self.compression, **options)
+
+    def _without_ones(self, x: Any) -> Any:
+        """``x``, whose type names no axis of size 1."""
+        several = [name for name, size in self.mesh.shape.items() if size > 1]
+        if not isinstance(x, Array) or axes_of(_spec(x)) <= {*several}:
+            return x
+        return resharded(x, self.mesh, only(_spec(x), several))
+
+    def _typed(self, grads: Any, specs: Any) -> Any:
+        """Gradients that name the axes which the specs name; unreduced ones stay as they are."""
+
+        def typed(x: Any, spec: P) -> Any:
+            return x if unreduced_axes(x) else resharded(x, self.mesh, P(*spec.partitions))
+
+        return jax.tree.map(typed, grads, specs)
 
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
