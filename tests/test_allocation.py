@@ -150,6 +150,14 @@ def test_every_super_group_has_the_floor_at_every_stage(name, bits):
         assert np.asarray(plan_widths(plan, stage)).min() == floor
 
 
+def widths_of(level, layout):
+    """The widths of tiles of these levels of energy in every stage."""
+    told = layout.fmt, layout.chunk_tiles, layout.payload_words, layout.floors
+    taken, upgrades = upgrades_of(*told)
+    stages = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    return [np.asarray(unpack_tiles(tiles[0])[1]) for tiles in stages]
+
+
 def planned_with_padding(full_tiles, bits):
     """Layout and widths; the last tile of each of 8 chunks holds one super-group."""
     rows = 8 * (full_tiles * TILE_ROWS + 1)
@@ -180,7 +188,7 @@ def test_padding_takes_no_width_without_a_floor(bits):
     layout = method.layout(8 * 256, 8, dq.Direct(balance=0.0))
     even = max(w for w in layout.fmt.widths if layout.fmt.bits_per_coord(w) <= bits - 1 / 16)
     level = jnp.zeros(layout.chunk_tiles, jnp.int32)
-    _, found = assign_widths(level, layout.payload_words, layout.fmt, layout.floors)
+    found = widths_of(level, layout)
     assert np.asarray(found).min() == even > min(layout.floors)
 
 
@@ -380,7 +388,7 @@ def test_what_is_said_of_errors_holds_at_any_size(size, n, bits, name, collectiv
 def test_widths_of_equal_tiles_are_those_of_the_plan(size):
     layout = dq.DynamiQ(bits=4.3).layout(size, 4, dq.Direct())
     level = jnp.zeros(layout.chunk_tiles, jnp.int32)
-    _, found = assign_widths(level, layout.payload_words, layout.fmt, layout.floors)
+    found = widths_of(level, layout)
     pairs = zip(layout.payload_words, layout.floors, np.asarray(found), strict=True)
     for words, floor, widths in pairs:
         counts = dict(widths_of_equal_tiles(words, layout.chunk_tiles, layout.fmt, floor))

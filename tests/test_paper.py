@@ -182,7 +182,8 @@ def test_errors_and_widths_are_the_papers(kind, bits):
     error = relative_error(found[0], exact)
     shares = np.asarray(metrics.widths[0])[[2, 4, 8]]
     assert shares.sum() == 1 and metrics.bits_per_coord[0] <= bits
-    for documented, low, high, most in ((True, 0.93, 1.07, 0), (False, 0.5, 1.25, 0.25)):
+    same = 0 if bits == 5 else 0.25  # two of eight tiles may take 4 and 4 bits for 2 and 8
+    for documented, low, high, most in ((True, 0.93, 1.07, same), (False, 0.5, 1.25, 0.25)):
         estimate, width = paper_psum(x, bits, np.random.default_rng(7), documented)
         if documented or bits == 5:
             assert low < error / relative_error(estimate, exact) < high
