@@ -29,7 +29,7 @@ from dynamiq_jax.tree.placement import axes_of
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
-    "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh "
+    "cbrt ceil clamp clz complex conj convert_element_type copy cos cosh "
     "digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
     "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg "
     "nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_"
@@ -170,20 +170,20 @@ def _results(equation: JaxprEqn, operands: list[_Value], place: str) -> list[_Va
     if name == "cond":  # all branches run, and the index chooses among their results
         index, *given = operands
         ways = zip(*(_run(branch, given, place) for branch in params["branches"]), strict=True)
-        pairs = zip(ways, made, strict=True)
         choose = functools.partial(_elementwise, lax.select_n, name, place)
+        pairs = zip(ways, made, strict=True)
         return [choose([index, *xs], [(), *(shape for _ in xs)]) for xs, shape in pairs]
     if equation.effects:
         raise _refusal(name, place, "with an effect beside its results")
     if name in RESHAPES and all(x.uniform for x in operands):
         return operands[:1]
-    if name in ELEMENTWISE and {*made} <= {*shapes}:
+    if name in ELEMENTWISE:
         bind = functools.partial(equation.primitive.bind, **params)
         return [_elementwise(bind, name, place, operands, shapes)]
     pairs = list(zip(operands, shapes, strict=True))
     for x, shape in pairs:
         if x.spec is not None:
-            raise _refusal(name, place, f"of an array {shape}")
+            raise _refusal(name, place, f"of an array {shape} that is split by {x.spec}")
     return [_value(x) for x in evaluate(equation, *(x.full(shape) for x, shape in pairs))]
 
 

@@ -102,7 +102,7 @@ class Route:
         return self._of_slices(method.sharded_wire_bits(part, self.n_workers, topology), part)
 
     def gathered_bits(self, bucket: Bucket) -> float:
-        """Those of a bucket of one worker's shards that is all-gathered."""
+        """Wire bits per coordinate of a bucket of shards that is all-gathered; bf16 takes 16."""
         method, _ = self.halves()
         bits = method.sharded_wire_bits(bucket.size, self.n_workers, None)
         return self._of_slices(bits, bucket.size)

@@ -9,7 +9,7 @@ itself stays a function of global arrays.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import BACKWARD, watched
+from dynamiq_jax.training.gathered import BACKWARD, gathered_inputs, watched
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -105,8 +105,9 @@ class Deferred(NamedTuple):
         """See `__call__`; ``strict`` refuses losses that do not take all large leaves deferred."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        own = self._own(loss, params, data)
-        chosen = large_leaves(params, placed, self.mesh, self.axis, self.compression) - own
+        large = large_leaves(params, placed, self.mesh, self.axis, self.compression)
+        own = self._own(loss, params, data, large)
+        chosen = large - own
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
@@ -126,33 +127,49 @@ class Deferred(NamedTuple):
         found = self._reduce(grads, placed, key, state)
         return value, found if self.metrics or state is not None else found.tree
 
-    def _own(self, loss: Callable[[Any, Any], Any], params: Any, data: Any) -> set[int]:
+    def _own(
+        self, loss: Callable[[Any, Any], Any], params: Any, data: Any, large: set[int]
+    ) -> set[int]:
         """The sharded leaves that stay so: all, if the loss is one of shards; else none.
 
         It is if it calls `reduce_in_backward`. It is, too, if it traces with shards, and does not
         trace with whole leaves or hands other operands to a `jax.shard_map` then: such a map
-        takes the shards, as those of experts, as they are.
+        takes the shards, as those of experts, as they are. A loss that calls `reduce_in_backward`
+        for some leaves is warned of ``large`` others: JAX sums the gradients of these.
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
 
-        def operands(own: Collection[int]) -> list[Any] | None:
-            """Types of the operands of the loss's maps; `None` if it does not trace."""
+        def program(own: Collection[int]) -> Any:
+            """That of the loss; `None` if it does not trace."""
 
-            def run() -> Any:
+            def run(leaves: list[Array]) -> Any:
                 return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
 
             with contextlib.suppress(Exception):
-                return list(_of_maps(jax.make_jaxpr(run)()))
+                return jax.make_jaxpr(run)(leaves)
             return None
 
         if not sharded:
             return sharded
         with watched() as calls, constraints_without(self.axis.names):
-            found = operands(sharded)
-            stay = calls or (found is not None and found != operands(()))
-        return sharded if stay else set()
+            found = program(sharded)
+            if not calls:
+                whole = None if found is None else program(())
+                stay = found is not None and _of_maps(found) != _of_maps(whole)
+                return sharded if stay else set()
+        if found is not None:
+            others = (sharded & large) - gathered_inputs(found)
+            names = [leaf.path for leaf in describe_leaves(params) if leaf.index in others]
+            if names:
+                warnings.warn(
+                    f"{len(names)} sharded parameters do not pass dq.reduce_in_backward, and JAX "
+                    f"sums their gradients, uncompressed: {', '.join(names[:8])}. Call it for "
+                    "these, too, or exclude them by Compression(exclude=...)",
+                    stacklevel=5,
+                )
+        return sharded
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
@@ -351,11 +368,12 @@ class Deferred(NamedTuple):
         return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
-def _of_maps(jaxpr: Any) -> Iterator[Any]:
-    """Types of the operands of every `jax.shard_map` in a program."""
-    for equation in equations(jaxpr):
-        if equation.primitive.name == "shard_map":
-            yield from (x.aval for x in equation.invars)
+def _of_maps(jaxpr: Any) -> list[Any] | None:
+    """Types of the operands of every `jax.shard_map` in a program, if there is one."""
+    if jaxpr is None:
+        return None
+    maps = (own for own in equations(jaxpr) if own.primitive.name == "shard_map")
+    return [x.aval for own in maps for x in own.invars]
 
 
 def _spec(x: Any) -> P:

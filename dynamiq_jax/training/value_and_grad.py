@@ -65,7 +65,8 @@ def value_and_grad(
     axes that are not data axes). A warning has the bytes where they exceed 1 GiB. The remedy is
     `reduce_in_backward` in the layers, which gathers one layer at a time, compressed. On Explicit
     axes it stands in the loss that this function takes: sharded parameters of a loss that calls it
-    stay sharded. On Auto axes it stands under `jax.shard_map`, in the place of this function.
+    stay sharded, and a warning names large ones that do not pass it. On Auto axes it stands under
+    `jax.shard_map`, in the place of this function.
 
     **Experts**, sharded over the data axes of an Explicit mesh, stay sharded if a `jax.shard_map`
     in the loss takes them so; with them stay all other sharded parameters. `all_to_all` moves

@@ -165,7 +165,7 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     @property
     def most_bits(self) -> float:
-        """Those of bf16, or ``bits`` where these are more; padding of small buckets takes them."""
+        """See `Method`: bf16's 16, or ``bits`` where these are more."""
         return max(16.0, self.bits)
 
     @property
