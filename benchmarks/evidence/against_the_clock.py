@@ -1,8 +1,8 @@
-r"""Whole trainings against the clock: loss by seconds, by how gradients are averaged.
+r"""Whole trainings against the clock: loss by seconds, by way to train.
 
     python benchmarks/evidence/against_the_clock.py --model 1b --attention cudnn --steps 400
     NCCL_P2P_DISABLE=1 python benchmarks/evidence/against_the_clock.py \
-        --methods bf16-psum,dynamiq:5,mxfp8
+        --ways bf16-psum,dp:5,dp:mxfp8
 
 The step of `step_time.py`, on text instead of random tokens: every method starts from the same
 parameters and sees the same batches. Seconds are those of the host from the first step, which is
@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,6 +38,7 @@ from dynamiq_jax.commands.bench.timing import compile_together
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import step_time
+import ways
 from llm_data import Corpus, load_corpus, train_batch, validation_batches  # found by step_time
 
 
@@ -101,13 +103,12 @@ def time_to(training: Training, target: float, window: int) -> float | None:
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(step_time.CONFIGS)}.")] = "350m",
-    methods: Annotated[
-        str, typer.Option(help="As for step_time.py; the first one sets the target.")
-    ] = ("bf16-psum,dynamiq:5"),
+    chosen: Annotated[
+        str, typer.Option("--ways", help="As for step_time.py; the first one sets the target.")
+    ] = "bf16-psum,dp:5",
     topology: Annotated[str, typer.Option(help="direct, ring, butterfly.")] = "direct",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
-    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
     steps: Annotated[int, typer.Option(min=2, help="Of every training.")] = 400,
     learning_rate: Annotated[float | None, typer.Option(help="Peak; default: the model's.")] = None,
     window: Annotated[int, typer.Option(min=1, help="Steps whose losses are averaged.")] = 25,
@@ -127,44 +128,40 @@ def main(
             f"--window {window} is more than --steps {steps}; pass at most that"
         )
     kept = step_time.kept_runs(json_file)
-    config = dataclasses.replace(step_time.CONFIGS[model], remat=False, attention=attention)
+    config = dataclasses.replace(step_time.CONFIGS[model], attention=attention)
     mesh = make_mesh(jax.devices(), 1)
-    chosen = contenders.parts(methods)
+    texts = contenders.parts(chosen)
     try:
-        run = step_time.Run(
-            model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
-            batch=batch, samples=1, steps=steps, staged=True, scanned=scanned, lag=1,
-            bucket_bytes=None, profiles=None,
+        training = step_time.make_training(
+            model, mesh, make_model=partial(ways.llama, config), steps=steps,
+            learning_rate=learning_rate, topology=contenders.parse_topology(topology),
         )  # fmt: skip
-        ways = {text: step_time.parse_way(text, run) for text in chosen}
+        made = {text: ways.make_way(text, training) for text in texts}
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
+        raise typer.BadParameter(str(error), param_hint="--ways, --topology") from error
     console = Console(stderr=True)
-    recipe = step_time.RECIPES[model]._replace(steps=steps)
-    recipe = recipe._replace(learning_rate=learning_rate or recipe.learning_rate)
-    optimizer = step_time.make_optimizer(recipe)
-    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-    stages = step_time.make_stages(config, scanned)
-    init = jax.jit(optimizer.init, out_shardings=whole)
-
-    def fresh() -> tuple[Any, Any]:
-        params = stages.split(step_time.random_params(config, whole, seed))
-        return params, init(params)
-
     corpus = load_corpus(config.vocab_size)
-    texts = Texts(corpus, mesh.size * batch, config.seq_len + 1, seed, own)
-    state, tokens = fresh(), texts.train(0)
-    lowered = [
-        step_time.make_step(optimizer, mesh, way).lower(state, tokens) for way in ways.values()
-    ]
+
+    def fresh(way: ways.Way) -> Any:
+        whole = NamedSharding(way.mesh, P())
+        return way.init(step_time.random_params(way.model.shapes, whole, seed))
+
+    def batches(way: ways.Way) -> Texts:
+        own = NamedSharding(way.mesh, P(way.mesh.axis_names))
+        return Texts(corpus, mesh.size * batch, config.seq_len + 1, seed, own)
+
+    lowered = [ways.lower(way, way.like, batches(way).train(0)) for way in made.values()]
     programs = compile_together(lowered, console.log)
-    evaluate = jax.jit(stages.loss)
     found: list[Training] = []
-    for text, program in zip(chosen, programs, strict=True):
-        state, _ = program(fresh(), tokens)  # links are set up at the first call
-        del state
-        (params, _), seconds, losses = train(program, fresh(), texts, steps)
-        alone = [float(evaluate(params, tokens)) for tokens in texts.validation(4)]
+    for (text, way), program in zip(made.items(), programs, strict=True):
+        data = batches(way)
+        with jax.set_mesh(way.mesh):
+            state, _ = program(fresh(way), data.train(0))  # links are set up at the first call
+            del state
+            state, seconds, losses = train(program, fresh(way), data, steps)
+            params, evaluate = way.read(state)[0], jax.jit(way.model.loss)
+            alone = [float(evaluate(params, tokens)) for tokens in data.validation(4)]
+        del state, params
         found.append(
             Training(
                 method=text, seconds=seconds, losses=losses, validation_loss=float(np.mean(alone))
@@ -180,8 +177,8 @@ def main(
     )
     if json_file:
         about = tables.surroundings(jax.devices())
-        options = run.options | {"learning_rate": recipe.learning_rate, "seed": seed}
-        options |= {"window": window, "tolerance": tolerance, "title": title}
+        options = {"model": model, "attention": attention, "learning_rate": learning_rate}
+        options |= {"seed": seed, "window": window, "tolerance": tolerance, "title": title}
         rows = [dataclasses.asdict(t) for t in found]
         new = {"about": about, "options": options, "rows": rows}
         json_file.write_text(json.dumps({"runs": [*kept, new]}) + "\n")
