@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import assert_same_bits, auto_mesh, daily
+from cases import CHEAP, assert_same_bits, auto_mesh, daily
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -195,9 +195,81 @@ def test_with_bf16_copies_a_way_trains_as_plain_jax_does(text):
     check_exact(way, program.compile(), t, 3e-2)
 
 
+class Cheap(ways.Training):
+    """A training whose methods have one width, which compiles in a third of the time."""
+
+    def request(self, text: str, dither: bool = False) -> dq.Compression:
+        return dataclasses.replace(CHEAP, topology=self.topology, **LIMITS)
+
+
+@pytest.mark.parametrize("text", ["fsdp-scan:5/8"])
+def test_with_one_width_a_way_trains_and_replicas_have_equal_bits(text):
+    t = Cheap(**vars(training(auto_mesh(N))))
+    way, program = lowered(text, t)
+    check_compressed(way, program.compile(), t)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("text", COMPRESSED)
 def test_compressed_a_way_trains_and_replicas_have_equal_bits(text):
     t = training(auto_mesh(N))
     way, program = lowered(text, t)
     check_compressed(way, program.compile(), t)
+
+
+PROGRAM = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[8,4]) -> bf16[2,4] {
+  ROOT %rs = bf16[2,4]{1,0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+%body (x: f32[100]) -> f32[100] {
+  ROOT %ar = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (p: f32[100]) -> f32[100] {
+  %loop = f32[100]{0} while(%p), condition=%test, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %s = ((bf16[8,4]{1,0}), bf16[2,4]{1,0}) async-start(%q), calls=%wrapped
+  %d = bf16[2,4]{1,0} async-done(%s), calls=%wrapped
+  %g = (u8[10]{0}, u8[20]{0}) all-gather-start(%u), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %h = u8[20]{0} all-gather-done(%g)
+  %c = (u32[5]{0}, u32[5]{0}, u32[], u32[]) collective-permute-start(%v), channel_id=1
+  %t = (pred[6]{0}, pred[6]{0}) all-to-all(%w, %z), replica_groups=mesh['a'=2,'b'=2] {'b'}
+}
+"""
+
+
+def test_bytes_that_a_program_sends():
+    by_hand = {
+        "three all-reduces of 400 bytes among 4": 3 * 2 * 3 / 4 * 400,
+        "a scatter of 64 bytes among 4": 3 / 4 * 64,
+        "a gather of 20 bytes in pairs": 1 / 2 * 20,
+        "a permute of 20 bytes": 20,
+        "an exchange of 12 bytes in pairs": 1 / 2 * 12,
+    }
+    assert ways.sent_bytes(PROGRAM, 4) == sum(by_hand.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("zerro:5", r"'zerro:5': pass one of none, bf16-psum.*method 'zerro' is not known"),
+        ("zero-scann", "'zero-scann': pass one of none"),
+        ("dp:5/8", "'dp:5/8' has 2 methods, and dp takes 1"),
+        ("fsdp:5/mxfp8:3", "mxfp8 has no choice of bits"),
+    ],
+)
+def test_names_of_ways_that_are_not_known_are_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ways.parse(text, training(auto_mesh(N)))
+
+
+def test_a_method_alone_means_the_pipeline():
+    t = training(auto_mesh(N))
+    assert ways.parse("dynamiq:5", t) == ways.parse("dp:dynamiq:5", t)
+    assert t.request("5") == t.request("dynamiq:5")
+    assert t.request("4d") == t.request("4", dither=True) == t.request("dynamiq-dither:4")

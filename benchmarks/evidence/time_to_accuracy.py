@@ -133,7 +133,8 @@ def read_times(file: Path, model: str, topology: str) -> dict[str, dict[str, Row
     kinds: dict[str, set] = {}
     for run in _listed(file, "runs"):
         own = [row for row in run["rows"] if row["model"] == model]
-        rows = {row["method"]: row for row in own if row["topology"] in (topology, "native")}
+        own = [row for row in own if row["topology"] in (topology, "native")]
+        rows = {row["method"].removeprefix("psum:"): row for row in own}
         if own and BF16 not in rows:
             raise ValueError(f"{file}: a run of {model} has no {BF16}; time it in every run")
         if not own:
