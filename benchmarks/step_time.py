@@ -47,7 +47,6 @@ from rich.console import Console
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
 from dynamiq_jax.commands.model_tree import load_model_tree
-from dynamiq_jax.core.xla import compiled_by
 
 from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
     CONFIGS,
@@ -208,14 +207,6 @@ def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
     )
 
 
-def lower(way: ways.Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
-    """The step's program, traced; it donates the state."""
-    options = way.options | (xla or {}) if way.options else {}
-    with jax.set_mesh(way.mesh), compiled_by(options):
-        step = jax.jit(way.step, donate_argnums=0, compiler_options=options or None)
-        return step.lower(state, tokens)
-
-
 def time_steps(
     step: Callable, state: Any, tokens: Array, samples: int, steps: int
 ) -> tuple[Any, float, list[float]]:
@@ -318,7 +309,7 @@ def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> d
         start = time.perf_counter()
         try:
             way = ways.make_way(text, run.training)
-            lowered = lower(way, way.like, tokens_of(run, way.mesh), run.xla)
+            lowered = ways.lower(way, way.like, tokens_of(run, way.mesh), run.xla)
         except Exception as error:  # whatever a way raises: the others are worth their rows
             say(failure(text, error))
         else:

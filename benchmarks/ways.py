@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.core.xla import compiler_options
+from dynamiq_jax.core.xla import compiled_by, compiler_options
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -142,6 +142,10 @@ class Training:
         made = contenders.make_method(method)
         native = native or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
+
+    def copies(self, params: Any) -> Any:
+        """The same in memory of their own."""
+        return jax.tree.map(partial(jnp.array, dtype=self.dtype, copy=True), params)
 
     def map(self, f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
         """`jax.shard_map` over all workers."""
@@ -329,7 +333,7 @@ def sharded_updates(
 
     def init(params: Any) -> State:
         params = place(params, mesh, whole(params))
-        return t.cast(params), dq.optax.init(optimizer, params, mesh)
+        return t.copies(params), dq.optax.init(optimizer, params, mesh)
 
     def update(copies: Any, inner: Any, loss: Array, grads: Any) -> tuple[State, Array]:
         updates, inner = optimizer.update(grads, inner, copies)
@@ -368,7 +372,7 @@ def zero_by_hand(t: Training, scan: bool, checkpoint: bool) -> Way:
     of_inner = t.inner(model.shapes, specs)[1]
 
     def init(params: Any) -> State:
-        copies = t.cast(place(params, t.mesh, whole(params)))
+        copies = t.copies(place(params, t.mesh, whole(params)))
         return copies, t.start(params, t.mesh, specs)
 
     def scatter(grad: Array, spec: P) -> Array:
@@ -533,6 +537,14 @@ def make_way(text: str, training: Training) -> Way:
     """The way that a name means."""
     kind, scan, checkpoint, methods = parse(text, training)
     return kind.build(training, scan, checkpoint, *methods)
+
+
+def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
+    """The program of a step, which donates the state; with options of XLA beside `dq.jit`'s."""
+    options = way.options | (xla or {}) if way.options else {}
+    with jax.set_mesh(way.mesh), compiled_by(options):
+        step = jax.jit(way.step, donate_argnums=0, compiler_options=options or None)
+        return step.lower(state, tokens)
 
 
 # --- What a compiled step sends -------------------------------------------------------------------
