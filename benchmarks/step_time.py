@@ -89,7 +89,7 @@ class Row:
     wire_bytes: float
     """That a worker sends in a step."""
     link_share: float | None
-    """Of the rate that was given."""
+    """The used share of the rate that was given."""
     temporary_bytes: int
     trace_s: float
     compile_s: float
@@ -230,7 +230,7 @@ def time_steps(
 
 
 def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
-    """What one step hid; prints the kernels that take the most time, and draws all of them."""
+    """Profiles one step: prints the kernels that take the most time, and draws all of them."""
 
     def call() -> Any:
         nonlocal state
@@ -268,7 +268,7 @@ class Run:
     steps: int
     """In a sample."""
     rate: float | None
-    """Of a worker's link, in Gb/s."""
+    """A worker's link has this rate, in Gb/s."""
     profiles: Path | None
     xla: dict[str, Any]
 
