@@ -237,7 +237,7 @@ def by_value_and_grad(mesh):
 
 def by_sharded_updates(mesh):
     """Two steps of Adam, each worker for its slices."""
-    request = small(METHOD.method, topology=LOOP)
+    request = small(METHOD.method, topology=dq.Direct())
     rule = dq.optax.sharded(optax.adam(1e-2), AXES, method=request, differences=request)
     params, x = problem(mesh)
     state = dq.optax.init(rule, params, mesh)

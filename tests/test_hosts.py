@@ -37,6 +37,7 @@ ABORTED = -signal.SIGABRT
 PATIENCE, SILENCE = 30, 90
 """Seconds until survivors have ended, and until a host that says nothing counts as hanging."""
 ENVIRONMENT = {"JAX_NUMPY_RANK_PROMOTION": "allow"}
+"""Besides, each host has its own seed of hashes: by 0 and 2 sets of axis names have other orders."""
 
 
 # --- Groups of hosts ------------------------------------------------------------------------------
@@ -50,7 +51,8 @@ class Group:
         command = [sys.executable, "-u", worker.__file__, mode, str(folder), *map(str, arguments)]
         self.made, self.logs = made, [folder / f"{mode}.{i}.log" for i in range(made.n)]
         self.processes = [
-            made.start(i, command, env=ENVIRONMENT, log=log) for i, log in enumerate(self.logs)
+            made.start(i, command, env=ENVIRONMENT | {"PYTHONHASHSEED": str(2 * i)}, log=log)
+            for i, log in enumerate(self.logs)
         ]
 
     def said(self, i):
@@ -133,7 +135,9 @@ def outcome(tmp_path_factory):
         rows = [dict(np.load(folder / f"{i}.npz")) for i in range(n)]
         assert sum(map(len, rows)) == len({name for row in rows for name in row})
         told = [json.loads((folder / f"{i}.json").read_text()) for i in range(n)]
-        return Outcome(dict(np.load(alone / "0.npz")), {k: v for r in rows for k, v in r.items()}, told)
+        return Outcome(
+            dict(np.load(alone / "0.npz")), {k: v for r in rows for k, v in r.items()}, told
+        )
 
     return run
 

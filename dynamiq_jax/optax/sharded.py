@@ -495,7 +495,8 @@ def _norm(slices: list[Array], placed: list[P]) -> Array:
     squares: dict[frozenset[str], Array] = {}
     for x, spec in zip(slices, placed, strict=True):
         squares[axes_of(spec)] = squares.get(axes_of(spec), 0.0) + jnp.sum(jnp.square(x))
-    sums = [lax.psum(x, tuple(axes)) if axes else x for axes, x in squares.items()]
+    # Sorted: the order of a set of names differs between processes, and so would their programs.
+    sums = [lax.psum(x, tuple(sorted(axes))) if axes else x for axes, x in squares.items()]
     return jnp.sqrt(sum(sums, jnp.float32(0)))
 
 
