@@ -73,9 +73,8 @@ def measure(name: str, super_groups: int, repeats: int, rate: float) -> dict[str
     seconds, carried = np.max(multihost_utils.process_allgather(np.array(runs)), axis=0).T
     carried = float(np.median(carried))
     exact = np.sum([np.asarray(worker_gradient(source, i), np.float64) for i in range(n)], axis=0)
-    cost = dq.explain(
-        jnp.zeros(exact.shape), sizes, method=METHOD, topology=topology, verbose=False
-    )
+    told = {"method": METHOD, "topology": topology, "verbose": False}
+    cost = dq.explain(jnp.zeros(exact.shape), sizes, **told)
     inner = {"n_inner": 2} if name == "hierarchical" else {}
     case = Case(n_workers=n, super_groups=super_groups, method=METHOD, topology=topology, **inner)
     return {

@@ -3,7 +3,7 @@
     python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
       python benchmarks/step_time.py --coordinator 10.7.0.1:29400 --processes 2 --process-id %i
 
-A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and one NIC, ``eth0``. Its
+A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and a NIC, ``eth0``. Its
 rate holds in both directions. Two hosts are joined by a veth pair, more by a bridge in a namespace
 of its own, so that no packet leaves the namespaces. Every byte goes through the kernel's TCP. That
 is the bound of a rate which is left out.
@@ -266,7 +266,10 @@ class Hosts:
             env |= {"NCCL_HOSTID": f"host{i}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": NIC}
             env.setdefault("NCCL_SOCKET_NTHREADS", "4")
             env.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
+            # Processes that tune kernels apart compile programs whose collectives differ in order:
+            # NCCL then ends with "message truncated", or hangs. So one compiles for all, and alone.
             flags.append("--xla_gpu_shard_autotuning=false")
+            env.setdefault("JAX_SHARE_BINARY_BETWEEN_HOSTS", "1")
         env["XLA_FLAGS"] = " ".join(flags).strip()
         return env
 

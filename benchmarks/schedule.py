@@ -1,7 +1,7 @@
 r"""The order in which XLA would run a training step on GPUs, found without a GPU.
 
     pip install 'jax[cuda13]'                                   # the compiler; no driver is needed
-    JAX_PLATFORMS=cpu python benchmarks/schedule.py --layers 4 --method dynamiq:5
+    JAX_PLATFORMS=cpu python benchmarks/schedule.py --layers 4 --way dp:5
 
 Compiles the step of `step_time.py` for H200s that are not there, and prints the order of what
 matters: matrix products of the forward and the backward pass, DynamiQ's kernels, collectives.
@@ -19,6 +19,8 @@ kernels for every sort (28 of 2^18 super-groups, JAX 0.11.2).
 import dataclasses
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import step_time
 import typer
+import ways
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,25 +139,12 @@ def counts(kinds: list[str]) -> Counts:
     return Counts(kernels, len(starts), sum(i < last for i in starts))
 
 
-def compiled(method: str, make_run: Any, n_gpus: int) -> str:
+def compiled(make_program: Callable[[Mesh], Any], n_gpus: int) -> str:
     """The text of the program, scheduled for so many GPUs of one host."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="NVIDIA H200", target_config=TARGET,
         topology=f"1x1x{n_gpus}",
     )  # fmt: skip
-    mesh = Mesh(np.array(topology.devices), ("gpu",))
-    run = make_run(mesh)
-    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P("gpu"))
-    optimizer = step_time.make_optimizer(step_time.RECIPES[run.model])
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
-
-    split = run.stages.split
-    params = jax.eval_shape(lambda: split(step_time.init_params(run.config, jax.random.key(0))))
-    state = placed(params), placed(jax.eval_shape(optimizer.init, params))
-    rows = n_gpus * run.batch, run.config.seq_len + 1
-    tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=own)
     # As if these GPUs were there: which kernels run and how payloads travel follows from it.
     with (
         mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True),
@@ -162,19 +152,15 @@ def compiled(method: str, make_run: Any, n_gpus: int) -> str:
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(jax, "device_count", lambda *_: n_gpus),
     ):
-        way = step_time.parse_way(method, run)
-        return step_time.make_step(optimizer, mesh, way).lower(state, tokens).compile().as_text()
+        return make_program(Mesh(np.array(topology.devices), ("gpu",))).compile().as_text()
 
 
 def main(
     model: Annotated[str, typer.Option(help="Whose shapes.")] = "1b",
     layers: Annotated[int, typer.Option(min=1, help="Instead of the model's.")] = 4,
-    method: Annotated[str, typer.Option(help="As for step_time.py.")] = "dynamiq:5",
+    way: Annotated[str, typer.Option(help="As for step_time.py.")] = "dp:5",
     topology: Annotated[str, typer.Option(help="direct or ring.")] = "direct",
     gpus: Annotated[int, typer.Option(min=2, help="Of one host.")] = 4,
-    staged: Annotated[bool, typer.Option(help="Reduce in the backward pass, or after it.")] = True,
-    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
-    together: Annotated[int, typer.Option(min=1, help="Blocks to a function.")] = 1,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     bucket_mib: Annotated[
         float | None, typer.Option(help="Of leaves that travel together.")
@@ -186,19 +172,22 @@ def main(
     """Compiles and prints."""
     if model not in step_time.CONFIGS:
         raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(step_time.CONFIGS)}")
-    config = dataclasses.replace(step_time.CONFIGS[model], n_layers=layers, remat=False)
+    config = dataclasses.replace(step_time.CONFIGS[model], n_layers=layers)
 
-    def make_run(mesh: Mesh) -> step_time.Run:
-        return step_time.Run(
-            model=model, config=config, mesh=mesh, topology=contenders.parse_topology(topology),
-            batch=3, samples=1, steps=1, staged=staged, scanned=scanned,
-            together=together, lag=lag, profiles=None,
-            bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
-            xla=step_time.parse_options(option or ()),
+    def make_program(mesh: Mesh) -> Any:
+        training = step_time.make_training(
+            model, mesh, make_model=partial(ways.llama, config), lag=lag,
+            topology=contenders.parse_topology(topology),
+            limits={"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {},
         )  # fmt: skip
+        made = ways.make_way(way, training)
+        own = NamedSharding(made.mesh, P("gpu"))
+        rows = gpus * 3, config.seq_len + 1
+        tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=own)
+        return ways.lower(made, made.like, tokens, step_time.parse_options(option or ()))
 
     try:
-        program = compiled(method, make_run, gpus)
+        program = compiled(make_program, gpus)
     except NotImplementedError as error:
         raise typer.BadParameter(
             f"JAX has no compiler for GPUs here: pip install 'jax[cuda13]' ({error})"

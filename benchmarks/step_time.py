@@ -1,31 +1,34 @@
-r"""Times training steps by how their gradients are averaged: what a step computes, and waits for.
+r"""Times training steps by the ways of `ways.py`: what a step computes, sends and waits for.
 
-    python benchmarks/step_time.py --model 1b --methods bf16-psum,dynamiq:5,dynamiq-dither:3.5
-    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3
+    python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
+    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200
+    python benchmarks/step_time.py --model-tree model.json --ways bf16-psum,psum:5
 
-One process with all GPUs, or one for each (``--processes``, ``--process-id``, ``--coordinator``);
-the first one prints. Data-parallel training of the models in `examples/llm_model.py` with the
-optimizer of `examples/train_llm.py`: bf16 matrix products, f32 parameters and moments, gradients in
-bf16, parameters and state donated, random tokens. The host waits for nobody
-within a sample of several steps.
+One process with all GPUs, or several (``--processes``, ``--process-id``, ``--coordinator``, or the
+environment's NUM_HOSTS, HOST_ID, COORDINATOR); the first one prints. The model is that of
+`examples/llm_model.py` with the optimizer of `examples/train_llm.py`: bf16 matrix products, f32
+parameters (or masters) and moments, bf16 gradients, state donated, random tokens. ``--model-tree``
+takes shapes from a file of `save_model_tree`, and a loss that takes no time: what is left is
+reductions and updates. The host waits for nobody within a sample of several steps.
 
-A step that averages nothing is what computation takes; what a step takes beyond that is *exposed*
-communication, kernels of the compression included. *MFU* is the share of the GPUs' peak that the
-model's own operations take, see `llm_model.training_flops`.
-
-Methods are those of ``dynamiq-jax error``, with bits where they have a choice; ``bf16-psum``:
-`lax.pmean` of every leaf after the backward pass, with XLA's own options, by which it overlaps what
-it can; and ``bf16-native``: XLA's all-reduce where the other methods reduce.
+``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
+compression included, and less the work that shards save. *Wire* is counted in the compiled
+program. *Link* is the share of ``--rate`` that the wire takes over the whole step. *Temporaries*
+are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own operations take,
+see `llm_model.training_flops`.
 """
 
+import collections
 import dataclasses
+import gc
 import json
 import math
-import sys
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -35,126 +38,89 @@ import numpy as np
 import optax
 import timeline
 import typer
-from jax import Array, lax
+import ways
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
-from dynamiq_jax.commands.bench.timing import compile_together
-from dynamiq_jax.core.xla import compiled_by, compiler_options
+from dynamiq_jax.commands.model_tree import load_model_tree
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-
-from llm_model import (  # pyright: ignore[reportMissingImports]
+from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
     CONFIGS,
     AttentionKernel,
-    Config,
-    Stages,
-    init_params,
-    make_stages,
     peak_flops,
     training_flops,
 )
-from train_llm import MIN_LEAF_SIZE, RECIPES, make_optimizer  # pyright: ignore[reportMissingImports]
+from train_llm import (  # isort: skip  # pyright: ignore[reportMissingImports]
+    MAX_NORM,
+    MIN_LEAF_SIZE,
+    RECIPES,
+    make_optimizer,
+)
 
-NONE, BF16, NATIVE = "none", "bf16-psum", "bf16-native"
-
-ValueAndGrad = Callable[[Any, Array], tuple[Array, Any]]
-"""(one worker's parameters in bf16, those of each stage, and its tokens) -> (its own loss, the mean
-gradients)."""
-
-
-class Way(NamedTuple):
-    """One way to train a step."""
-
-    value_and_grad: ValueAndGrad
-    wire_bytes: Callable[[Any], float]
-    """(gradients) -> bytes that a worker sends."""
-    options: dict[str, Any]
-    """Options of the compiler."""
+NONE = "none"
+TUNE_ALONE = "xla_gpu_shard_autotuning=false"
+FUNCTION_SIZE = 2**24
+"""Parameters of a function of a model that is known by shapes alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to average; times in milliseconds, the rest without unit but for bytes."""
+    """One way's step; times in milliseconds, the rest without unit but for bytes."""
 
     model: str
     tokens: int
     """Per worker and step."""
     method: str
+    """The way, as on the command line."""
     topology: str
     transport: str
     n_workers: int
     step_ms: float
     p10_ms: float
     p90_ms: float
-    exposed_ms: float
-    """Beyond the step that averages nothing."""
+    exposed_ms: float | None
+    """Beyond the step that averages nothing; `None` without one."""
     mfu: float | None
     """`None` where the peak of the device is not known."""
     wire_bytes: float
     """That a worker sends in a step."""
+    link_share: float | None
+    """Of the rate that was given."""
+    temporary_bytes: int
+    trace_s: float
+    compile_s: float
+    loss: float
     transfer_ms: float | None = None
     """While a transfer is under way, in one step on the first GPU; by ``--profile``."""
     hidden_ms: float | None = None
     """The part of them beside other kernels."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Settings that all rows share."""
+class Column(NamedTuple):
+    """A column of the table: its title, with the unit, and the text of a row's cell."""
 
-    model: str
-    config: Config
-    mesh: Mesh
-    topology: Any
-    batch: int
-    """Sequences of every worker."""
-    samples: int
-    steps: int
-    """In a sample."""
-    staged: bool
-    """Whether gradients are reduced in the backward pass, or after it."""
-    scanned: bool = False
-    """Whether the blocks are a loop over a stack of their parameters."""
-    together: int = 1
-    """Blocks to a function of `dq.sequential`."""
-    lag: int
-    """See `dq.sequential`."""
-    bucket_bytes: int | None
-    profiles: Path | None
-    """A folder for timelines."""
-    xla: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the compiler, beside those of `dq.jit`."""
-
-    @property
-    def stages(self) -> Stages:
-        """The model as functions that follow each other."""
-        return make_stages(self.config, self.scanned, self.together)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Settings that the file keeps beside the rows."""
-        return {
-            "model": self.model, "attention": self.config.attention, "remat": self.config.remat,
-            "bucket_bytes": self.bucket_bytes, "staged": self.staged, "lag": self.lag,
-            "scanned": self.scanned, "together": self.together, "xla": self.xla,
-        }  # fmt: skip
+    title: str
+    cell: Callable[[Row], str]
+    width: int = 10
 
 
 COLUMNS = (
-    tables.Column("method", lambda r: r.method),
-    tables.Column("topology", lambda r: r.topology),
-    tables.Column("step ms", lambda r: f"{r.step_ms:.2f}"),
-    tables.Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}"),
-    tables.Column("exposed ms", lambda r: f"{r.exposed_ms:.2f}"),
-    tables.Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-"),
-    tables.Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
-    tables.Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}"),
-    tables.Column("transport", lambda r: r.transport),
+    Column("way", lambda r: r.method, 30),
+    Column("step ms", lambda r: f"{r.step_ms:.2f}"),
+    Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}", 15),
+    Column("exposed ms", lambda r: "-" if r.exposed_ms is None else f"{r.exposed_ms:.2f}"),
+    Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-", 5),
+    Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}", 7),
+    Column("link", lambda r: f"{r.link_share:.0%}" if r.link_share is not None else "-", 4),
+    Column("temp GiB", lambda r: f"{r.temporary_bytes / 2**30:.2f}", 8),
+    Column("trace s", lambda r: f"{r.trace_s:.1f}", 7),
+    Column("compile s", lambda r: f"{r.compile_s:.1f}", 9),
+    Column("loss", lambda r: f"{r.loss:.3f}", 6),
+    Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}", 12),
 )
 
 
@@ -179,111 +145,75 @@ def parse_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:
 # --- What is timed --------------------------------------------------------------------------------
 
 
-def parse_way(text: str, run: Run) -> Way:
-    """How a step with gradients averaged as ``text`` says comes to its loss and gradients.
-
-    ``bf16-psum`` and ``none`` are compiled with XLA's own options, whatever is staged.
-
-    Raises:
-      ValueError: the method or its bits are not known.
-    """
-    sizes, stages = run.mesh.devices.shape, run.stages
-    names = run.mesh.axis_names
-    axes = names if len(names) > 1 else names[0]
-    if text in (NONE, BF16):
-        sent = 2 * (math.prod(sizes) - 1) / math.prod(sizes) if text == BF16 else 0.0
-
-        def plainly(params: Any, tokens: Array) -> tuple[Array, Any]:
-            loss, grads = jax.value_and_grad(stages.loss)(params, tokens)
-            return loss, lax.pmean(grads, axes) if text == BF16 else grads
-
-        return Way(
-            plainly, lambda grads: sent * sum(2 * g.size for g in jax.tree.leaves(grads)), {}
-        )
-    native = contenders.native_only(text) or text == NATIVE
-    request = dq.Compression(
-        contenders.make_method("bf16" if text == NATIVE else text),
-        topology=None if native else run.topology,
-        min_leaf_size=MIN_LEAF_SIZE,
-        min_bucket_size=1,
-        bucket_bytes=run.bucket_bytes,
+def make_training(
+    model: str,
+    mesh: Mesh,
+    *,
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    make_model: Callable[[bool, bool], ways.Model],
+    **options: Any,
+) -> ways.Training:
+    """The training of a model by its recipe: AdamW, norms clipped, functions in bf16."""
+    recipe = RECIPES[model]
+    recipe = recipe._replace(
+        steps=steps or recipe.steps, learning_rate=learning_rate or recipe.learning_rate
     )
-
-    def in_stages(params: Any, tokens: Array) -> Array:
-        return dq.sequential(stages.functions, params, tokens, axes, lag=run.lag, method=request)
-
-    def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
-        if run.staged:
-            return jax.value_and_grad(in_stages)(params, tokens)
-        loss, grads = jax.value_and_grad(stages.loss)(params, tokens)
-        return loss, dq.pmean(grads, axes, method=request)
-
-    def wire_bytes(grads: Any) -> float:
-        told = partial(request.explain, n_workers=sizes, verbose=False)
-        if not run.staged:
-            return told(grads).wire_bytes
-
-        def of_stage(function: Any, own: Any) -> float:
-            if not isinstance(function, dq.Scanned):
-                return told(own).wire_bytes
-            layer = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), own)
-            return run.config.n_layers * told(layer).wire_bytes
-
-        return sum(map(of_stage, stages.functions, grads))
-
-    return Way(value_and_grad, wire_bytes, compiler_options() | run.xla)
+    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+    return ways.Training(
+        make_model=make_model, optimizer=make_optimizer(recipe, optax.identity()), mesh=mesh,
+        max_norm=MAX_NORM, dtype=jnp.bfloat16, check_vma=False,
+        limits=limits | options.pop("limits", {}), **options,
+    )  # fmt: skip
 
 
-def make_step(
-    optimizer: optax.GradientTransformation, mesh: Mesh, way: Way
-) -> Callable[[Any, Array], tuple[Any, Array]]:
-    """Returns ``step((params, opt_state), tokens) -> ((params, opt_state), loss)``, jitted.
+def tree_model(file: Path) -> ways.Model:
+    """A model with the shapes of a file, whose loss is half the mean of squares of parameters."""
+    groups: list[list[Any]] = [[]]
+    for leaf in load_model_tree(file).values():
+        if sum(x.size for x in groups[-1]) > FUNCTION_SIZE:
+            groups.append([])
+        groups[-1].append(jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
+    shapes = tuple(groups)
+    count = sum(x.size for x in jax.tree.leaves(shapes))
 
-    The first argument is donated.
-    """
-    axes = mesh.axis_names
+    def begin(own: Any, tokens: Array) -> Array:
+        return middle(own, 0.0 * jnp.mean(tokens.astype(jnp.float32)))
 
-    # A step that averages nothing returns gradients that differ: JAX must not check.
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
-    def value_and_grad(params: Any, tokens: Array) -> tuple[Array, Any]:
-        narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        loss, grads = way.value_and_grad(narrow, tokens)
-        return lax.pmean(loss, axes), grads
+    def middle(own: Any, loss: Array) -> Array:
+        squares = (jnp.sum(w.astype(jnp.float32) ** 2) for w in own)
+        return loss + sum(squares) / (2 * count)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=way.options)
-    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
-        params, opt_state = state
-        with compiled_by(way.options):
-            loss, grads = value_and_grad(params, tokens)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    return step
+    return ways.Model((begin, *[middle] * (len(groups) - 1)), shapes, lambda params: params)
 
 
-def random_params(config: Config, sharding: NamedSharding, seed: int = 0) -> Any:
+@cache
+def _drawer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], Array]:
+    def draw(key: Array) -> Array:
+        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
+
+    return jax.jit(draw, out_shardings=sharding)
+
+
+def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
     """Parameters as they are initialised but for the scale of single matrices.
 
     A program for every shape: initialising all layers in one takes a minute to compile.
     """
-
-    @partial(jax.jit, static_argnums=1, out_shardings=sharding)
-    def draw(key: Array, shape: tuple[int, ...]) -> Array:
-        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
-
-    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return treedef.unflatten(draw(key, x.shape) for key, x in zip(keys, leaves, strict=True))
+    return treedef.unflatten(
+        _drawer(x.shape, sharding)(key) for key, x in zip(keys, leaves, strict=True)
+    )
 
 
 def time_steps(
     step: Callable, state: Any, tokens: Array, samples: int, steps: int
-) -> tuple[Any, list[float]]:
-    """The state after all steps, and every sample's milliseconds per step; one is not counted.
+) -> tuple[Any, float, list[float]]:
+    """The state and the loss after all steps, and every sample's milliseconds per step.
 
-    Virtual devices have too few threads for two steps: there each is waited for.
+    The first sample is not counted. Virtual devices have too few threads for two steps: there each
+    is waited for.
     """
     found, alone = [], jax.default_backend() == "cpu"
     for _ in range(samples + 1):
@@ -292,21 +222,15 @@ def time_steps(
             state, loss = step(state, tokens)
             if alone:
                 jax.block_until_ready(loss)
-        jax.block_until_ready(loss)
-        jax.block_until_ready(jax.tree.leaves(state)[0])
+        jax.block_until_ready((loss, jax.tree.leaves(state)[0]))
         found.append((time.perf_counter() - start) * 1e3 / steps)
     if not math.isfinite(float(loss)):
         raise ArithmeticError(f"the loss is {float(loss)}")
-    return state, found[1:]
+    return state, float(loss), found[1:]
 
 
-def profile_step(
-    step: Callable, state: Any, tokens: Array, folder: Path, title: str
-) -> tuple[Any, timeline.Overlap]:
-    """The state after some steps, and what the last of them hid.
-
-    The folder gets its picture, and its kernels as CSV.
-    """
+def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
+    """What one step hid; prints the kernels that take the most time, and draws all of them."""
 
     def call() -> Any:
         nonlocal state
@@ -314,114 +238,169 @@ def profile_step(
         return loss, jax.tree.leaves(state)
 
     spans = timeline.profile(call)
+    found = timeline.overlap(spans)
     if jax.process_index() == 0:
-        file = folder / f"{title.replace(' ', '-').replace(':', '-')}.png"
-        timeline.draw(spans, title, file)
+        times, counts = collections.Counter(), collections.Counter(s.name for s in spans)
+        for span in spans:
+            times[span.name] += span.end_us - span.start_us  # pyright: ignore[reportArgumentType]
+        busy, end = timeline.length(timeline.union(spans)), max(s.end_us for s in spans)
+        print(f"{file.stem}: {end / 1e3:.2f} ms, of which busy {busy / 1e3:.2f}; {found}")
+        for name, us in times.most_common(25):
+            print(f"  {us / 1e3:8.2f} ms {counts[name]:5} x {name}", flush=True)
+        timeline.draw(spans, file.stem, file)
         timeline.write(spans, file.with_suffix(".csv"))
-    return state, timeline.overlap(spans)
+    return found
 
 
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def measure(run: Run, methods: Sequence[str], say: Callable[[str], None]) -> Iterator[Row]:
-    """A row for every method; the first one averages nothing."""
-    config, mesh = run.config, run.mesh
-    whole, own = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-    optimizer = make_optimizer(RECIPES[run.model])
-    init = jax.jit(optimizer.init, out_shardings=whole)
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Settings that all rows share."""
 
-    def fresh() -> tuple[Any, Any]:
-        params = run.stages.split(random_params(config, whole))
-        return params, init(params)
+    model: str
+    training: ways.Training
+    config: Any
+    """`None` of a model that is known by shapes alone."""
+    batch: int
+    samples: int
+    steps: int
+    """In a sample."""
+    rate: float | None
+    """Of a worker's link, in Gb/s."""
+    profiles: Path | None
+    xla: dict[str, Any]
 
-    state = fresh()
-    shape = mesh.size * run.batch, config.seq_len + 1
-    draw = partial(jax.random.randint, jax.random.key(1), shape, 0, config.vocab_size)
-    tokens = jax.jit(draw, out_shardings=own)()
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), state[0])
-    flops = training_flops(config, grads, run.batch * config.seq_len)
-    peak = peak_flops(jax.devices()[0].device_kind)
-    ways = {text: parse_way(text, run) for text in (NONE, *methods)}
 
-    def compiled(texts: Sequence[str]) -> dict[str, Any]:
-        """Leaves out, aloud, what cannot be traced."""
-        lowered = {}
-        for text in texts:
+@dataclass
+class Program:
+    """A way's step, compiled."""
+
+    way: ways.Way
+    lowered: Any
+    trace_s: float
+    step: Any = None
+    compile_s: float = 0.0
+
+    def compile(self) -> None:
+        """Fills `step`."""
+        start = time.perf_counter()
+        self.step = self.lowered.compile()
+        self.compile_s = time.perf_counter() - start
+
+
+def tokens_of(run: Run, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and sharding of all workers' tokens."""
+    rows, length = run.training.mesh.size * run.batch, run.config.seq_len if run.config else 1
+    own = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=own)
+
+
+def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> dict[str, Program]:
+    """The programs of all ways that compile, side by side.
+
+    XLA shares the tuning of kernels out among processes, which must then compile in one order.
+    """
+    shared = jax.process_count() > 1 and TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
+    threads = 1 if shared else min(len(texts), os.cpu_count() or 1)
+    found, programs = {}, {}
+    for text in texts:
+        start = time.perf_counter()
+        try:
+            way = ways.make_way(text, run.training)
+            lowered = ways.lower(way, way.like, tokens_of(run, way.mesh), run.xla)
+        except Exception as error:  # whatever a way raises: the others are worth their rows
+            say(failure(text, error))
+        else:
+            found[text] = Program(way, lowered, time.perf_counter() - start)
+            say(f"traced {text}")
+    with ThreadPoolExecutor(threads) as pool:
+        futures = {text: pool.submit(program.compile) for text, program in found.items()}
+        for text, future in futures.items():
             try:
-                lowered[text] = make_step(optimizer, mesh, ways[text]).lower(state, tokens)
-            except (NotImplementedError, ValueError) as error:
-                say(f"{text} is left out: {error}")
+                future.result()
+            except Exception as error:
+                say(failure(text, error))
             else:
-                say(f"traced {text}")
-        programs = compile_together(list(lowered.values()), say)
-        return dict(zip(lowered, programs, strict=True))
+                programs[text] = found[text]
+                say(f"compiled {text}")
+    return programs
 
-    programs = compiled([NONE])  # XLA tunes its matrix products here, and finds them tuned
-    programs |= compiled([text for text in ways if text != NONE])
-    alone_ms = 0.0
-    for text, step in programs.items():
-        state, times = time_steps(step, state, tokens, run.samples, run.steps)
-        p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
-        say(f"{text}: {median:.2f} ms")
-        found = None
+
+def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Row:
+    """Draws parameters, trains, and times."""
+    t, config, way, step = run.training, run.config, program.way, program.step
+    with jax.set_mesh(way.mesh):
+        like = tokens_of(run, way.mesh)
+        vocab = config.vocab_size if config else 2
+        draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, vocab)
+        tokens = jax.jit(draw, out_shardings=like.sharding)()
+        params = random_params(way.model.shapes, NamedSharding(way.mesh, P()))
+        state = way.init(params)
+        del params
+        state, loss, times = time_steps(step, state, tokens, run.samples, run.steps)
+        hidden = None
         if run.profiles:
-            title = f"{run.model} {text}"
-            state, found = profile_step(step, state, tokens, run.profiles, title)
-            say(f"{text}: {found}")
-        if text == NONE:
-            alone_ms = median
-            state = None
-            state = fresh()  # replicas had parted
-        native = text in (NONE, BF16, NATIVE) or contenders.native_only(text)
-        route = None if native else run.topology
-        yield Row(
-            model=run.model,
-            tokens=run.batch * config.seq_len,
-            method=text,
-            topology=type(route).__name__.lower() if route else "native",
-            transport=transport(mesh.devices.flat[0].platform, route),
-            n_workers=mesh.size,
-            step_ms=median,
-            p10_ms=p10,
-            p90_ms=p90,
-            exposed_ms=median - alone_ms,
-            mfu=flops / (median / 1e3) / peak if peak else None,
-            wire_bytes=ways[text].wire_bytes(grads),
-            transfer_ms=found and found.transfer_ms,
-            hidden_ms=found and found.hidden_ms,
-        )
+            title = f"{run.model}-{text}".replace(":", "-").replace("/", "-")
+            hidden = profile_step(step, state, tokens, run.profiles / f"{title}.png")
+    p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
+    alone_ms = median if text == NONE else alone_ms
+    per_worker = run.batch * (like.shape[1] - 1)
+    flops = config and training_flops(config, way.model.shapes, per_worker)
+    peak = peak_flops(jax.devices()[0].device_kind)
+    sent = ways.sent_bytes(step.as_text(), t.mesh.size)
+    route = ways.parse(text, t).topology(t)
+    return Row(
+        model=run.model, tokens=per_worker, method=text,
+        topology=type(route).__name__.lower() if route else "native",
+        transport=transport(t.mesh.devices.flat[0].platform, route),
+        n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
+        exposed_ms=None if alone_ms is None else median - alone_ms,
+        mfu=flops / (median / 1e3) / peak if flops and peak else None,
+        wire_bytes=sent, link_share=8 * sent / (run.rate * 1e6) / median if run.rate else None,
+        temporary_bytes=step.memory_analysis().temp_size_in_bytes,
+        trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
+        transfer_ms=hidden and hidden.transfer_ms, hidden_ms=hidden and hidden.hidden_ms,
+    )  # fmt: skip
 
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = "350m",
-    methods: Annotated[str, typer.Option(help="How gradients are averaged.")] = (
-        "bf16-psum,mxfp8,dynamiq:5,dynamiq-dither:3.5"
+    model_tree: Annotated[
+        Path | None, typer.Option(exists=True, help="Shapes instead of a model; no forward pass.")
+    ] = None,
+    chosen: Annotated[str, typer.Option("--ways", help="How to train: see ways.py.")] = (
+        "none,bf16-psum,dp:5,bf16-zero,zero-pipeline:5/2.5,bf16-fsdp,fsdp:5/8"
     ),
     topology: Annotated[
         str, typer.Option(help="direct, ring, butterfly, hierarchical.")
     ] = "direct",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
-    remat: Annotated[bool, typer.Option(help="Recompute blocks in the backward pass.")] = False,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
+    rate: Annotated[float | None, typer.Option(help="Of a worker's link, in Gb/s.")] = None,
     bucket_mib: Annotated[
         float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
     ] = None,
-    staged: Annotated[
-        bool, typer.Option(help="Reduce in the backward pass (dq.sequential), or after it.")
-    ] = True,
-    scanned: Annotated[bool, typer.Option(help="Blocks are a loop (dq.Scanned).")] = False,
-    together: Annotated[int, typer.Option(min=1, help="Blocks to a function.")] = 1,
     lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Of every method.")] = 5,
+    samples: Annotated[int, typer.Option(min=1, help="Of every way.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
+    at_once: Annotated[
+        int, typer.Option(min=0, help="Ways that are compiled side by side; 0: all.")
+    ] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
-    processes: Annotated[int | None, typer.Option(min=1, help="This runs in so many.")] = None,
-    process_id: Annotated[int, typer.Option(min=0, help="Which of them this is.")] = 0,
-    coordinator: Annotated[str, typer.Option(help="Of all processes.")] = "localhost:29400",
+    processes: Annotated[
+        int, typer.Option(min=1, envvar="NUM_HOSTS", help="This runs in so many.")
+    ] = 1,
+    process_id: Annotated[
+        int, typer.Option(min=0, envvar="HOST_ID", help="Which of them this is.")
+    ] = 0,
+    coordinator: Annotated[
+        str, typer.Option(envvar="COORDINATOR", help="Of all processes.")
+    ] = "localhost:29400",
     profiles: Annotated[
         Path | None, typer.Option("--profile", help="Folder for timelines of a step; GPUs only.")
     ] = None,
@@ -435,51 +414,70 @@ def main(
     if profiles and not profiles.is_dir():
         raise typer.BadParameter(f"--profile {profiles}: there is no such folder; create it first")
     kept = kept_runs(json_file)
-    if processes:  # ahead of all that looks for devices
+    if processes > 1:  # ahead of all that looks for devices
         jax.distributed.initialize(coordinator, processes, process_id)
-    chosen = contenders.parts(methods)
-    try:
-        run = Run(
-            model=model,
-            config=dataclasses.replace(CONFIGS[model], remat=remat, attention=attention),
-            mesh=make_mesh(jax.devices(), nodes),
-            topology=contenders.parse_topology(topology, nodes),
-            batch=batch,
-            samples=samples,
-            steps=steps,
-            staged=staged,
-            scanned=scanned,
-            together=together,
-            lag=lag,
-            bucket_bytes=int(bucket_mib * 2**20) if bucket_mib else None,
-            profiles=profiles,
-            xla=parse_options(option or ()),
-        )
-        for text in chosen:
-            parse_way(text, run)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
     if profiles and jax.default_backend() != "gpu":
         raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
-    first, console, rows = jax.process_index() == 0, Console(stderr=True), []
-    for row in measure(run, chosen, console.log if first else lambda text: None):
-        rows.append(row)
-        if json_file and first:  # row by row: a command that is cut off leaves what it has
-            about = tables.surroundings(jax.devices())
-            found = {
-                "about": about,
-                "options": run.options,
-                "rows": list(map(dataclasses.asdict, rows)),
-            }
-            json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
-    if not first:
-        return
-    title = (
-        f"{model}, {rows[0].tokens:,} tokens per worker and step, {run.mesh.size} x "
-        f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es)"
-    )
+    texts = contenders.parts(chosen)
+    texts.sort(key=lambda text: text != NONE)
+    config = None if model_tree else dataclasses.replace(CONFIGS[model], attention=attention)
+    make_model = partial(ways.llama, config)
+    if model_tree:
+        shapes = tree_model(model_tree)
+        make_model = lambda scan, checkpoint: shapes  # noqa: E731
+    xla: dict[str, Any] = {}
+    try:
+        xla = parse_options(option or ())
+        limits = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
+        training = make_training(
+            model, make_mesh(jax.devices(), nodes), make_model=make_model, lag=lag, limits=limits,
+            topology=contenders.parse_topology(topology, nodes),
+        )  # fmt: skip
+        for text in texts:
+            ways.parse(text, training)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--ways, --topology") from error
+    run = Run(
+        model=model_tree.stem if model_tree else model, training=training, config=config,
+        batch=batch, samples=samples, steps=steps, rate=rate, profiles=profiles, xla=xla,
+    )  # fmt: skip
+    first, rows, alone_ms = jax.process_index() == 0, [], None
+    say = Console(stderr=True).log if first else lambda text: None
     shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
-    tables.print_table(rows, shown, title)
+    if first:
+        tokens = batch * (config.seq_len if config else 1)
+        print(
+            f"{run.model}, {tokens:,} tokens per worker and step, {training.mesh.size} x "
+            f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es), {topology}"
+        )
+        print("  ".join(f"{c.title:>{c.width}}" for c in shown), flush=True)
+    at_once = at_once or len(texts)
+    for start in range(0, len(texts), at_once):
+        programs = compile_all(run, texts[start : start + at_once], say)
+        for text in [*programs]:
+            try:
+                row = measure(run, text, programs.pop(text), alone_ms)
+            except Exception as error:  # such as memory that is not there: the others may fit
+                say(failure(text, error))
+                continue
+            finally:
+                gc.collect()  # the arrays of a way are gone before those of the next
+            alone_ms = row.step_ms if text == NONE else alone_ms
+            rows.append(row)
+            if not first:
+                continue
+            print("  ".join(f"{c.cell(row):>{c.width}}" for c in shown), flush=True)
+            if json_file:  # row by row: a command that is cut off leaves what it has
+                about = tables.surroundings(jax.devices())
+                options = {"model": run.model, "attention": attention, "bucket_mib": bucket_mib}
+                options |= {"lag": lag, "xla": xla}
+                found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
+                json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
+
+
+def failure(text: str, error: Exception) -> str:
+    """One line."""
+    return f"{text} failed: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 def kept_runs(json_file: Path | None) -> list[Any]:

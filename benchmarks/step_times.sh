@@ -23,11 +23,11 @@ run() {  # MODE OPTION...
   "${PYTHON:-python3}" benchmarks/step_time.py --json "$out/step_time_$mode.json" "$@"
 }
 
-nvlink() { run nvlink --methods bf16-psum,dynamiq:5,dynamiq:4 "$@"; }
+nvlink() { run nvlink --ways none,bf16-psum,bf16-zero,bf16-fsdp,dp:5,zero-pipeline:5/2.5,fsdp:5/8 "$@"; }
 
 shm() {
-  local methods=bf16-psum,dynamiq:5,dynamiq-dither:4,dynamiq-dither:3.5,mxfp8,mxfp6,mxfp4
-  NCCL_P2P_DISABLE=1 run shm --samples 3 --steps 4 --methods "$methods,thc,omnireduce" "$@"
+  local ways=none,bf16-psum,bf16-zero,bf16-fsdp,dynamiq:5,dynamiq-dither:3.5,mxfp8,mxfp4
+  NCCL_P2P_DISABLE=1 run shm --samples 3 --steps 4 --ways "$ways,zero-pipeline:5/2.5,fsdp:5/8" "$@"
 }
 
 sockets() {
@@ -36,7 +36,7 @@ sockets() {
   for ((i = gpus - 1; i >= 0; i--)); do
     NCCL_HOSTID=node$((i * 2 / gpus)) CUDA_VISIBLE_DEVICES=$i \
       run sockets --topology hierarchical --nodes 2 --samples 2 --steps 2 \
-      --methods bf16-psum,bf16,mxfp8,dynamiq:5,dynamiq-dither:3.5 --processes "$gpus" --process-id "$i" \
+      --ways none,bf16-psum,psum:mxfp8,psum:dynamiq:5,psum:dynamiq-dither:3.5 --processes "$gpus" --process-id "$i" \
       --coordinator "localhost:$port" "$@" >"$out/step_time_sockets.$i.log" 2>&1 &
   done
   wait $! || { tail -20 "$out/step_time_sockets.0.log"; return 1; }  # process 0, started last

@@ -1,0 +1,613 @@
+"""Every way to train, by name: `make_way` gives its first state and its step.
+
+A name is ``WAY[-scan][-checkpoint][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS`
+lists the ways. ``scan`` makes the blocks one loop over stacked parameters, ``checkpoint`` computes
+each block again in the backward pass. GRADIENTS says how gradients travel. OTHERS says it of
+parameters' differences (zero) or of parameters (fsdp). Each is a number of bits of DynamiQ,
+with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error`` (``mxfp8``, ``f32``).
+Differences always have dither. A method alone (``dynamiq:5``) means ``dp:`` with it.
+
+``f32`` turns each way into its exact twin: `tests/test_ways.py` compares these with plain JAX.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+import dynamiq_jax.optax
+from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.core.xla import compiled_by, compiler_options
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from llm_model import Config, init_params, make_stages  # pyright: ignore[reportMissingImports]
+
+State = Any
+ValueAndGrad = Callable[[Any, Array], tuple[Array, Any]]
+"""(parameters of every function, tokens) -> (the loss, its gradients)."""
+
+
+class Model(NamedTuple):
+    """A loss as functions that follow each other."""
+
+    functions: tuple[Callable[[Any, Any], Any], ...]
+    """From (own parameters, x) to the next one's x, the first of tokens, the last to the loss."""
+    shapes: tuple[Any, ...]
+    """Shapes of the parameters of each function, f32."""
+    split: Callable[[Any], tuple[Any, ...]]
+    """From the model's own parameters to those of each function."""
+    first_on_explicit: Callable[[Any, str | tuple[str, ...]], Callable] | None = None
+    """From (the first function, the workers' axes) to one that says how its result is split."""
+
+    def loss(self, params: Any, tokens: Array) -> Array:
+        """The loss, without reductions."""
+        x: Any = tokens
+        for function, own in zip(self.functions, params, strict=True):
+            x = function(own, x)
+        return x
+
+    def on_explicit(self, axes: str | tuple[str, ...]) -> "Model":
+        """The model for a mesh of Explicit axes."""
+        if self.first_on_explicit is None:
+            return self
+        first = self.first_on_explicit(self.functions[0], axes)
+        return self._replace(functions=(first, *self.functions[1:]))
+
+
+def llama(config: Config, scan: bool = False, checkpoint: bool = False) -> Model:
+    """The example's model: the embedding, every block (or a loop of them), the head and loss."""
+    stages = make_stages(dataclasses.replace(config, remat=checkpoint), scan)
+    shapes = jax.eval_shape(lambda key: stages.split(init_params(config, key)), jax.random.key(0))
+
+    def first_on_explicit(function: Any, axes: Any) -> Callable:
+        def embed(params: Any, tokens: Array) -> tuple[Array, Array]:
+            # Rows of a table by indices that are split: JAX wants to be told how the rows are.
+            (table,) = jax.tree.leaves(params)
+            rows = table.at[tokens[:, :-1]].get(out_sharding=P(axes))
+            return rows.astype(config.dtype), tokens[:, 1:]
+
+        return embed
+
+    return Model(stages.functions, shapes, stages.split, first_on_explicit)
+
+
+class Way(NamedTuple):
+    """One way to train."""
+
+    model: Model
+    """Parameters of its functions are what `init` takes."""
+    mesh: Mesh
+    """The mesh that `jax.set_mesh` needs around all of this; tokens are split over all of it."""
+    init: Callable[[Any], State]
+    """From all functions' parameters, whole and f32, to the first state, placed on the mesh."""
+    like: State
+    """Shapes, dtypes and shardings of a state."""
+    step: Callable[[State, Array], tuple[State, Array]]
+    """(state, tokens) -> (state, mean loss); `jax.jit` it with `options`."""
+    read: Callable[[State], tuple[Any, Any]]
+    """The f32 parameters of a state, and the copies that functions take, or `None`."""
+    options: dict[str, Any]
+    """Options of the compiler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every way trains, and on which devices."""
+
+    make_model: Callable[[bool, bool], Model]
+    """(scan, checkpoint) -> the model, its blocks in a loop, or computed again."""
+    optimizer: optax.GradientTransformation
+    """An optimizer without a clip."""
+    mesh: Mesh
+    """Auto axes, over all of which the batch is split."""
+    max_norm: float | None = None
+    """The largest norm of a gradient."""
+    dtype: Any = jnp.float32
+    """The dtype in which functions take parameters."""
+    topology: Any = None
+    limits: dict[str, Any] = field(default_factory=dict)
+    """Further options of `dq.Compression`."""
+    lag: int = 1
+    check_vma: bool = True
+
+    @property
+    def axes(self) -> Any:
+        """The name of the workers' axis, or their names."""
+        names = self.mesh.axis_names
+        return names if len(names) > 1 else names[0]
+
+    def cast(self, params: Any) -> Any:
+        """Parameters as functions take them."""
+        return jax.tree.map(lambda w: w.astype(self.dtype), params)
+
+    def request(self, text: str, dither: bool = False) -> dq.Compression:
+        """The compression that a part of a way's name says."""
+        method, native = text, contenders.native_only(text)
+        if bits := re.fullmatch(r"([\d.]+)(d?)", text):
+            method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
+        made = contenders.make_method(method)
+        native = native or isinstance(made, dq.BF16 | dq.F32)
+        return dq.Compression(made, topology=None if native else self.topology, **self.limits)
+
+    def copies(self, params: Any) -> Any:
+        """The same in memory of their own."""
+        return jax.tree.map(partial(jnp.array, dtype=self.dtype, copy=True), params)
+
+    def map(self, f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
+        """`jax.shard_map` over all workers."""
+        options = {"in_specs": in_specs, "out_specs": out_specs}
+        check = check and self.check_vma
+        return jax.shard_map(f, mesh=self.mesh, check_vma=check, **options)
+
+    def update(self, params: Any, inner: Any, grads: Any, specs: Any = None) -> tuple[Any, Any]:
+        """Parameters and the optimizer's state after a step; ``specs`` are those of shards."""
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if self.max_norm is not None:
+            squares = jax.tree.map(lambda g: jnp.sum(g**2), grads)
+            if specs is not None:
+                total = partial(lax.psum, axis_name=self.axes)
+                squares = jax.tree.map(lambda s, p: total(s) if _names(p) else s, squares, specs)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+            scale = self.max_norm / jnp.maximum(norm, self.max_norm)
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, inner = self.optimizer.update(grads, inner, params)
+        return optax.apply_updates(params, updates), inner
+
+    def start(self, params: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
+        """f32 parameters and the optimizer's state, placed on a mesh as ``specs`` say."""
+        params = place(params, mesh, specs)
+        placed = jax.tree.map(partial(NamedSharding, mesh), self.inner(params, specs)[1])
+        return params, jax.jit(self.optimizer.init, out_shardings=placed)(params)
+
+    def like(self, params: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
+        """Shapes and shardings of what `start` returns."""
+        shapes, split = self.inner(params, specs)
+        return placed(params, mesh, specs), placed(shapes, mesh, split)
+
+    def inner(self, params: Any, specs: Any) -> tuple[Any, Any]:
+        """Shapes of the optimizer's state, and how it is split where parameters are."""
+        state = jax.eval_shape(self.optimizer.init, params)
+        one = lambda _, spec: spec  # noqa: E731
+        others = {"transform_non_params": lambda _: P()}
+        return state, optax.tree_utils.tree_map_params(self.optimizer, one, state, specs, **others)
+
+
+def _names(spec: P) -> bool:
+    return any(entry is not None for entry in spec)
+
+
+def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """Puts arrays on a mesh."""
+    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), specs))
+
+
+def placed(shapes: Any, mesh: Mesh, specs: Any) -> Any:
+    """Shapes with shardings."""
+
+    def one(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, shapes, specs)
+
+
+def whole(params: Any) -> Any:
+    """Specs of parameters that every worker holds."""
+    return jax.tree.map(lambda _: P(), params)
+
+
+def shards(t: Training, model: Model) -> Any:
+    """Specs of parameters whose matrices are split by rows."""
+
+    def of_function(function: Any, own: Any) -> Any:
+        before = (None,) if isinstance(function, dq.Scanned) else ()
+        matrix = lambda w: w.ndim > 1 + len(before)  # noqa: E731
+        return jax.tree.map(lambda w: P(*before, t.axes) if matrix(w) else P(), own)
+
+    return tuple(map(of_function, model.functions, model.shapes))
+
+
+def explicit(t: Training) -> Mesh:
+    """The mesh with Explicit axes."""
+    names = t.mesh.axis_names
+    return Mesh(t.mesh.devices, names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+# --- Data parallel: everybody holds all, gradients are averaged -----------------------------------
+
+
+def data_parallel(
+    t: Training, model: Model, value_and_grad: ValueAndGrad, mesh: Mesh, options: dict
+) -> Way:
+    """Everybody updates all parameters, by the mean gradients that a function gives."""
+
+    def init(params: Any) -> State:
+        return t.start(params, mesh, whole(params))
+
+    def step(state: State, tokens: Array) -> tuple[State, Array]:
+        params, inner = state
+        loss, grads = value_and_grad(t.cast(params), tokens)
+        return t.update(params, inner, grads), loss
+
+    like = t.like(model.shapes, mesh, whole(model.shapes))
+    return Way(model, mesh, init, like, step, lambda state: (state[0], None), options)
+
+
+def in_a_map(
+    t: Training, scan: bool, checkpoint: bool, text: str = "", *, how: str, options: Any = None
+) -> Way:
+    """Data parallel by a map in which every worker differentiates its own loss."""
+    request = t.request(text) if text else None
+    again = checkpoint and how != "layers"
+    model, axes = t.make_model(scan, again), t.axes
+    told = {"method": request}
+
+    def pipeline(params: Any, tokens: Array) -> Array:
+        return dq.sequential(model.functions, params, tokens, axes, lag=t.lag, **told)
+
+    def own(params: Any, tokens: Array) -> tuple[Array, Any]:
+        losses = {"pipeline": pipeline, "layers": in_layers(model, axes, checkpoint, **told)}
+        params = params if how in losses else lax.pcast(params, axes, to="varying")
+        loss, grads = jax.value_and_grad(losses.get(how, model.loss))(params, tokens)
+        if how == "pmean":
+            grads = lax.pmean(grads, axes)
+        elif how == "psum":
+            grads = dq.pmean(grads, axes, **told)
+        return lax.pmean(loss, axes), grads
+
+    mapped = t.map(own, (P(), P(t.mesh.axis_names)), P(), how != "none")
+    options = compiler_options() if request else {}  # XLA's own for its own reductions
+    return data_parallel(t, model, mapped, t.mesh, options)
+
+
+def in_layers(model: Model, axes: Any, checkpoint: bool, **options: Any) -> Callable:
+    """A loss that reduces, and gathers shards, in each function: `dq.reduce_in_backward`."""
+    middle = range(1, len(model.functions) - 1)
+    specs = options.pop("specs", None) or [None] * len(model.functions)
+
+    def run(number: int, own: Any, copies: Any, x: Any) -> Any:
+        function, spec = model.functions[number], specs[number]
+        scanned = isinstance(function, dq.Scanned)
+        if scanned:
+            function = function.function
+            spec = None if spec is None else jax.tree.map(lambda p: P(*tuple(p)[1:]), spec)
+
+        def layer(x: Any, trees: Any) -> tuple[Any, None]:
+            own, copies = trees
+            mine = dq.reduce_in_backward(own, axes, specs=spec, copies=copies, **options)
+            return function(mine, x), None
+
+        layer = jax.checkpoint(layer) if checkpoint and number in middle else layer
+        return lax.scan(layer, x, (own, copies))[0] if scanned else layer(x, (own, copies))[0]
+
+    def loss(params: Any, x: Any, copies: Any = None) -> Array:
+        for number, own in enumerate(params):
+            x = run(number, own, copies and copies[number], x)
+        return x
+
+    return loss
+
+
+def on_mesh(t: Training, scan: bool, checkpoint: bool, text: str, *, kind: str) -> Way:
+    """Data parallel by `dq.value_and_grad` on a mesh of Auto or Explicit axes."""
+    mesh = explicit(t) if kind == "explicit" else t.mesh
+    model = t.make_model(scan, checkpoint)
+    model = model.on_explicit(t.axes) if kind == "explicit" else model
+    told = {"axis_name": t.axes, "method": t.request(text), "mesh": mesh}
+    value_and_grad = dq.value_and_grad(model.loss, **told)
+    return data_parallel(t, model, value_and_grad, mesh, compiler_options())
+
+
+# --- Sharded updates (ZeRO-1): everybody holds a copy, and updates its slices ---------------------
+
+
+def sharded_updates(
+    t: Training, scan: bool, checkpoint: bool, text: str, differences: str, *, how: str
+) -> Way:
+    """`dq.optax.sharded` after the backward pass, in it, or outside of maps."""
+    mesh = explicit(t) if how == "explicit" else t.mesh
+    model, axes = t.make_model(scan, checkpoint and how != "layers"), t.axes
+    model = model.on_explicit(axes) if how == "explicit" else model
+    told = {"method": t.request(text)}
+    moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
+    optimizer = dq.optax.sharded(t.optimizer, axes, **told, **moves)
+    whole_params = placed(model.shapes, mesh, whole(model.shapes))
+    with jax.set_mesh(mesh):
+        inner_like = jax.eval_shape(optimizer.init, whole_params)
+    specs = dq.optax.state_specs(inner_like)
+    copies_like = jax.eval_shape(t.cast, whole_params)
+    like = placed(copies_like, mesh, whole(copies_like)), placed(inner_like, mesh, specs)
+
+    def init(params: Any) -> State:
+        params = place(params, mesh, whole(params))
+        return t.copies(params), dq.optax.init(optimizer, params, mesh)
+
+    def update(copies: Any, inner: Any, loss: Array, grads: Any) -> tuple[State, Array]:
+        updates, inner = optimizer.update(grads, inner, copies)
+        return (optax.apply_updates(copies, updates), inner), loss
+
+    def scattered(masters: Any, copies: Any, tokens: Array) -> Array:
+        options = {"specs": specs.masters, **told}
+        if how == "layers":
+            return in_layers(model, axes, checkpoint, **options)(masters, tokens, copies)
+        options |= {"copies": copies, "lag": t.lag}
+        return dq.sequential(model.functions, masters, tokens, axes, **options)
+
+    def own(state: State, tokens: Array) -> tuple[State, Array]:
+        copies, inner = state
+        if how == "after":
+            varying = lax.pcast(copies, axes, to="varying")
+            loss, grads = jax.value_and_grad(model.loss)(varying, tokens)
+        else:
+            loss, grads = jax.value_and_grad(scattered)(inner.masters, copies, tokens)
+        return update(copies, inner, lax.pmean(loss, axes), grads)
+
+    def outside(state: State, tokens: Array) -> tuple[State, Array]:
+        value_and_grad = dq.value_and_grad(model.loss, axis_name=axes, reduce=False, **told)
+        return update(*state, *value_and_grad(state[0], tokens))
+
+    state = P(), specs
+    step = outside if how == "explicit" else t.map(own, (state, P(mesh.axis_names)), (state, P()))
+    read = lambda state: (state[1].masters, state[0])  # noqa: E731
+    return Way(model, mesh, init, like, step, read, compiler_options())
+
+
+def zero_by_hand(t: Training, scan: bool, checkpoint: bool) -> Way:
+    """ZeRO-1 by `lax.psum_scatter` of gradients and `lax.all_gather` of parameters."""
+    model, axes, n = t.make_model(scan, checkpoint), t.axes, t.mesh.size
+    specs = shards(t, model)
+    of_inner = t.inner(model.shapes, specs)[1]
+
+    def init(params: Any) -> State:
+        copies = t.copies(place(params, t.mesh, whole(params)))
+        return copies, t.start(params, t.mesh, specs)
+
+    def scatter(grad: Array, spec: P) -> Array:
+        if not _names(spec):
+            return lax.pmean(grad, axes)
+        own = lax.psum_scatter(grad, axes, scatter_dimension=len(spec) - 1, tiled=True)
+        return own.astype(jnp.float32) / n
+
+    def gather(master: Array, spec: P) -> Array:
+        copy = master.astype(t.dtype)
+        return lax.all_gather(copy, axes, axis=len(spec) - 1, tiled=True) if _names(spec) else copy
+
+    def own(state: State, tokens: Array) -> tuple[State, Array]:
+        copies, (masters, inner) = state
+        loss, grads = jax.value_and_grad(model.loss)(copies, tokens)
+        grads = jax.tree.map(scatter, grads, specs)
+        masters, inner = t.update(masters, inner, grads, specs)
+        copies = jax.tree.map(gather, masters, specs)
+        return (copies, (masters, inner)), lax.pmean(loss, axes)
+
+    split = P(), (specs, of_inner)
+    step = t.map(own, (split, P(t.mesh.axis_names)), (split, P()), check=False)
+    copies = jax.eval_shape(t.cast, model.shapes)
+    like = placed(copies, t.mesh, whole(copies)), t.like(model.shapes, t.mesh, specs)
+    return Way(model, t.mesh, init, like, step, lambda state: (state[1][0], state[0]), {})
+
+
+# --- FSDP (ZeRO-3): everybody holds shards --------------------------------------------------------
+
+
+def fsdp(
+    t: Training, scan: bool, checkpoint: bool, text: str = "", gather: str = "", *, how: str
+) -> Way:
+    """Shards that are gathered by a pipeline, in each layer, by `dq.value_and_grad`, or by XLA."""
+    mesh = explicit(t) if how == "explicit" else t.mesh
+    model, axes = t.make_model(scan, checkpoint and how not in ("layers", "explicit")), t.axes
+    specs = shards(t, model)
+    model = model.on_explicit(axes) if how == "explicit" else model
+    told: dict[str, Any] = {"method": t.request(text)} if text else {}
+    gathered = told | ({"gather": t.request(gather)} if gather else {})
+    of_inner = t.inner(model.shapes, specs)[1]
+
+    def init(params: Any) -> State:
+        return t.start(params, mesh, specs)
+
+    def pipeline(params: Any, tokens: Array) -> Array:
+        options = {"specs": specs, "lag": t.lag, **gathered}
+        return dq.sequential(model.functions, params, tokens, axes, **options)
+
+    def own(state: State, tokens: Array) -> tuple[State, Array]:
+        masters, inner = state
+        layers = in_layers(model, axes, checkpoint, specs=specs, **gathered)
+        loss = pipeline if how == "pipeline" else layers
+        loss, grads = jax.value_and_grad(lambda m: loss(t.cast(m), tokens))(masters)
+        return t.update(masters, inner, grads, specs), lax.pmean(loss, axes)
+
+    def outside(state: State, tokens: Array) -> tuple[State, Array]:
+        masters, inner = state
+        options = {"axis_name": axes, "mesh": mesh, **told}
+        if how == "explicit":
+            value_and_grad = dq.value_and_grad(
+                in_layers(model, axes, checkpoint, **gathered), **options
+            )
+        elif how == "auto":
+            value_and_grad = dq.value_and_grad(model.loss, specs=specs, **options)
+        else:
+            value_and_grad = jax.value_and_grad(model.loss)
+        loss, grads = value_and_grad(t.cast(masters), tokens)
+        state = t.update(masters, inner, grads)
+        if how != "explicit":
+            shardings = jax.tree.map(partial(NamedSharding, mesh), split)
+            state = lax.with_sharding_constraint(state, shardings)
+        return state, loss
+
+    split = specs, of_inner
+    inside = how in ("pipeline", "layers")
+    step = t.map(own, (split, P(mesh.axis_names)), (split, P())) if inside else outside
+    options = {} if how == "xla" else compiler_options()
+    like = t.like(model.shapes, mesh, specs)
+    return Way(model, mesh, init, like, step, lambda state: (state[0], None), options)
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A way without its methods."""
+
+    build: Callable[..., Way]
+    """(training, scan, checkpoint, *methods) -> the way."""
+    methods: tuple[str, ...] = ()
+    """The methods, where the name has none."""
+    about: str = ""
+
+
+ZERO, FSDP = ("5", "2.5"), ("5", "8")
+KINDS = {
+    "none": Kind(partial(in_a_map, how="none"), (), "data parallel that averages nothing"),
+    "bf16-psum": Kind(partial(in_a_map, how="pmean"), (), "lax.pmean after the backward pass"),
+    "psum": Kind(partial(in_a_map, how="psum"), ("5",), "dq.pmean after the backward pass"),
+    "dp": Kind(partial(in_a_map, how="pipeline"), ("5",), "dq.sequential"),
+    "dp-layers": Kind(partial(in_a_map, how="layers"), ("5",), "dq.reduce_in_backward"),
+    "auto": Kind(partial(on_mesh, kind="auto"), ("5",), "dq.value_and_grad, Auto axes"),
+    "explicit": Kind(partial(on_mesh, kind="explicit"), ("5",), "the same, Explicit axes"),
+    "bf16-zero": Kind(zero_by_hand, (), "ZeRO-1 by lax.psum_scatter and lax.all_gather"),
+    "zero": Kind(partial(sharded_updates, how="after"), ZERO, "dq.optax.sharded"),
+    "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.sequential"),
+    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after reduce_in_backward"),
+    "zero-explicit": Kind(partial(sharded_updates, how="explicit"), ZERO, "after value_and_grad"),
+    "xla-fsdp": Kind(partial(fsdp, how="xla"), (), "shards under jax.jit"),
+    "bf16-fsdp": Kind(
+        partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits"
+    ),
+    "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.sequential"),
+    "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.reduce_in_backward"),
+    "fsdp-explicit": Kind(partial(fsdp, how="explicit"), FSDP, "the same in dq.value_and_grad"),
+    "fsdp-auto": Kind(partial(fsdp, how="auto"), ("5",), "dq.value_and_grad; gathers all, exactly"),
+}
+
+
+class Parsed(NamedTuple):
+    """What a name means."""
+
+    kind: Kind
+    scan: bool
+    checkpoint: bool
+    methods: tuple[str, ...]
+
+    def topology(self, training: Training) -> Any:
+        """How gradients travel; `None` by XLA's own collectives."""
+        return training.request(self.methods[0]).topology if self.methods else None
+
+
+def parse(text: str, training: Training) -> Parsed:
+    """What the name of a way means; see the module.
+
+    Raises:
+      ValueError: there is no such way or method, or the name has more methods than the way.
+    """
+    name, _, rest = text.partition(":")
+    base, *options = re.split("-(?=scan|checkpoint)", name)
+    if base not in KINDS or {*options} - {"scan", "checkpoint"}:
+        try:
+            training.request(text)
+        except ValueError as error:
+            raise ValueError(
+                f"way {text!r}: pass one of {', '.join(KINDS)}, or a method; {error}"
+            ) from error
+        base, options, rest = "dp", [], text
+    kind, methods = KINDS[base], tuple(rest.split("/") if rest else ())
+    if len(methods) > len(kind.methods):
+        raise ValueError(
+            f"way {text!r} has {len(methods)} methods, and {base} takes {len(kind.methods)}"
+        )
+    for method in methods:
+        training.request(method)
+    methods += kind.methods[len(methods) :]
+    return Parsed(kind, "scan" in options, "checkpoint" in options, methods)
+
+
+def make_way(text: str, training: Training) -> Way:
+    """The way that a name means."""
+    kind, scan, checkpoint, methods = parse(text, training)
+    return kind.build(training, scan, checkpoint, *methods)
+
+
+def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
+    """The program of a step, which donates the state; with options of XLA beside `dq.jit`'s."""
+    options = way.options | (xla or {}) if way.options else {}
+    with jax.set_mesh(way.mesh), compiled_by(options):
+        step = jax.jit(way.step, donate_argnums=0, compiler_options=options or None)
+        return step.lower(state, tokens)
+
+
+# --- What a compiled step sends -------------------------------------------------------------------
+
+BITS = {"pred": 8, "bf16": 16, "f16": 16}
+COLLECTIVE = re.compile(
+    r"= (?P<type>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    r"(?P<start>-start)?\("
+)
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|called_computations|branch_computations)=({[^}]*}|%[\w.\-]+)"
+)
+
+
+def sent_bytes(program: str, n_workers: int) -> float:
+    """Bytes that one worker sends in one run of a compiled program, given as text (HLO).
+
+    Collectives in a loop count as often as it runs. An all-reduce sends its array twice, but for
+    what the worker has. XLA sums bf16 in f32 on CPUs, which doubles these bytes there.
+    """
+    blocks = re.split(r"\n(?=%|ENTRY)", program)
+    named = {m[1]: block for block in blocks if (m := re.match(r"(?:ENTRY )?(%[\w.\-]+)", block))}
+    entry = next(block for block in blocks if block.startswith("ENTRY"))
+
+    def of_line(line: str) -> float:
+        if found := COLLECTIVE.search(line):
+            return _sent(found, _group_size(line, n_workers))
+        if "-done(" in line or "async-update(" in line:
+            return 0.0
+        times = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
+        called = re.findall(r"%[\w.\-]+", " ".join(CALLED.findall(line)))
+        return int(times[1] if times else 1) * sum(of_block(name) for name in called)
+
+    @cache
+    def of_block(name: str) -> float:
+        return sum(map(of_line, named.get(name, "").splitlines()[1:]))
+
+    return sum(map(of_line, entry.splitlines()[1:]))
+
+
+def _sent(found: re.Match, n: int) -> float:
+    """Bytes that one worker of ``n`` sends in a collective, by the types of its results."""
+    total = 0.0
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", found["type"]):
+        if found["name"] == "collective-permute" and found["start"] and not shape:
+            continue  # a context
+        bits = BITS.get(dtype) or int(re.sub(r"\D*(\d+).*", r"\1", dtype))
+        total += np.prod([int(x) for x in shape.split(",") if x]) * bits / 8
+    whole = (n - 1) / n
+    if found["name"] == "collective-permute":
+        return total / 2 if found["start"] else total
+    if found["name"] in ("all-gather", "reduce-scatter") and found["start"]:
+        return total * (n - 1) / (n + 1)  # operands and results
+    return total * {"all-reduce": 2 * whole, "reduce-scatter": n - 1.0}.get(found["name"], whole)
+
+
+def _group_size(line: str, n_workers: int) -> int:
+    """How many workers a collective's groups have."""
+    if explicit := re.search(r"replica_groups={{([\d,]+)}", line):
+        return explicit[1].count(",") + 1
+    if ordered := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(ordered[1])
+    if by_axes := re.search(r"replica_groups=mesh\[(.*?)\] {(.*?)}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_axes[1]))
+        return int(np.prod([int(sizes[name]) for name in re.findall(r"'(\w+)'", by_axes[2])]))
+    return n_workers

@@ -1,0 +1,275 @@
+"""Every way to train of `benchmarks/ways.py`, on the example's model, against plain JAX."""
+
+import dataclasses
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CHEAP, assert_same_bits, auto_mesh, daily
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import ways
+from llm_model import CONFIGS, init_params, make_loss
+
+import dynamiq_jax as dq
+
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
+
+N, STEPS, ROWS = 4, 3, 2
+CONFIG = dataclasses.replace(
+    CONFIGS["tiny"], dim=64, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16, init="unit"
+)
+LIMITS = {"min_leaf_size": 1024, "min_bucket_size": 1, "min_bucket_bytes": 0}
+"""Each matrix of the model is larger, and each vector smaller."""
+MAX_NORM = 1.2
+"""Some steps' gradients are larger, and some smaller."""
+OPTIMIZER = optax.sgd(0.2, momentum=0.9)
+"""Its updates are as wrong as gradients are, where Adam's have the same size whatever these are."""
+
+EXACT = [
+    f"{name}{options}:{'/'.join(['f32'] * len(kind.methods))}".rstrip(":")
+    for name, kind in ways.KINDS.items()
+    for options in ("", "-scan", "-checkpoint", "-scan-checkpoint")
+    if name not in ("none", "bf16-fsdp")
+]
+"""All ways but those that average nothing, or always in 16 bits."""
+BF16 = [
+    "auto:f32", "explicit:f32", "dp-scan:f32", "zero:f32/f32", "zero-pipeline-scan:f32/f32",
+    "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp", "fsdp-scan:f32/f32",
+    "fsdp-layers-scan-checkpoint:f32/f32", "fsdp-explicit-scan-checkpoint:f32/f32",
+]  # fmt: skip
+"""Functions take parameters in bf16."""
+COMPRESSED = [
+    name
+    for name, kind in ways.KINDS.items()
+    for name in ([f"{name}:{'/'.join(kind.methods)}"] if kind.methods else [])
+] + [
+    "dp-scan:5", "dp-layers-scan-checkpoint:5", "explicit-scan:5", "zero-pipeline-scan:5/2.5",
+    "fsdp-scan:5/8", "fsdp-checkpoint:5/8", "fsdp-scan-checkpoint:5/8",
+    "fsdp-layers-scan-checkpoint:5/8", "fsdp-explicit-scan-checkpoint:5/8", "fsdp-scan:4d/bf16",
+]  # fmt: skip
+
+
+def training(mesh: Any, dtype: Any = jnp.float32, **options: Any) -> ways.Training:
+    return ways.Training(
+        make_model=partial(ways.llama, CONFIG), optimizer=OPTIMIZER, mesh=mesh, dtype=dtype,
+        max_norm=MAX_NORM, limits=LIMITS, topology=dq.Direct(), **options,
+    )  # fmt: skip
+
+
+def batches(n: int = N) -> np.ndarray:
+    """i32[steps, rows, tokens]: every worker has tokens of its own; of one kind in the second step.
+
+    The gradient of that step is larger.
+    """
+    rng, kinds = np.random.default_rng(0), (256 // n, 1, 16)
+    shape = ROWS, CONFIG.seq_len + 1
+    of = [[256 * i // n + rng.integers(0, kind, shape) for i in range(n)] for kind in kinds]
+    return np.concatenate(np.moveaxis(of, 1, 0), 1).astype(np.int32)
+
+
+@cache
+def start() -> Any:
+    """The model's first parameters, on the host."""
+    return jax.device_get(jax.jit(partial(init_params, CONFIG))(jax.random.key(0)))
+
+
+@cache
+def plain(dtype: Any = jnp.float32, n: int = N) -> tuple[list[float], Any]:
+    """Losses and last parameters by plain JAX on one device, with all workers' batches at once."""
+    clip = optax.chain(optax.clip_by_global_norm(MAX_NORM), OPTIMIZER)
+    loss_fn = make_loss(CONFIG)
+
+    @jax.jit
+    def step(params, inner, tokens):
+        copies = jax.tree.map(lambda w: w.astype(dtype), params)
+        loss, grads = jax.value_and_grad(loss_fn)(copies, tokens)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, inner = clip.update(grads, inner, params)
+        return optax.apply_updates(params, updates), inner, loss, optax.tree.norm(grads)
+
+    params, losses, norms = start(), [], []
+    inner = clip.init(params)
+    for tokens in batches(n):
+        params, inner, loss, norm = step(params, inner, tokens)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    assert min(norms) < MAX_NORM < max(norms), norms
+    return losses, jax.device_get(params)
+
+
+def lowered(text: str, t: ways.Training) -> tuple[ways.Way, Any]:
+    """A way and the program of its step, to be compiled."""
+    way = ways.make_way(text, t)
+    split = NamedSharding(way.mesh, P(way.mesh.axis_names))
+    tokens = batches(t.mesh.size)[0]
+    return way, ways.lower(
+        way, way.like, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=split)
+    )
+
+
+def train(way: ways.Way, step: Any) -> tuple[list[float], Any, Any]:
+    """Losses of all steps, the last parameters and copies."""
+    split, losses = NamedSharding(way.mesh, P(way.mesh.axis_names)), []
+    with jax.set_mesh(way.mesh):
+        state = way.init(way.model.split(start()))
+        for tokens in batches(way.mesh.size):
+            state, loss = step(state, jax.device_put(tokens, split))
+            losses.append(float(loss))
+        return losses, *way.read(state)
+
+
+def assert_replicas_equal(tree: Any) -> None:
+    """What several devices hold of an array has the same bits on all of them."""
+    for x in jax.tree.leaves(tree):
+        first = {}
+        for shard in x.addressable_shards:
+            data = np.asarray(shard.data)
+            assert_same_bits(first.setdefault(str(shard.index), data), data)
+
+
+def distances(way: ways.Way, params: Any, expected: Any) -> list[float]:
+    """How far every leaf is from where it should be, by how far it went."""
+    trees = params, way.model.split(expected), way.model.split(start())
+    found = []
+    for own, right, first in zip(*map(jax.tree.leaves, trees), strict=True):
+        own, right, first = (np.float32(jax.device_get(x)) for x in (own, right, first))
+        assert own.shape == right.shape
+        found.append(float(np.linalg.norm(own - right) / np.linalg.norm(right - first)))
+    return found
+
+
+def check_exact(way: ways.Way, step: Any, t: ways.Training, within: float) -> None:
+    """Losses, parameters and copies are those of plain JAX."""
+    expected, last = plain(t.dtype, t.mesh.size)
+    losses, params, copies = train(way, step)
+    assert np.ptp(expected) > 0.1  # it trains
+    np.testing.assert_allclose(losses, expected, rtol=max(within / 10, 2e-6))
+    assert max(distances(way, params, last)) < within
+    assert_replicas_equal((params, copies))
+    if copies is not None:
+        rounded = 0.0 if t.dtype == jnp.float32 else 2.0**-7
+        for copy, master in zip(*map(jax.tree.leaves, (copies, params)), strict=True):
+            assert copy.dtype == t.dtype and master.dtype == jnp.float32
+            copy, master = np.float32(jax.device_get(copy)), jax.device_get(master)
+            np.testing.assert_allclose(copy, master, rtol=rounded + 1e-6, atol=1e-6)
+
+
+def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
+    """Losses are close, replicas have equal bits, and every matrix was compressed."""
+    expected, last = plain(t.dtype, t.mesh.size)
+    losses, params, copies = train(way, step)
+    np.testing.assert_allclose(losses, expected, rtol=1e-2)
+    assert_replicas_equal((params, copies))
+    for far, shape in zip(
+        distances(way, params, last), jax.tree.leaves(way.model.shapes), strict=True
+    ):
+        matrix = shape.size >= LIMITS["min_leaf_size"]
+        assert (1e-3 if matrix else 0) < far < 0.5, (far, shape)
+
+
+EXACT_DAILY = ["explicit:f32", "zero-pipeline-scan:f32/f32", "fsdp-scan-checkpoint:f32/f32"]
+
+
+@pytest.mark.parametrize("text", daily(EXACT, EXACT_DAILY))
+def test_with_f32_a_way_trains_as_plain_jax_does(text):
+    t = training(auto_mesh(N))
+    way, program = lowered(text, t)
+    check_exact(way, program.compile(), t, 1e-4)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("text", BF16)
+def test_with_bf16_copies_a_way_trains_as_plain_jax_does(text):
+    t = training(auto_mesh(N), jnp.bfloat16)
+    way, program = lowered(text, t)
+    check_exact(way, program.compile(), t, 3e-2)
+
+
+class Cheap(ways.Training):
+    """A training whose methods have one width, which compiles in a third of the time."""
+
+    def request(self, text: str, dither: bool = False) -> dq.Compression:
+        return dataclasses.replace(CHEAP, topology=self.topology, **LIMITS)
+
+
+@pytest.mark.parametrize("text", ["fsdp-scan:5/8"])
+def test_with_one_width_a_way_trains_and_replicas_have_equal_bits(text):
+    t = Cheap(**vars(training(auto_mesh(N))))
+    way, program = lowered(text, t)
+    check_compressed(way, program.compile(), t)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("text", COMPRESSED)
+def test_compressed_a_way_trains_and_replicas_have_equal_bits(text):
+    t = training(auto_mesh(N))
+    way, program = lowered(text, t)
+    check_compressed(way, program.compile(), t)
+
+
+PROGRAM = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[8,4]) -> bf16[2,4] {
+  ROOT %rs = bf16[2,4]{1,0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+%body (x: f32[100]) -> f32[100] {
+  ROOT %ar = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (p: f32[100]) -> f32[100] {
+  %loop = f32[100]{0} while(%p), condition=%test, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %s = ((bf16[8,4]{1,0}), bf16[2,4]{1,0}) async-start(%q), calls=%wrapped
+  %d = bf16[2,4]{1,0} async-done(%s), calls=%wrapped
+  %g = (u8[10]{0}, u8[20]{0}) all-gather-start(%u), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %h = u8[20]{0} all-gather-done(%g)
+  %c = (u32[5]{0}, u32[5]{0}, u32[], u32[]) collective-permute-start(%v), channel_id=1
+  %t = (pred[6]{0}, pred[6]{0}) all-to-all(%w, %z), replica_groups=mesh['a'=2,'b'=2] {'b'}
+}
+"""
+
+
+def test_bytes_that_a_program_sends():
+    by_hand = {
+        "three all-reduces of 400 bytes among 4": 3 * 2 * 3 / 4 * 400,
+        "a scatter of 64 bytes among 4": 3 / 4 * 64,
+        "a gather of 20 bytes in pairs": 1 / 2 * 20,
+        "a permute of 20 bytes": 20,
+        "an exchange of 12 bytes in pairs": 1 / 2 * 12,
+    }
+    assert ways.sent_bytes(PROGRAM, 4) == sum(by_hand.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("zerro:5", r"'zerro:5': pass one of none, bf16-psum.*method 'zerro' is not known"),
+        ("zero-scann", "'zero-scann': pass one of none"),
+        ("dp:5/8", "'dp:5/8' has 2 methods, and dp takes 1"),
+        ("fsdp:5/mxfp8:3", "mxfp8 has no choice of bits"),
+    ],
+)
+def test_names_of_ways_that_are_not_known_are_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ways.parse(text, training(auto_mesh(N)))
+
+
+def test_a_method_alone_means_the_pipeline():
+    t = training(auto_mesh(N))
+    assert ways.parse("dynamiq:5", t) == ways.parse("dp:dynamiq:5", t)
+    assert t.request("5") == t.request("dynamiq:5")
+    assert t.request("4d") == t.request("4", dither=True) == t.request("dynamiq-dither:4")
