@@ -37,7 +37,7 @@ ABORTED = -signal.SIGABRT
 PATIENCE, SILENCE = 30, 90
 """Seconds until survivors have ended, and until a host that says nothing counts as hanging."""
 ENVIRONMENT = {"JAX_NUMPY_RANK_PROMOTION": "allow"}
-"""Besides, each host has its own seed of hashes: 0 and 2 order a set of the axis names otherwise."""
+"""Besides, each host has its own seed of hashes: 0 and 2 order a set of the axes otherwise."""
 
 
 # --- Groups of hosts ------------------------------------------------------------------------------
