@@ -3,7 +3,6 @@
 # make quick     lint, types and the tests of the core: two minutes, for every change
 # make test-release   what daily tests leave out: all formats, comparators, benchmarks, processes
 # make soak      2000 training steps under random models, methods and topologies
-# make errors    docs/errors.md from the tests
 # make figures   pictures and generated tables of README and docs/, from benchmarks/evidence/results/
 # make docs      the site, in site/; broken links and unlisted pages are errors
 # make release-check   make test-release; builds sdist and wheel, runs the README's script with it
@@ -16,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
 CORE := golden format hashing reference plan layout schedules psum_trees metrics weight optax
 
-.PHONY: demo test quick test-release soak errors figures docs release-check test-versions test-gpu clean
+.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -38,17 +37,8 @@ test-release: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q --release tests/release/test_soak.py
 
-errors: $(VENV)/.installed-dev
-	PYTHONPATH=tests $(VENV)/bin/python -m pytest -q -p refusals --errors-md docs/errors.md \
-	  -k "errors or refus or bad_fields or agreement or axis_size" tests
-
 figures: $(VENV)/.installed-dev
-	$(VENV)/bin/python benchmarks/evidence/plot_speedups.py
-	$(VENV)/bin/python benchmarks/evidence/training_report.py
-	$(VENV)/bin/python benchmarks/evidence/comparison.py --write
-	$(VENV)/bin/python benchmarks/evidence/time_to_accuracy.py --tolerance 0.5 \
-	  --losses benchmarks/evidence/results/time_to_accuracy_losses.json \
-	  --step-times benchmarks/evidence/results/step_time.json --plot docs/time-to-accuracy.png
+	$(VENV)/bin/python benchmarks/evidence/pages.py
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

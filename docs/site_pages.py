@@ -70,8 +70,6 @@ def on_page_markdown(markdown, page, config, files):
         to = shown(match[1])
         return match[0] if to is None else f"[`{match[1]}`]({to})"
 
-    if target == "errors.md":  # messages, in which brackets are no links
-        return re.sub(r"(`[^`\n]*`)|\[", lambda match: match[1] or r"\[", markdown)
     parts = FENCE.split(markdown)
     for i in range(0, len(parts), 2):
         parts[i] = NAME.sub(name, IMAGE.sub(image, LINK.sub(link, parts[i])))

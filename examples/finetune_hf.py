@@ -19,41 +19,35 @@ With ``--method bf16`` the loss after is 0.0322 and the wire has 1.61 MB/step, w
 was 0.025 to 0.043 with DynamiQ, 0.032 to 0.037 in bf16 and 0.025 to 0.029 in f32. ``make-tiny
 --family gemma`` writes a Gemma.
 
-For other weights name their folder and the template that they were trained with, such as
-``--template llama3`` or ``gemma``. Losses are means over the tokens of answers, in nats, of the
-examples in ``--validation``. ``--out`` gets the folder's files, with new weights of the same
-dtypes. Each device holds all parameters, gradients and Adam's moments in f32, 16 bytes for each
-parameter, and the activations. ``hf_checkpoint.py`` says which checkpoints it reads,
-``sft_data.py`` how examples are laid out.
+For other weights name their folder, in the layout of Hugging Face, and the template that they were
+trained with, such as ``--template llama3`` or ``gemma``. The families are "llama" (1 to 3.3) and
+"gemma" (the first one). Losses are means over the tokens of answers, in nats, of the examples in
+``--validation``. ``--out`` gets the folder's files, with new weights of the same dtypes in one
+file. Each device holds all parameters, gradients and Adam's moments in f32, 16 bytes for each
+parameter, and the activations.
 """
 
 import json
-import time
+import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import typer
 from flax import nnx
-from hf_checkpoint import (
-    CONFIG,
-    check_unused,
-    load_params,
-    open_checkpoint,
-    read_config,
-    save_new,
-    save_params,
-)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_model import Config, init_params, make_forward
-from sft_data import TEMPLATES, Encoder, Rows, all_batches, make_rows, read_examples, train_batch
+from llm_model import Config, Family, RopeScaling, init_params, make_forward
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from train_llm import AXIS, METHODS, TOPOLOGIES, check_choice, environment, read_choice
 
@@ -61,6 +55,278 @@ import dynamiq_jax as dq
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 MAX_NORM = 1.0  # of the gradient
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENDS = {"embed.embedding": EMBEDDING, "norm.scale": "model.norm.weight", "head.kernel": HEAD}
+IN_BLOCK = {
+    "attention_norm.scale": "input_layernorm.weight",
+    "attention.q.kernel": "self_attn.q_proj.weight",
+    "attention.k.kernel": "self_attn.k_proj.weight",
+    "attention.v.kernel": "self_attn.v_proj.weight",
+    "attention.o.kernel": "self_attn.o_proj.weight",
+    "mlp_norm.scale": "post_attention_layernorm.weight",
+    "mlp.gate.kernel": "mlp.gate_proj.weight",
+    "mlp.up.kernel": "mlp.up_proj.weight",
+    "mlp.down.kernel": "mlp.down_proj.weight",
+}
+
+COPIED = {".json", ".jinja", ".model", ".txt", ".md"}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing; pass a folder in the layout of Hugging Face")
+    return json.loads(file.read_bytes())
+
+
+def read_config(file: Path) -> Config:
+    """Reads the shape of a model from ``config.json``.
+
+    Raises:
+        ValueError: it asks for what ``llm_model`` does not compute.
+    """
+    raw = read_json(file)
+    family: Family = raw.get("model_type", "")
+    newer = raw.get("rope_parameters") or {}
+    scaling = newer or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    # Gemma's first files say "gelu", and always meant the tanh approximation.
+    activations = {"llama": ("silu",), "gemma": ("gelu_pytorch_tanh", "gelu")}
+    supported = activations.get(family, ())
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or (*supported, "")[0]
+    wrong = {
+        f"model_type={family!r}, supported: {', '.join(get_args(Family))}": not supported,
+        f"rope_type={kind!r}, supported: default, llama3": kind not in ("default", "llama3"),
+        f"hidden_act={activation!r}, supported: {supported}": activation not in supported,
+        "biases": raw.get("attention_bias") or raw.get("mlp_bias"),
+        "quantized weights": raw.get("quantization_config"),
+        "attention in both directions": raw.get("use_bidirectional_attention"),
+        "partial rotations": (scaling | raw).get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise ValueError(f"{file} has {what}; this example does without")
+    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    rope = None
+    if kind == "llama3":
+        factor, low, high, length = (scaling[name] for name in names)
+        rope = RopeScaling(factor=factor, low=low, high=high, original_length=length)
+    dim, n_heads = raw["hidden_size"], raw["num_attention_heads"]
+    return Config(
+        vocab_size=raw["vocab_size"], seq_len=raw["max_position_embeddings"],
+        n_layers=raw["num_hidden_layers"], dim=dim, n_heads=n_heads,
+        n_kv_heads=raw.get("num_key_value_heads") or n_heads, hidden=raw["intermediate_size"],
+        dtype=jnp.float32, family=family,
+        head_dim=raw.get("head_dim") or {"llama": dim // n_heads, "gemma": 256}[family],
+        tied=bool(raw.get("tie_word_embeddings", family == "gemma")),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_base=float(newer.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        rope_scaling=rope,
+    )  # fmt: skip
+
+
+def leaves(config: Config) -> tuple[list[tuple[str, bool, tuple[int, ...]]], Any]:
+    """Names of tensors, whether they are transposed, and their shapes; the tree of parameters."""
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    found, treedef = jax.tree_util.tree_flatten_with_path(params)
+    named = []
+    for path, leaf in found:
+        ours = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        transposed = ours.endswith(".kernel")  # files have outputs first
+        name = ENDS.get(ours, "")
+        if not name:
+            _, i, part = ours.split(".", 2)
+            name = f"model.layers.{i}.{IN_BLOCK[part]}"
+        named.append((name, transposed, leaf.shape[::-1] if transposed else leaf.shape))
+    return named, treedef
+
+
+def load_params(folder: Path, config: Config) -> nnx.State:
+    """Reads the weights, laid out as `llm_model.init_params` does: NumPy arrays, f32.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape than ``config.json`` says; or
+            the head is tied to the embedding, and the files hold another head.
+    """
+    names = {WEIGHTS}
+    if (folder / INDEX).is_file():
+        names = set(read_json(folder / INDEX)["weight_map"].values())
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(names):
+        tensors |= load_file(folder / file)
+    named, treedef = leaves(config)
+    # Old files hold the rotation's frequencies, and some a tied head a second time.
+    tensors = {n: x for n, x in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+    head = tensors.pop(HEAD, None) if config.tied else None
+    if head is not None and not np.array_equal(head, tensors[EMBEDDING]):
+        raise ValueError(
+            f"{folder / CONFIG} ties the head to the embedding, but {HEAD} is not {EMBEDDING}; "
+            "set tie_word_embeddings to false"
+        )
+    expected = {name: shape for name, _, shape in named}
+    found = {name: x.shape for name, x in tensors.items()}
+    if found != expected:
+        names = sorted({name for name, _ in found.items() ^ expected.items()})
+        told = [f"{n}: {found.get(n, 'missing')}, {expected.get(n, 'unknown')}" for n in names[:4]]
+        raise ValueError(f"{folder}: shapes of files and of {CONFIG} differ: {'; '.join(told)}")
+    arrays = (tensors[name].astype(np.float32) for name, _, _ in named)
+    return treedef.unflatten([x.T if n[1] else x for x, n in zip(arrays, named, strict=True)])
+
+
+def save_params(params: nnx.State, config: Config, folder: Path, source: Path | None) -> None:
+    """Writes the weights in one file, in the dtypes of ``source``, with its small files beside."""
+    dtypes: dict[str, str] = {}
+    for file in source.iterdir() if source else ():
+        if file.suffix in COPIED and file.name != INDEX:
+            shutil.copy(file, folder)
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="numpy") as tensors:
+                dtypes |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+    kinds = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    arrays = {}
+    for (name, transposed, _), value in zip(
+        leaves(config)[0], jax.tree.leaves(params), strict=True
+    ):
+        value = np.asarray(value).T if transposed else np.asarray(value)
+        arrays[name] = np.ascontiguousarray(value.astype(kinds[dtypes.get(name, "F32")]))
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def new_folder(folder: Path) -> None:
+    """Makes a folder; refuses one that has files already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already; name a new or empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+# --- Prompts and answers --------------------------------------------------------------------------
+
+
+class Template(NamedTuple):
+    """Text around a prompt, and the token after an answer (None: the tokenizer's own)."""
+
+    before: str
+    after: str
+    end: str | None
+
+
+TEMPLATES = {
+    "plain": Template("", "\n", None),
+    "llama3": Template(
+        "<|start_header_id|>user<|end_header_id|>\n\n",
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "gemma": Template(
+        "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"
+    ),
+}
+
+
+class Encoder:
+    """Turns prompts and answers into tokens by a checkpoint's tokenizer and a template."""
+
+    def __init__(self, folder: Path, template: Template, vocab_size: int):
+        settings = read_json(folder / "tokenizer_config.json")
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.template = template
+        if (most := 1 + max(self.tokenizer.get_vocab().values())) > vocab_size:
+            raise ValueError(f"{folder}: the tokenizer has {most} tokens, the model {vocab_size}")
+        for token in re.findall("<[^>]+>", template.before + template.after):
+            self._id(token)
+        first, last = (_content(settings.get(name)) for name in ("bos_token", "eos_token"))
+        self.end = self._id(template.end or last)
+        self.first = [self._id(first)] if first and settings.get("add_bos_token", True) else []
+
+    def _id(self, token: str | None) -> int:
+        found = None if token is None else self.tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no token {token!r}; choose another --template")
+        return found
+
+    def __call__(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        """Returns the tokens of the prompt (with all before the answer) and of the answer."""
+
+        def ids(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        prompt = self.template.before + prompt + self.template.after
+        return self.first + ids(prompt), [*ids(answer), self.end]
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+class Rows(NamedTuple):
+    """Token rows ``int32[n, length + 1]`` and weights ``f32[n, length]`` of the tokens to come.
+
+    A row has the tokens of one example and padding. Weights are 1 where the *next* token belongs to
+    the answer or ends it, else 0, so the loss is the answers' alone.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+    def take(self, rows: np.ndarray) -> "Rows":
+        """Some rows, in the order of their numbers."""
+        return Rows(self.tokens[rows], self.weights[rows])
+
+
+def read_rows(encoder: Encoder, file: Path, max_length: int) -> Rows:
+    """Reads a JSONL file of prompts and answers; leaves out those that are too long, and says so.
+
+    Raises:
+        ValueError: a line is wrong (the message has its number, from 1), or none is left.
+    """
+    encoded = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            example = json.loads(line)
+            encoded.append(encoder(example["prompt"], example["answer"]))
+        except (ValueError, KeyError, TypeError) as error:
+            wanted = 'expected {"prompt": "...", "answer": "..."}'
+            raise ValueError(f"{file}, line {number}: {error!r}; {wanted}") from error
+    kept = [pair for pair in encoded if len(pair[0]) + len(pair[1]) <= max_length]
+    if not kept:
+        raise ValueError(f"{file}: all {len(encoded)} examples have more than {max_length} tokens")
+    if len(kept) < len(encoded):
+        print(f"{file}: {len(encoded) - len(kept)} examples exceed {max_length} tokens, left out")
+    length = max(len(prompt) + len(answer) for prompt, answer in kept)
+    tokens = np.zeros((len(kept), length), np.int32)
+    weights = np.zeros((len(kept), length - 1), np.float32)
+    for row, (prompt, answer) in enumerate(kept):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = prompt + answer
+        weights[row, max(len(prompt) - 1, 0) : end - 1] = 1.0
+    return Rows(tokens, weights)
+
+
+def train_batch(data: Rows, step: int, *, rows: int, seed: int) -> Rows:
+    """The rows of one step, fixed by (seed, step): every pass over the data has an order anew.
+
+    Weights are scaled to sum to ``rows``. A sum of weighted losses over any share of the batch,
+    divided by the share's rows, then averages over equal shares to the mean over all answer tokens.
+    """
+    n = len(data.tokens)
+    passes, places = np.divmod(np.arange(step * rows, (step + 1) * rows), n)
+    orders = {i: np.random.default_rng((seed, i)).permutation(n) for i in np.unique(passes)}
+    batch = data.take(np.array([orders[i][k] for i, k in zip(passes, places, strict=True)]))
+    return batch._replace(weights=batch.weights * (rows / batch.weights.sum()))
+
+
+def all_batches(data: Rows, *, rows: int) -> Iterator[Rows]:
+    """All rows once; the last batch is filled up with rows of weight 0."""
+    for start in range(0, len(data.tokens), rows):
+        batch = data.take(np.arange(start, start + rows) % len(data.tokens))
+        batch.weights[max(len(data.tokens) - start, 0) :] = 0.0
+        yield batch
+
+
+# --- Training -------------------------------------------------------------------------------------
 
 
 def make_method(
@@ -138,36 +404,6 @@ def place(mesh: jax.sharding.Mesh, batch: Rows) -> Rows:
     return jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
 
 
-class Tuned(NamedTuple):
-    """Parameters after fine-tuning; losses of every step, in nats per answer token."""
-
-    params: Any
-    losses: list[float]
-
-
-def finetune(
-    params: Any, data: Rows, config: Config, mesh: jax.sharding.Mesh, method: dq.Compression, *,
-    steps: int, rows: int, learning_rate: float, seed: int = 0,
-    report: Callable[[int, list[float], float], None] = lambda i, losses, seconds: None,
-) -> Tuned:  # fmt: skip
-    """Takes ``steps`` steps of ``rows`` examples each, over all devices.
-
-    ``params`` may be NumPy arrays. ``report(i, losses, seconds)`` is called after step ``i``.
-    """
-    everywhere = NamedSharding(mesh, P())
-    params = jax.device_put(params, everywhere)
-    optimizer = make_optimizer(learning_rate, steps)
-    opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(params)
-    step, losses = make_step(make_loss(config), mesh, method, optimizer), []
-    for i in range(steps):
-        batch = place(mesh, train_batch(data, i, rows=rows, seed=seed))
-        start = time.perf_counter()
-        params, opt_state, loss = step(params, opt_state, *batch)
-        losses.append(float(loss))  # waits for the step
-        report(i, losses, time.perf_counter() - start)
-    return Tuned(params, losses)
-
-
 # --- A tiny checkpoint and something to learn -----------------------------------------------------
 
 DIGITS = "zero one two three four five six seven eight nine".split()
@@ -194,12 +430,8 @@ def write_tiny(folder: Path, family: str = "llama", *, seed: int = 0) -> None:
 
     ``train.jsonl`` has 900 numbers below 1000 to be spelled digit by digit, ``validation.jsonl``
     the other 100.
-
-    Raises:
-        FileExistsError: ``folder`` has files already.
     """
-    check_unused(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    new_folder(folder)
     special = ["<s>", "</s>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(special + letters)}
@@ -213,7 +445,8 @@ def write_tiny(folder: Path, family: str = "llama", *, seed: int = 0) -> None:
     write_json(folder / "tokenizer_config.json", tokens)
     ids = {"vocab_size": len(vocabulary), "bos_token_id": 0, "eos_token_id": 1}
     write_json(folder / CONFIG, TINY[family] | ids)
-    save_new(init_params(read_config(folder / CONFIG), jax.random.key(seed)), folder)
+    config = read_config(folder / CONFIG)
+    save_params(init_params(config, jax.random.key(seed)), config, folder, None)
     numbers = np.random.default_rng(seed).permutation(1000)
     write_questions(folder / "train.jsonl", numbers[:900])
     write_questions(folder / "validation.jsonl", numbers[900:])
@@ -236,15 +469,6 @@ def write_questions(file: Path, numbers: Iterable[int]) -> None:
 app = typer.Typer(add_completion=False, help="Fine-tunes a checkpoint, gradients compressed.")
 
 
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Errors of what the user names are told without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 @app.command("make-tiny")
 def make_tiny(
     folder: Annotated[Path, typer.Argument(help="new or empty")],
@@ -252,8 +476,10 @@ def make_tiny(
 ) -> None:
     """Writes a random checkpoint of half a million parameters, and questions to learn."""
     check_choice(family, TINY, "--family")
-    with plain_errors():
+    try:
         write_tiny(folder, family)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from error
     print(f"{folder}: a {family} checkpoint, train.jsonl, validation.jsonl")
 
 
@@ -288,16 +514,18 @@ def train(
     """Fine-tunes on the answers and saves a checkpoint of the same layout."""
     check_choice(template, TEMPLATES, "--template")
     check_choice(dtype, DTYPES, "--dtype")
-    with plain_errors():
-        check_unused(out)
+    try:
         chosen = make_method(method, bits, topology, config_file)
-        checkpoint = open_checkpoint(folder, dtype=DTYPES[dtype], remat=remat)
-        config = checkpoint.config
+        config = read_config(folder / CONFIG)
         encoder = Encoder(folder, TEMPLATES[template], config.vocab_size)
         read = partial(read_rows, encoder, max_length=min(max_length, config.seq_len))
         trained = read(data)
         measured = trained if validation is None else read(validation)
-        params = load_params(checkpoint)
+        params = load_params(folder, config)
+        new_folder(out)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    loss_fn = make_loss(replace(config, dtype=DTYPES[dtype], remat=remat))
     n_devices = jax.device_count()
     rows = batch_size * n_devices
     steps = steps or -(-3 * len(trained.tokens) // rows)
@@ -311,31 +539,22 @@ def train(
     print(f"batch: {rows} examples of at most {trained.tokens.shape[1]} tokens")
     sent = f"{cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step"
     print(f"wire: {method or config_file or 'dynamiq'}, {sent}")
-    evaluate = make_evaluate(make_loss(config), mesh, rows)
+    evaluate = make_evaluate(loss_fn, mesh, rows)
     print(f"loss of answers before: {evaluate(params, measured):.4f}", flush=True)
 
-    def report(i: int, losses: list[float], seconds: float) -> None:
+    everywhere = NamedSharding(mesh, P())
+    params = jax.device_put(params, everywhere)
+    optimizer = make_optimizer(learning_rate, steps)
+    opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(params)
+    step = make_step(loss_fn, mesh, chosen, optimizer)
+    for i in range(steps):
+        batch = place(mesh, train_batch(trained, i, rows=rows, seed=seed))
+        params, opt_state, loss = step(params, opt_state, *batch)
         if (i + 1) % max(1, steps // 10) == 0 or i + 1 == steps:
-            print(f"step {i + 1:5}  loss {losses[-1]:.4f}  {seconds:.3f} s/step", flush=True)
-
-    tuned = finetune(
-        params, trained, config, mesh, chosen, steps=steps, rows=rows,
-        learning_rate=learning_rate, seed=seed, report=report,
-    ).params  # fmt: skip
-    print(f"loss of answers after: {evaluate(tuned, measured):.4f}")
-    save_params(tuned, checkpoint, out)
+            print(f"step {i + 1:5}  loss {float(loss):.4f}", flush=True)
+    print(f"loss of answers after: {evaluate(params, measured):.4f}")
+    save_params(params, config, out, folder)
     print(f"saved: {out}")
-
-
-def read_rows(encoder: Encoder, file: Path, *, max_length: int) -> Rows:
-    """Reads and encodes a JSONL file, and says how many examples were too long."""
-    examples = read_examples(file)
-    rows = make_rows(encoder, examples, max_length)
-    if left_out := len(examples) - len(rows.tokens):
-        print(
-            f"{file}: {left_out} of {len(examples)} examples exceed {max_length} tokens, left out"
-        )
-    return rows
 
 
 if __name__ == "__main__":

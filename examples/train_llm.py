@@ -20,12 +20,11 @@ Errors are averaged over the measured steps. The worst leaf is the largest relat
 leaf's mean gradient, where vNMSE is that of all leaves together. The loss follows the worst leaf
 more closely, since Adam takes equal steps in leaves of large and of small gradients.
 
-The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``runs/``, where
-``dynamiq-jax plot runs`` draws all runs together. Losses depend a little on the Python
-version, whose standard library is the training text, and DynamiQ's on the processor: the noise
-follows from the last bits of the gradients. On x86-64 with other instruction sets DynamiQ ended at
-1.991 to 2.006, and f32 always at 2.0131. ``--init unit`` starts from other weights, see
-``llm_model.py``.
+The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``runs/``. Losses
+depend a little on the Python version, whose standard library is the training text, and DynamiQ's on
+the processor: the noise follows from the last bits of the gradients. On x86-64 with other
+instruction sets DynamiQ ended at 1.991 to 2.006, and f32 always at 2.0131. ``--init unit`` starts
+from other weights, see ``llm_model.py``.
 
     python examples/train_llm.py --mesh data=4,model=2
     python examples/train_llm.py --mesh replica=2,fsdp=4 --compare
@@ -536,7 +535,7 @@ def plot(results: Sequence[Result], title: str, file: Path) -> None:
 
 
 def save_curves(results: Sequence[Result], folder: Path) -> None:
-    """A CSV file for every method, a row for every step, as ``dynamiq-jax plot`` reads it."""
+    """A CSV file for every method, a row for every step."""
     for r in results:
         cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
         with CSVWriter(folder / f"{r.method}.csv") as log:

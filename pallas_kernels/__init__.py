@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
 from pallas_kernels.backend import Backend, check_backend, resolve_backend
+from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
     Input,
@@ -58,6 +59,34 @@ def statistics(
     """
     module, options = _implementation(backend)
     return module.statistics(x, super_group_size=super_group_size, **options)
+
+
+def deal(
+    energy: Float[Array, "shards rows"],
+    taken: Int[Array, "U F states"],
+    upgrades: Upgrades,
+    shape: tuple[int, int],
+    *,
+    backend: Backend | None = None,
+) -> Dealt:
+    """Sorts super-groups by energy, deals them to their shard's chunks, and widens their tiles.
+
+    The sort is stable, in the 256 steps of 1/4 octave that `pallas_kernels.energy` tells apart
+    below the largest energy of a shard. Rank q of a shard goes to its chunk q mod c, position
+    q div c. Of an upgrade that no longer fits for all tiles of a level, the first tiles get it.
+
+    Args:
+      energy: finite and at least 0, for every super-group that holds coordinates.
+      taken: of how many levels the tiles have an upgrade, in states that follow each other. The
+        last state that fits a budget is taken. The very last comes twice.
+      upgrades: the upgrades and F budgets.
+      shape: chunks (C, a multiple of the shards) and super-groups of each (m), a multiple of
+        `TILE_ROWS`. Padding of energy 0 follows a shard's super-groups; its numbers come after all
+        others.
+      backend: which implementation runs. All give the same bits.
+    """
+    module, options = _implementation(backend)
+    return module.deal(energy, taken, upgrades, shape, **options)
 
 
 def compress(
@@ -179,14 +208,17 @@ __all__ = [
     "NOISE_WORDS",
     "TILE_ROWS",
     "Backend",
+    "Dealt",
     "Input",
     "Noise",
     "Result",
     "Source",
     "Target",
+    "Upgrades",
     "WireFormat",
     "check_backend",
     "compress",
+    "deal",
     "decompress",
     "decompress_accumulate",
     "decompress_accumulate_recompress",

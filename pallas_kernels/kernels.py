@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import TILE_ROWS, Input, Result, Source, Target, WireFormat
 from pallas_kernels.hashing import NOISE_WORDS, Noise
 from pallas_kernels.tile import Tile, decode, encode, finished, level_tables, noise_of
@@ -55,6 +56,10 @@ class Lowering(Protocol):
 
     def statistics(self, x, super_group_size: int) -> tuple[jax.Array, jax.Array]:
         """See `pallas_kernels.statistics`."""
+        ...
+
+    def deal(self, energy, taken, upgrades: Upgrades, shape: tuple[int, int]) -> Dealt:
+        """See `pallas_kernels.deal`."""
         ...
 
 
@@ -234,6 +239,11 @@ def _launched(operands: tuple, *, launch: Launch, lowering: Lowering):
 def statistics(x, *, super_group_size: int, lowering: Lowering):
     """See `pallas_kernels.statistics`."""
     return lowering.statistics(x, super_group_size)
+
+
+def deal(energy, taken, upgrades: Upgrades, shape: tuple[int, int], *, lowering: Lowering) -> Dealt:
+    """See `pallas_kernels.deal`."""
+    return lowering.deal(energy, taken, upgrades, shape)
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, lowering: Lowering):

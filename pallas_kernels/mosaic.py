@@ -540,3 +540,7 @@ class Mosaic:
     def statistics(self, x, super_group_size):
         """Mean and squared norm of every super-group, by XLA."""
         return reference.statistics(x, super_group_size=super_group_size)
+
+    def deal(self, energy, taken, upgrades, shape):
+        """See `pallas_kernels.deal`, by XLA."""
+        return reference.deal(energy, taken, upgrades, shape)

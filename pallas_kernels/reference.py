@@ -1,4 +1,4 @@
-"""The five operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
+"""The operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
 
 Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
 ``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. Super-groups beyond the
@@ -12,8 +12,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.energy import (
+    ENERGY_LEVELS,
+    Dealt,
+    Upgrades,
+    mean_of,
+    octave_end,
+    padded_count,
+    steps_below,
+)
 from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
@@ -26,6 +35,7 @@ from pallas_kernels.format import (
     Source,
     Target,
     WireFormat,
+    pack_tiles,
     plane_shift,
     unpack_tiles,
 )
@@ -123,6 +133,75 @@ def statistics(
     rows = _rows(x, super_group_size).astype(jnp.float32)
     mean = jnp.sum(rows * (1.0 / super_group_size), axis=1)
     return mean, jnp.sum(rows * rows, axis=1)
+
+
+def deal(
+    energy: Float[Array, "shards rows"],
+    taken: Int[Array, "U F states"],
+    upgrades: Upgrades,
+    shape: tuple[int, int],
+) -> Dealt:
+    """See `pallas_kernels.deal`: one radix sort of the levels, of 8 bits for one shard."""
+    (shards, rows), (chunks, size) = energy.shape, shape
+    per_shard = chunks * size // shards
+    energy = jnp.pad(energy, ((0, 0), (0, per_shard - rows)))
+    end = octave_end(energy)
+    key = steps_below(energy, end) + ENERGY_LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
+    index = jnp.arange(energy.size, dtype=jnp.int32)
+    _, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
+    tiles = size // TILE_ROWS
+    ranked = energy.reshape(-1)[order].reshape(shards * tiles, -1)
+    count = ranked.shape[1]
+    ranked = jnp.pad(ranked, ((0, 0), (0, padded_count(count) - count)))
+    tile_energy = mean_of(ranked, count).reshape(shards, tiles)
+    if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
+        shard, local = order // per_shard, order % per_shard
+        spare = shards * rows + shard * (per_shard - rows) + local - rows
+        order = jnp.where(local < rows, shard * rows + local, spare)
+    order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
+    widths = widened(steps_below(tile_energy, end), taken, upgrades, chunks)
+    return Dealt(order, widths, tile_energy)
+
+
+def widened(
+    level: Int[Array, "shards T"], taken: Int[Array, "U F states"], upgrades: Upgrades, chunks: int
+) -> tuple[Int[Array, "C T"], ...]:
+    """The tiles of `pallas_kernels.deal`, whose levels ascend.
+
+    An upgrade is for the first so many tiles, so that all that depends on the data is how many have
+    a lower level than each.
+
+    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
+    adds up what upgrades take, and indices are flat: XLA joins such operations.
+    """
+    words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
+    states = taken.shape[2]
+    tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None]
+    below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[None, :, None]
+    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
+
+    def of_shard(tiles_of):
+        spent = sum(
+            tiles_of[levels[:, :-1]] * own[:, None]
+            for levels, own in zip(taken, words, strict=True)
+        )
+        state = jnp.maximum(jnp.sum(spent <= budgets[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+        at = state + np.arange(len(budgets)) * states
+        now = [levels.reshape(-1)[at] for levels in taken]
+        then = [levels.reshape(-1)[at + 1] for levels in taken]
+        left = budgets - sum(tiles_of[levels] * own for levels, own in zip(now, words, strict=True))
+        offset, width = tile * upgrades.tile_words, jnp.int32(upgrades.narrowest)
+        for levels, further, own, bits in zip(now, then, words, wider, strict=True):
+            # What is left pays for the next upgrade in part.
+            more = jnp.where(further > levels, jnp.maximum(left // own, 0), 0)
+            upgraded = (tiles_of[levels] + more)[:, None]
+            offset = offset + jnp.minimum(tile, upgraded) * own[:, None]
+            width = width + jnp.where(tile < upgraded, bits[:, None], 0)
+        return pack_tiles(offset, width)
+
+    found = jnp.repeat(jax.vmap(of_shard)(tiles_of), chunks // level.shape[0], axis=0)
+    return tuple(found[:, i] for i in range(len(budgets)))
 
 
 def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:

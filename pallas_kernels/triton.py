@@ -17,7 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._compat import shape_struct
-from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
+from pallas_kernels.energy import (
+    ENERGY_LEVELS,
+    MANTISSA_BITS,
+    Dealt,
+    Upgrades,
+    mean_of,
+    octave_parts,
+    padded_count,
+)
+from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, pack_tiles, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 from pallas_kernels.tuning import tuning_for
@@ -327,6 +336,12 @@ class Triton:
         """Mean and squared norm of every super-group."""
         return _statistics(x, super_group_size, self.interpret)
 
+    def deal(self, energy, taken, upgrades, shape):
+        """See `pallas_kernels.deal`."""
+        names = "count", "begin", "width"
+        sizes = tuple(tuning_for(f"deal_{name}").rows_per_program for name in names)
+        return _deal(energy, taken, upgrades, shape, sizes, self.interpret)
+
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _statistics(x, super_group_size: int, interpret: bool):
@@ -348,3 +363,200 @@ def _statistics(x, super_group_size: int, interpret: bool):
             **_options("statistics", interpret),
         )(rows)
     )
+
+
+# The plan in five launches. The first three are a counting sort: blocks of super-groups count their
+# levels; columns of levels add up where those of each block begin; blocks place their own. Then
+# tiles add up their energies and count their levels, and from these counts follow their widths.
+#
+# A block counts levels below the end of its own largest octave, since nobody knows the shard's yet.
+# The difference moves all levels of the block by as much, down to the last.
+
+
+def _steps(energy_ref, at, shard, end=None):
+    """Energies of super-groups ``at``, their levels below ``end``, and the end.
+
+    The default end is that of their own largest octave.
+    """
+    energy = plgpu.load(energy_ref.at[shard, at], mask=at < energy_ref.shape[1], other=0.0)
+    parts = octave_parts(energy)
+    if end is None:
+        end = jnp.max(parts) | ((1 << MANTISSA_BITS) - 1)
+    return energy, jnp.clip(end - parts, 0, ENERGY_LEVELS - 1), end
+
+
+def _counts_below(level, inside):
+    """How many of the levels that are ``inside`` lie before each level: int32[ENERGY_LEVELS]."""
+    level = jnp.where(inside, level, ENERGY_LEVELS)
+    every = lax.broadcasted_iota(jnp.int32, (*level.shape, ENERGY_LEVELS), 1)
+    return jnp.sum((level[:, None] < every).astype(jnp.int32), axis=0)
+
+
+def _count_kernel(energy_ref, below_ref, end_ref, *, size, per_shard):
+    block, shard = pl.program_id(0), pl.program_id(1)
+    at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+    _, level, end = _steps(energy_ref, at, shard)
+    below = _counts_below(level, at < per_shard)
+    plgpu.store(below_ref.at[shard, block, pl.ds(0, ENERGY_LEVELS)], below)
+    end_ref[shard, block] = end
+
+
+def _begin_kernel(
+    below_ref, ends_ref, begin_ref, end_ref, zero_ref, *, size, per_shard, at_once, levels
+):  # fmt: skip
+    """Where super-groups begin: of ``levels`` levels, and of all blocks, ``at_once`` of them."""
+    column, shard = pl.program_id(0), pl.program_id(1)
+    blocks = below_ref.shape[1]
+    parts = -(-blocks // at_once)
+
+    def fold(body, init):
+        return body(0, init) if parts == 1 else lax.fori_loop(0, parts, body, init)
+
+    def ends(part):
+        block = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+        return plgpu.load(ends_ref.at[shard, block], mask=block < blocks, other=0)
+
+    end = fold(lambda part, so_far: jnp.maximum(so_far, jnp.max(ends(part))), jnp.int32(0))
+    shape = at_once, levels
+    level = column * levels + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def blocks_of(part):
+        return part * at_once + lax.broadcasted_iota(jnp.int32, shape, 0)
+
+    def below(part, further):
+        """How many super-groups of blocks lie before the levels ``level + further``."""
+        block = blocks_of(part)
+        moved = jnp.broadcast_to((end - ends(part))[:, None], shape)
+        at = jnp.clip(level + further - moved, 0, ENERGY_LEVELS - 1)
+        count = plgpu.load(below_ref.at[shard, block, at], mask=block < blocks, other=0)
+        # Nothing lies further below than the last level.
+        every = jnp.clip(per_shard - block * size, 0, size)
+        return jnp.where(level + further == ENERGY_LEVELS, every, count)
+
+    def place(part, so_far):
+        lower = below(part, 0)
+        own = below(part, 1) - lower
+        begin = so_far[None] + jnp.cumsum(own, axis=0) - own
+        block = blocks_of(part)
+        plgpu.store(begin_ref.at[shard, block, level], begin, mask=block < blocks)
+        return so_far + jnp.sum(own, axis=0)
+
+    zeros = jnp.zeros(levels, jnp.int32)
+    fold(place, fold(lambda part, so_far: so_far + jnp.sum(below(part, 0), axis=0), zeros))
+    plgpu.store(zero_ref.at[shard, pl.ds(column * levels, levels)], zeros)
+    end_ref[shard, 0] = end
+
+
+def _place_kernel(
+    energy_ref, begin_ref, end_ref, order_ref, sorted_ref, *, size, per_shard, shards
+):  # fmt: skip
+    block, shard = pl.program_id(0), pl.program_id(1)
+    rows, shard_chunks = energy_ref.shape[1], order_ref.shape[0] // shards
+    at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
+    energy, level, _ = _steps(energy_ref, at, shard, end_ref[shard, 0])
+    begin = plgpu.load(begin_ref.at[shard, block, level])
+    one, other = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    earlier = (level[:, None] == level[None]) & (other < one)
+    rank = begin + jnp.sum(earlier.astype(jnp.int32), axis=1)
+    # Padding has the last numbers of all.
+    spare = shards * rows + shard * (per_shard - rows) + at - rows
+    number = jnp.where(at < rows, shard * rows + at, spare)
+    chunk, position = shard * shard_chunks + rank % shard_chunks, rank // shard_chunks
+    plgpu.store(order_ref.at[chunk, position], number, mask=at < per_shard)
+    plgpu.store(sorted_ref.at[shard, rank], energy, mask=at < per_shard)
+
+
+def _level_kernel(sorted_ref, end_ref, zero_ref, energy_ref, tiles_of_ref, *, size, at_once):
+    """Mean energies of ``at_once`` tiles of ``size`` super-groups, and how many of each level."""
+    part, shard = pl.program_id(0), pl.program_id(1)
+    tiles, shape = energy_ref.shape[1], (at_once, padded_count(size))
+    tile = part * at_once + lax.broadcasted_iota(jnp.int32, shape, 0)
+    member = lax.broadcasted_iota(jnp.int32, shape, 1)
+    inside = (tile < tiles) & (member < size)
+    at = tile * size + member
+    energy = mean_of(plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0), size)
+    level = jnp.clip(end_ref[shard, 0] - octave_parts(energy), 0, ENERGY_LEVELS - 1)
+    tile = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+    plgpu.store(energy_ref.at[shard, tile], energy, mask=tile < tiles)
+    count = _counts_below(level, tile < tiles)
+    plgpu.atomic_add(tiles_of_ref, (shard, pl.ds(0, ENERGY_LEVELS)), count)
+
+
+def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_once):
+    """Tiles of one chunk, ``at_once`` of them; every program finds the states of its shard."""
+    part, chunk = pl.program_id(0), pl.program_id(1)
+    chunks, tiles = out_refs[0].shape
+    shard = chunk // (chunks // tiles_of_ref.shape[0])
+    tile = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+    states = taken_ref.shape[2] - 1
+    state_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(states),), 0)
+
+    def tiles_of(levels):
+        """The tiles of the first so many levels."""
+        count = plgpu.load(tiles_of_ref.at[shard, jnp.minimum(levels, ENERGY_LEVELS - 1)])
+        return jnp.where(levels == ENERGY_LEVELS, tiles, count)
+
+    for i, (out_ref, budget) in enumerate(zip(out_refs, upgrades.budgets, strict=True)):
+        costs = [words[i] for words in upgrades.words]
+        inside = state_of < states
+        spent = jnp.where(inside, 0, max(budget, 0) + 1)
+        for u, words in enumerate(costs):
+            levels = plgpu.load(taken_ref.at[u, i, state_of], mask=inside, other=0)
+            spent = spent + tiles_of(levels) * words
+        state = jnp.maximum(jnp.sum((spent <= budget).astype(jnp.int32)) - 1, 0)
+        now = [taken_ref[u, i, state] for u in range(len(costs))]
+        upgraded = [tiles_of(levels) for levels in now]
+        left = budget - sum(count * words for count, words in zip(upgraded, costs, strict=True))
+        offset, width = tile * upgrades.tile_words, jnp.full_like(tile, upgrades.narrowest)
+        for u, words in enumerate(costs):
+            # What is left pays for the next upgrade in part.
+            more = lax.div(jnp.maximum(left, 0), jnp.int32(words))
+            count = upgraded[u] + jnp.where(taken_ref[u, i, state + 1] > now[u], more, 0)
+            offset = offset + jnp.minimum(tile, count) * words
+            width = width + jnp.where(tile < count, upgrades.wider[u][i], 0)
+        plgpu.store(out_ref.at[chunk, tile], pack_tiles(offset, width), mask=tile < tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> Dealt:
+    """With programs of ``sizes``: super-groups of a block, blocks of a column, tiles."""
+    (shards, _), (chunks, chunk_size), (size, column, part) = energy.shape, shape, sizes
+    per_shard, tiles = chunks * chunk_size // shards, chunk_size // TILE_ROWS
+    blocks, levels = pl.cdiv(per_shard, size), 8  # of a column: 32 bytes
+    column, part = (min(pl.next_power_of_2(n), m) for n, m in ((blocks, column), (tiles, part)))
+    members = TILE_ROWS * chunks // shards
+    together = min(max(4096 // padded_count(members), 1), 128)
+
+    def call(kernel, grid, outs, *operands, aliases=None, **static):
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
+        return pl.pallas_call(
+            functools.partial(kernel, **static),
+            out_shape=[shape_struct(*out, *operands) for out in outs],
+            grid=grid,
+            in_specs=[whole] * len(operands),
+            out_specs=[whole] * len(outs),
+            input_output_aliases=aliases or {},
+            **_options(f"deal_{name}", interpret),
+        )(*operands)
+
+    counts, end_shape = ((shards, blocks, ENERGY_LEVELS), jnp.int32), ((shards, 1), jnp.int32)
+    of_levels = (shards, ENERGY_LEVELS), jnp.int32
+    blocked = {"size": size, "per_shard": per_shard}
+    outs = [counts, ((shards, blocks), jnp.int32)]
+    below, ends = call(_count_kernel, (blocks, shards), outs, energy, **blocked)
+    grid, outs = (ENERGY_LEVELS // levels, shards), [counts, end_shape, of_levels]
+    begin, end, zero = call(
+        _begin_kernel, grid, outs, below, ends, at_once=column, levels=levels, **blocked
+    )
+    outs = [(shape, jnp.int32), ((shards, per_shard), jnp.float32)]
+    order, ranked = call(
+        _place_kernel, (blocks, shards), outs, energy, begin, end, shards=shards, **blocked
+    )
+    grid, outs = (pl.cdiv(tiles, together), shards), [((shards, tiles), jnp.float32), of_levels]
+    tile_energy, tiles_of = call(
+        _level_kernel, grid, outs, ranked, end, zero, aliases={2: 1}, size=members, at_once=together
+    )
+    grid, outs = (pl.cdiv(tiles, part), chunks), [((chunks, tiles), jnp.int32)] * len(upgrades[2])
+    widths = call(_width_kernel, grid, outs, tiles_of, taken, upgrades=upgrades, at_once=part)
+    return Dealt(order, tuple(widths), tile_energy)

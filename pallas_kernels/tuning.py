@@ -12,11 +12,17 @@ class Tuning(NamedTuple):
     num_warps: int
     num_stages: int = 1
     rows_per_program: int = 8
-    """Super-groups per program; only the statistics kernel is free to choose."""
+    """Super-groups per program of the statistics and of ``deal_count``, which makes blocks of them;
+    blocks at once of ``deal_begin``; tiles per program of ``deal_width``."""
 
 
 _HOPPER = {
     "statistics": Tuning(num_warps=4, rows_per_program=16),
+    "deal_count": Tuning(num_warps=4, rows_per_program=128),
+    "deal_begin": Tuning(num_warps=4, rows_per_program=1024),
+    "deal_place": Tuning(num_warps=4),
+    "deal_level": Tuning(num_warps=4),
+    "deal_width": Tuning(num_warps=8, rows_per_program=1024),
     "compress": Tuning(num_warps=2),
     "decompress": Tuning(num_warps=1),
     "decompress_accumulate": Tuning(num_warps=2),

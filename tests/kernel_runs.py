@@ -12,7 +12,7 @@ import pallas_kernels as pk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import allocate
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, upgrades_of
 
 FORMATS = {
     "default": dq.DynamiQ().allocation(8, dq.Direct()).fmt,
@@ -62,7 +62,7 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     def make(key):
         x = lognormal_mixture(key, 4, layout.rows, fmt.super_group_size)[:, :size]
         mean, sqnorm = pk.statistics(x[0], super_group_size=fmt.super_group_size, backend="jnp")
-        order, tiles, _ = order_and_tiles(sqnorm, layout)
+        order, tiles, _ = order_and_tiles(sqnorm, layout, "jnp")
         mean = jnp.pad(mean, (0, layout.super_groups - layout.rows))
         mean = mean.astype(jnp.bfloat16).astype(jnp.float32)
         mean_sum = (2 * mean).at[3].set(jnp.nan)
@@ -70,6 +70,33 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
         return Operands(x.astype(dtype), mean, mean_sum, order, tiles, noise)
 
     return layout, make(jax.random.key(1))
+
+
+def energies(shards: int, rows: int) -> dict[str, np.ndarray]:
+    """Energies to sort, f32[shards, rows], of several kinds."""
+    rng = np.random.default_rng(rows)
+    spread = rng.lognormal(0.0, 3.0, (shards, rows)).astype(np.float32)
+    rising = np.geomspace(1e-38, 3e38, shards * rows, dtype=np.float32).reshape(shards, rows)
+    return {
+        "spread": spread,
+        "rising": rising,
+        "falling": rising[:, ::-1],
+        "equal": np.full_like(spread, 0.7),
+        "zero": np.zeros_like(spread),
+        "one": np.where(np.arange(rows) == rows // 2, 5.0, 0.0).astype(np.float32)[None]
+        * np.ones((shards, 1), np.float32),
+        "poisoned": np.where(rng.random((shards, rows)) < 0.2, 0.0, spread),
+        "tiny": spread * np.float32(1e-40),
+    }
+
+
+def dealt(energy, chunks: int, size: int, backend=None) -> pk.Dealt:
+    """Super-groups in chunks of ``size``, so many for each shard, under two budgets."""
+    fmt, shape = FORMATS["default"], (energy.shape[0] * chunks, size)
+    tiles = size // pk.TILE_ROWS
+    budgets = tuple(tiles * fmt.tile_words(w) + 4 for w in sorted(fmt.widths)[1:3])
+    taken, upgrades = upgrades_of(fmt, tiles, budgets, (None, fmt.widths[1]))
+    return pk.deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
 
 
 def used_words(tiles, fmt) -> int:

@@ -1,4 +1,4 @@
-"""Runs one process of `test_multihost`.
+"""Runs one process of `test_multihost` or `test_hosts`.
 
     python multihost_worker.py MODE FOLDER [COORDINATOR NUM_PROCESSES PROCESS_ID]
 
@@ -6,11 +6,13 @@ It prints a line whenever something is done, and leaves its results in the folde
 """
 
 import hashlib
+import itertools
 import json
 import os
 import resource
 import signal
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from cases import LOOP, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -182,6 +185,167 @@ def complaints(mesh):
     return found
 
 
+# --- Ways of training, for hosts ------------------------------------------------------------------
+
+WIDTH = 192  # twelve times sixteen: 4 and 6 workers have equal slices
+REQUEST = small(METHOD.method)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
+
+
+def problem(mesh):
+    """Parameters, and two rows of inputs for each worker."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    scale = WIDTH**-0.5
+    params = {name: scale * jax.random.normal(key, (WIDTH, WIDTH))
+              for name, key in zip(("in", "out"), keys[:2], strict=True)}  # fmt: skip
+    x = jax.random.normal(keys[2], (2 * mesh.size, WIDTH))
+    placed = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXES))
+    return jax.jit(lambda: (params, x), out_shardings=placed)()
+
+
+def of_rows(mesh, step, out_specs):
+    """Maps ``step`` of (params, own rows) over all workers."""
+    maps = {"mesh": mesh, "in_specs": (P(), P(AXES)), "out_specs": out_specs, "check_vma": False}
+    return jax.jit(jax.shard_map(step, **maps))
+
+
+def by_default(mesh):
+    """A psum without a topology; in one process the one that several processes take by default."""
+    outer = dq.Butterfly() if mesh.shape[NODE] == 2 else dq.Ring()
+    topology = dq.Hierarchical(outer=outer) if jax.process_count() == 1 else None
+    own = partial(dq.psum, axis_name=AXES, method=small(METHOD.method, topology=topology))
+
+    def step(params, x):
+        return own(jax.grad(loss_fn)(params, x))
+
+    return of_rows(mesh, step, P())(*problem(mesh))
+
+
+def by_value_and_grad(mesh):
+    """Data parallel: the mean loss and the gradients."""
+    request = small(METHOD.method, topology=dq.Direct())
+    step = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXES, method=request)
+    loss, grads = jax.jit(step)(*problem(mesh), key=jax.random.key(1))
+    return {"loss": loss, **grads}
+
+
+def by_sharded_updates(mesh):
+    """Two steps of Adam, each worker for its slices."""
+    request = small(METHOD.method, topology=LOOP)
+    rule = dq.optax.sharded(optax.adam(1e-2), AXES, method=request, differences=request)
+    params, x = problem(mesh)
+    state = dq.optax.init(rule, params, mesh)
+
+    def step(params, state, x):
+        updates, state = rule.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    specs = P(), dq.optax.state_specs(state)
+    maps = {"mesh": mesh, "in_specs": (*specs, P(AXES)), "out_specs": specs, "check_vma": False}
+    step = jax.jit(jax.shard_map(step, **maps))
+    for _ in range(2):
+        params, state = jax.block_until_ready(step(params, state, x))
+    return params
+
+
+def by_fsdp(mesh):
+    """Gradients of parameters that lie in slices on all workers."""
+    method = dq.Compression(METHOD.method, topology=LOOP, min_leaf_size=1, min_bucket_bytes=0)
+    spec = P(AXES)
+    params, x = problem(mesh)
+    params = jax.device_put(params, NamedSharding(mesh, spec))
+
+    def step(params, x):
+        def loss(own, x):
+            specs = jax.tree.map(lambda _: spec, own)
+            whole = dq.reduce_in_backward(
+                own, AXES, method=method, gather=METHOD.method, specs=specs, key=jax.random.key(2)
+            )
+            return loss_fn(whole, x)
+
+        return jax.grad(loss)(params, x)
+
+    maps = {"mesh": mesh, "in_specs": (spec, P(AXES)), "out_specs": spec}
+    return jax.jit(jax.shard_map(step, **maps))(params, x)
+
+
+WAYS = {
+    "default": by_default,
+    "value_and_grad": by_value_and_grad,
+    "sharded updates": by_sharded_updates,
+    "FSDP": by_fsdp,
+}
+
+
+def told_apart(mesh):
+    """{what: what the first call says}, where the last host has other bits, topology or tree.
+
+    Nothing is computed: processes compare while they trace.
+    """
+    odd = jax.process_index() == jax.process_count() - 1
+    tree = {"w": jnp.zeros(300 if odd else 200)}
+    topology = dq.Ring() if odd else dq.Direct()
+    method = small(dq.DynamiQ(bits=4.5 if odd else 5))
+    calls = {
+        "topology": partial(dq.psum, {"w": jnp.zeros(300)}, AXES, topology=topology),
+        "method": partial(dq.psum_scatter, jnp.zeros(SIZE), NODE, tiled=True, method=method),
+        "tree": partial(dq.all_gather, tree["w"], NODE, tiled=True),
+    }
+    said = {}
+    for what, call in calls.items():
+        said[what] = ""
+        traced = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                jax.eval_shape(traced)
+        except (RuntimeError, UserWarning) as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def ways(folder, mesh):
+    """Results of all `WAYS`, as this process has them."""
+    rows, workers = {}, {device: worker for worker, device in enumerate(mesh.devices.flat)}
+    for way, run in WAYS.items():
+        for name, leaf in run(mesh).items():
+            for shard in leaf.addressable_shards:
+                rows[f"{way}/{name}/{workers[shard.device]}"] = np.asarray(shard.data)
+        say(way)
+    np.savez(folder / f"{jax.process_index()}.npz", **rows)
+
+
+def ways_alone(folder):
+    """In one process, on a mesh as hosts of two devices have it."""
+    devices = np.array(jax.devices()).reshape(-1, 2)
+    ways(folder, Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2))
+
+
+def on_hosts(folder, *, forever):
+    """On hosts: what they say of each other, results, and then steps for ever, if they shall."""
+    names = "COORDINATOR", "NUM_HOSTS", "HOST_ID"
+    coordinator, n, i = (os.environ[name] for name in names)
+    train_multihost.join(coordinator, int(n), int(i), HEARTBEAT_TIMEOUT)
+    mesh = train_multihost.make_mesh()
+    said = told_apart(mesh)
+    (folder / f"{i}.json").write_text(json.dumps(said))
+    ways(folder, mesh)
+    if forever:
+        endless(mesh)
+
+
+def endless(mesh):
+    """Steps until one fails."""
+    params, x = problem(mesh)
+    step = of_rows(mesh, lambda params, x: dq.pmean(jax.grad(loss_fn)(params, x), AXES), P())
+    for count in itertools.count(1):
+        jax.block_until_ready(step(params, x))
+        say(f"step {count}")
+
+
 # --- Modes ----------------------------------------------------------------------------------------
 
 
@@ -249,6 +413,9 @@ MODES = {
     "together": together,
     "command_line": partial(command_line, dies=False),
     "command_line_dies": partial(command_line, dies=True),
+    "ways_alone": ways_alone,
+    "on_hosts": partial(on_hosts, forever=False),
+    "on_hosts_forever": partial(on_hosts, forever=True),
 }
 
 if __name__ == "__main__":

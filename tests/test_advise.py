@@ -548,6 +548,11 @@ def test_files_that_are_none_are_refused(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=f"{name}.* is nested too deeply; expected .* method"):
             dq.Compression.load(tmp_path / name)
+    for pattern in ("(" * 20_000 + ")" * 20_000, "a{99999999999}"):
+        (tmp_path / "choice.json").write_text(json.dumps({"exclude": pattern}))
+        with pytest.raises(ValueError, match="is not a regular expression .*pass one") as found:
+            dq.Compression.load(tmp_path / "choice.json")
+        assert len(str(found.value)) < 400
     (tmp_path / "choice.yaml").write_text("")
     with pytest.raises(ValueError, match="must end in .json or .toml, and ends in '.yaml'"):
         dq.Compression.load(tmp_path / "choice.yaml")

@@ -1,26 +1,29 @@
 """Floors: what every super-group gets at least, what that promises, what is said if it cannot."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import warnings
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SMALL, daily, vmapped
+from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
-    assign_widths,
     make_plan,
-    octave_end,
     plan_widths,
-    steps_below,
+    upgrades_of,
 )
-from pallas_kernels import TILE_ROWS, WireFormat, distortion
+from dynamiq_jax.topologies import Stage
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
+from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0, 12.0)
@@ -115,8 +118,10 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     level = steps_below(given, octave_end(given))
     words = [fmt.tile_words(w) for w in range(11)]
     for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
-        _, found = assign_widths(level, (tiles * words[floor] + spare,), fmt, (floor,))
-        widths = np.asarray(found[0])
+        budgets = (tiles * words[floor] + spare,)
+        taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,))
+        (found,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+        widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
             assert widths.max() <= floor
             assert np.all(np.diff(widths) <= 0)  # those of least energy do without
@@ -145,33 +150,46 @@ def test_every_super_group_has_the_floor_at_every_stage(name, bits):
         assert np.asarray(plan_widths(plan, stage)).min() == floor
 
 
+def widths_of(level, layout):
+    """The widths of tiles of these levels of energy in every stage."""
+    told = layout.fmt, layout.chunk_tiles, layout.payload_words, layout.floors
+    taken, upgrades = upgrades_of(*told)
+    stages = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    return [np.asarray(unpack_tiles(tiles[0])[1]) for tiles in stages]
+
+
 def planned_with_padding(full_tiles, bits):
-    """Layout, energies, widths; the last tile of each of 8 chunks holds one super-group."""
+    """Layout and widths; the last tile of each of 8 chunks holds one super-group."""
     rows = 8 * (full_tiles * TILE_ROWS + 1)
     layout = dq.DynamiQ(bits=bits).layout(rows * 256, 8, dq.Direct(streams=1))
     energy = np.random.default_rng(2).lognormal(0, 4, (1, rows))
     plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
     widths = [np.asarray(plan_widths(plan, stage))[:rows] for stage in range(2)]
-    return layout, energy[0], widths
+    return layout, widths
 
 
-@pytest.mark.parametrize("bits", [3.5, 5.0])
-def test_padding_takes_nothing_from_the_floor(bits):
+@pytest.mark.parametrize(("full_tiles", "bits"), [(16, 3.5), (16, 5.0), (3, 3.5), (0, 5.0)])
+def test_padding_takes_nothing_from_the_floor(full_tiles, bits):
     """The payload grows instead: by a few percent of a chunk of 17 tiles, the least by default."""
-    layout, _, widths = planned_with_padding(16, bits)
+    layout, widths = planned_with_padding(full_tiles, bits)
     for own, floor in zip(widths, layout.floors, strict=True):
         assert own.min() == floor
+    if full_tiles < 16:
+        return
     whole = dq.DynamiQ(bits=bits).layout(8 * 16 * TILE_ROWS * 256, 8, dq.Direct(streams=1))
     for grown, own in zip(layout.payload_words, whole.payload_words, strict=True):
         assert own < grown < 1.07 * own
 
 
-def test_padding_of_small_chunks_costs_the_least_energies_only():
-    layout, energy, (widths, _) = planned_with_padding(3, 3.5)
-    narrow = widths < layout.floors[0]
-    most = 8 * (1 + TILE_ROWS)  # those that share a tile with padding, and one tile more
-    assert 0 < narrow.sum() <= most
-    assert energy[narrow].max() <= 1.2 * np.sort(energy)[most - 1]
+@pytest.mark.parametrize("bits", [3.5, 5.0])
+def test_padding_takes_no_width_without_a_floor(bits):
+    """Among equal energies every tile has the width that the bits hold for all."""
+    method = dq.DynamiQ(bits=bits, floor=None, widths=(2, 3, 4, 5, 6))
+    layout = method.layout(8 * 256, 8, dq.Direct(balance=0.0))
+    even = max(w for w in layout.fmt.widths if layout.fmt.bits_per_coord(w) <= bits - 1 / 16)
+    level = jnp.zeros(layout.chunk_tiles, jnp.int32)
+    found = widths_of(level, layout)
+    assert np.asarray(found).min() == even > min(layout.floors)
 
 
 @pytest.mark.parametrize("name", daily(NAMED, ["direct"]))
@@ -314,3 +332,128 @@ def test_a_hierarchy_adds_up_what_its_parts_err():
     assert found.relative_error == pytest.approx(
         method.method.relative_error(4, outer) + sum(halves)
     )
+
+
+def widths_of_equal_tiles(words, tiles, fmt, floor):
+    """How many tiles of equal energy get which width, as (width, tiles)."""
+    width, upgrades = width_upgrades(fmt, floor)
+    left, steps = words - tiles * fmt.tile_words(width), [(width, tiles)]
+    for upgrade in upgrades:
+        widened = min(steps[-1][1], left // upgrade.words)
+        left -= widened * upgrade.words
+        steps.append((upgrade.width, widened))
+    following = [count for _, count in steps[1:]] + [0]
+    return [(w, count - more) for (w, count), more in zip(steps, following, strict=True)]
+
+
+SIZES = st.one_of(
+    st.integers(1, 2**24),
+    st.floats(0, 24).map(lambda exponent: int(2**exponent)),
+    st.integers(1, 2**11).map(lambda tiles: 2048 * tiles),
+)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@hypothesis.given(
+    SIZES,
+    st.integers(2, 16),
+    st.floats(3, 6),
+    st.sampled_from([*NAMED]),
+    st.sampled_from(COLLECTIVES),
+    st.booleans(),
+)
+@hypothesis.settings(deadline=None, max_examples=150, derandomize=True, database=None)
+def test_what_is_said_of_errors_holds_at_any_size(size, n, bits, name, collective, dither):
+    """Equal energies, so that nobody has less than others: the widths that payloads have room for.
+
+    The bits that floors leave over are spent, so that an all-reduce may err less.
+    """
+    if name == "butterfly":
+        n = 1 << n.bit_length() - 1
+    method, topology = dq.DynamiQ(bits=bits, dither=dither), NAMED[name]
+    stages = (Stage(n - 1, range(1), 1.0),) if collective == "all_gather" else topology.stages(n)
+    layout = method.layout(size, n, topology, collective)
+    expected = 0.0
+    for stage, words, floor in zip(stages, layout.payload_words, layout.floors, strict=False):
+        found = widths_of_equal_tiles(words, layout.chunk_tiles, layout.fmt, floor)
+        error = sum(count * distortion(layout.fmt, width) for width, count in found)
+        expected += stage.error * error / layout.chunk_tiles
+    said = method.relative_error(n, topology, collective)
+    assert expected < 1.001 * said
+    if collective == "all_reduce":
+        assert expected > 0.6 * said
+
+
+@pytest.mark.parametrize("size", [2048, 40_960, 300_000])
+def test_widths_of_equal_tiles_are_those_of_the_plan(size):
+    layout = dq.DynamiQ(bits=4.3).layout(size, 4, dq.Direct())
+    level = jnp.zeros(layout.chunk_tiles, jnp.int32)
+    found = widths_of(level, layout)
+    pairs = zip(layout.payload_words, layout.floors, np.asarray(found), strict=True)
+    for words, floor, widths in pairs:
+        counts = dict(widths_of_equal_tiles(words, layout.chunk_tiles, layout.fmt, floor))
+        assert {w: c for w, c in counts.items() if c} == collections.Counter(widths.tolist())
+
+
+@pytest.mark.usefixtures("padding_counts")
+@pytest.mark.parametrize(
+    ("size", "n", "bits"), daily([(8192, 8, 5.0), (40_960, 8, 3.0), (8192, 4, 4.0)], [(8192, 8, 5)])
+)
+def test_small_buckets_err_as_explained(size, n, bits):
+    """As `test_what_is_said_of_errors_holds_at_any_size`, of Gaussian gradients end to end."""
+    method = dq.Compression(dq.DynamiQ(bits=bits), min_bucket_bytes=0)
+    x = np.random.default_rng(0).standard_normal((n, size)).astype(np.float32)
+    found = dq.explain(x[0], n, method=method, topology=dq.Direct(), verbose=False)
+    assert found.rows[0].route == "compressed"
+    run, exact, errors = vmapped(method, dq.Direct()), x.sum(axis=0, dtype=np.float64), []
+    for i in range(4):
+        error = np.asarray(run(x, jax.random.key(i))[0], np.float64) - exact
+        errors.append(np.sum(error**2) / np.sum(exact**2))
+    assert found.relative_error is not None
+    assert 0.6 < np.mean(errors) / found.relative_error < 1.3
+
+
+@pytest.mark.usefixtures("padding_counts")
+@pytest.mark.parametrize("bits", [3.0, 5.0, 8.0])
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
+    """Whatever the limits; bf16 takes 16 bits per coordinate."""
+    method = dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
+    routes = set()
+    for size in (*range(1, 40), 256, 1000, 4000, 2048 * n // 4, 2048 * n // 2, 2048 * n):
+        found = dq.explain(jnp.zeros(size), n, method=method, topology=dq.Direct(), verbose=False)
+        (row,) = found.rows
+        padded = method.method.wire_bits(size, n, dq.Direct()) / (2 * (n - 1) / n * size)
+        if padded < 16:
+            assert row.route == "compressed"
+            assert row.bits_per_coord == pytest.approx(padded)
+        else:
+            said = f"exact: bucket of {size} among {n} workers, padded to {padded:.1f} bits"
+            assert row.route.startswith(said)
+            assert found.relative_error is None
+            assert row.bits_per_coord == pytest.approx(32)
+        routes.add(row.route.split(":")[0])
+    assert routes == {"compressed", "exact"}
+
+
+@pytest.mark.usefixtures("padding_counts")
+def test_padded_slices_and_blocks_travel_exactly_as_well():
+    """Bits of psum_scatter, all_gather and all_to_all: the wire has f32 where the padding is."""
+    method, n = dq.Compression(dq.DynamiQ(bits=5), **SMALL), 4
+    for call in (dq.psum_scatter, dq.all_gather, dq.all_to_all):
+        for rows, expected in ((64, "f32"), (2048, "u32")):
+            options = {"split_axis": 0, "concat_axis": 0} if call is dq.all_to_all else {}
+            run = functools.partial(call, axis_name="data", tiled=True, method=method, **options)
+            rows = rows // n if call is dq.all_gather else rows
+            x = jax.ShapeDtypeStruct((rows * 2,), jnp.float32)
+            text = str(jax.make_jaxpr(run, axis_env=[("data", n)])(x))
+            assert ("u32" in text) == (expected == "u32"), (call, rows)
+
+
+@pytest.mark.usefixtures("padding_counts")
+def test_large_leaves_that_padding_keeps_exact_are_warned_of():
+    method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
+    one = functools.partial(dq.psum, axis_name="data", method=method, topology=dq.Direct())
+    x = jax.ShapeDtypeStruct((65_536,), jnp.float32)
+    with pytest.warns(UserWarning, match=r"padded to 19\.\d bits per coordinate >= 16.*fewer wor"):
+        jax.make_jaxpr(one, axis_env=[("data", 128)])(x)

@@ -2,8 +2,11 @@
 
 import json
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 from cases import limits_of
 
@@ -39,3 +42,34 @@ def test_the_library_takes_what_was_written():
     limits = limits_of(dq.DynamiQ(), 4, fast_links=True)
     assert limits.min_bucket_bytes == taken.PSUM_BYTES == written["psum_bytes"]
     assert taken.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > taken.PSUM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("collective", "least"),
+    [("psum", taken.PSUM_BYTES), ("psum_scatter", taken.PSUM_SCATTER_BYTES)],
+)
+def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, collective, least):
+    """The smallest bucket that is compressed is sent by all_to_all, smaller ones by XLA's sum."""
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    n, options = 4, {"tiled": True} if collective == "psum_scatter" else {}
+    method = dq.Compression(dq.DynamiQ(backend="jnp"), topology=dq.Direct())
+    reduce = partial(getattr(dq, collective), axis_name="data", method=method, **options)
+    warnings.simplefilter("ignore")  # of large leaves that are not compressed
+    native = {"psum": "psum", "psum_scatter": "reduce_scatter"}[collective]
+    smallest = -(-least // (4 * n)) * n
+    for size, compressed in ((smallest - n, False), (smallest, True)):
+        x = jax.ShapeDtypeStruct((size,), "float32")
+        text = str(jax.make_jaxpr(reduce, axis_env=[("data", n)])(x))
+        assert ("all_to_all[" in text) == compressed
+        assert (f"{native}[" in text) or compressed
+
+
+def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypatch):
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))
+    gather = partial(dq.all_gather, axis_name="data", tiled=True, method=method)
+    smallest = -(-taken.PSUM_SCATTER_BYTES // (4 * n))
+    for size, dtype in ((smallest - 1, "f32"), (smallest, "u32")):
+        x = jax.ShapeDtypeStruct((size,), "float32")
+        text = str(jax.make_jaxpr(gather, axis_env=[("data", n)])(x))
+        assert ("u32[" in text) == (dtype == "u32")

@@ -1,7 +1,10 @@
 """Gradients that stay unreduced on Explicit meshes, against JAX's own of the same loss."""
 
 import functools
+import itertools
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +121,19 @@ def test_losses_and_gradients_are_those_of_the_global_loss(name):
     f = dq.value_and_grad(LOSSES[name], axis_name="data", method=F32)
     f = jax.jit(f, compiler_options=AS_USERS)
     assert_close(f(params, batch), plain(LOSSES[name]))
+
+
+def test_an_unused_scalar_beside_a_slice():
+    """With JAX 0.12 the scalar's gradient of 0 has been the constant that a slice pads with."""
+    params, batch = placed()
+    params = {name: params[name] for name in ("up", "scale")}
+
+    def sliced(params, batch):
+        return jnp.mean(jnp.square((batch["x"] @ params["up"])[:, :8]))
+
+    found = jax.jit(dq.value_and_grad(sliced, axis_name="data", method=small(dq.F32())))
+    expected = jax.jit(jax.value_and_grad(sliced))(*jax.device_get((params, batch)))
+    assert_close(found(params, batch), expected)
 
 
 def test_jit_and_a_mesh_around_are_not_needed():
@@ -259,6 +275,11 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
         warnings.simplefilter("error")
         f = dq.value_and_grad(loss, axis_name="data", method=told)
         assert_close(jax.jit(f)(params, batch, rows), found)
+    elementwise = dq.value_and_grad(
+        lambda p, b: jnp.mean(b["x"] * p[None]), axis_name="data", method=F32
+    )
+    with pytest.warns(UserWarning, match="1 leaves of 64 bytes .*: <root>"):
+        jax.jit(elementwise).eval_shape(put(np.ones(16, np.float32), mesh), batch)
 
 
 @pytest.mark.parametrize(("each", "told"), [(1, False), (2, True)])
@@ -324,8 +345,9 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own():
         dq.value_and_grad(wrong, axis_name="data", method=F32),
         dq.value_and_grad(wrong, axis_name="data"),
     ):
-        with pytest.raises(KeyError, match="no such layer"):
+        with pytest.raises(KeyError, match="no such layer") as raised:
             f(params, batch)
+        assert raised.value.__context__ is None  # or the user would read it twice
 
 
 def test_errors():
@@ -348,11 +370,36 @@ def test_errors():
     with pytest.raises(ValueError, match="specs=.* is for Auto axes.*leave it out"):
         dq.value_and_grad(masked, specs=P(), mesh=mesh, **options)
     mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(ValueError, match="reduce=False"):
+    with pytest.raises(ValueError, match="make all axes Explicit, or all Auto"):
         dq.value_and_grad(masked, mesh=mixed, reduce=False, **options)
     sharded = params | {"up": put(params["up"], mesh, "data")}
     with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):
         dq.value_and_grad(masked, metrics=True, **options)(sharded, batch)
+
+
+def test_what_is_no_parameter_and_no_constant_is_refused():
+    params, batch = placed()
+    f = dq.value_and_grad(lambda p, b, c: masked(p, b), axis_name="data", method=F32)
+    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
+        f(params | {"step": jnp.int32(2)}, batch, None)
+    with pytest.raises(ValueError, match=r"is \{1\}, a set.*frozenset"):
+        f(params, batch, {1})
+
+
+def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
+    """JAX's own transpose of a map of unreduced arrays is 8 times too large."""
+    params, batch = placed()
+    f = dq.value_and_grad(masked, axis_name="data", method=F32)
+    norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
+    of_plain = jax.grad(lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True))
+    expected = of_plain(*arrays())
+    assert_close(jax.jit(norm)(params), expected)
+    with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):
+        norm(params)
+    with jax.set_mesh(mesh_of()):
+        assert_close(norm(params), expected)
+    with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
+        jax.vmap(f, in_axes=(None, 0))(params, jax.tree.map(lambda x: x[None], batch))
 
 
 def test_a_batch_over_more_axes_than_those_reduced_is_refused():
@@ -363,6 +410,33 @@ def test_a_batch_over_more_axes_than_those_reduced_is_refused():
         f(params, batch)
     both = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32)
     assert_close(both(params, batch), plain(masked))
+
+
+def test_axes_of_size_1_count_for_nothing():
+    """Types name them: those of parameters, of the batch, of the loss and of the data axes."""
+    mesh, both = jax.make_mesh((8, 1), ("data", "fsdp")), ("data", "fsdp")
+    params = put(arrays()[0], mesh) | {"up": put(arrays()[0]["up"], mesh, "fsdp")}
+    sent = 2 * 16 * WIDTH * 4 * 2 * 7 / 8  # bytes: a ring of 8 sums both matrices
+
+    def loss(params, batch, **options):
+        up = jax.reshard(params["up"], P()) if options else params["up"]
+        hidden = jnp.einsum("bi,io->bo", batch["x"], up, **options)
+        return jnp.mean(jnp.square(jnp.tanh(hidden) @ params["down"])) * params["scale"]
+
+    def closed(loss, **options):
+        return lambda p, b: dq.value_and_grad(lambda p: loss(p, b), **options)(p)
+
+    expected = jax.value_and_grad(loss)(*arrays())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for axis, of_batch, of_loss in itertools.product(("data", both), repeat=3):
+            own = functools.partial(loss, out_sharding=P(of_loss))
+            options = {"axis_name": axis, "method": F32, "metrics": True}
+            f = jax.jit((closed if axis == of_loss else dq.value_and_grad)(own, **options))
+            value, found = f(params, put(arrays()[1], mesh, of_batch))
+            assert_close((value, found.tree), expected)
+            assert found.metrics.wire_bytes == sent
+            assert jax.typeof(found.tree["up"]) == jax.typeof(params["up"])
 
 
 # --- psum outside of maps -------------------------------------------------------------------------
@@ -385,6 +459,22 @@ def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
     found = dq.reduce(grads, "data", op="sum", method=CHEAP, metrics=True, key=jax.random.key(0))
     assert 1e-6 < float(dq.vnmse(jax.device_get(found.tree), expected)) < 0.1
     assert float(found.metrics.vnmse) > 0
+
+
+def test_the_faq_has_the_words_of_jax_for_gradients_that_nobody_summed():
+    faq = " ".join((Path(__file__).parents[1] / "docs" / "faq.md").read_text().split())
+    uses = [
+        lambda g, p: g / 2,
+        lambda g, p: g * 0.5,
+        lambda g, p: -0.1 * g,
+        lambda g, p: p - g,
+        lambda g, p: jnp.square(g),
+        lambda g, p: g**2,
+    ]
+    for use in uses:
+        with pytest.raises(Exception, match="reduced") as raised:
+            use(unreduced()["up"], placed()[0]["up"])
+        assert re.split(r"\.(?:\s|$)", str(raised.value))[0] in faq
 
 
 def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():

@@ -2,11 +2,8 @@
 
 import inspect
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,17 +56,6 @@ def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
     assert " | ".join(cells) in lines
 
 
-def test_the_picture_has_a_bar_for_every_time(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "evidence")
-    import plot_speedups
-
-    (axes,) = plot_speedups.draw(SPEEDUPS).axes
-    shown = sorted(text.get_text() for text in axes.texts)
-    times = [(row["psum_us"], us) for row in SPEEDUPS["rows"] for us in row["bits_us"].values()]
-    assert shown == sorted(f"{psum / us:.2f}" for psum, us in times)
-    assert len(axes.patches) == len(times)
-
-
 def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text()
     names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
@@ -92,26 +78,6 @@ def test_examples_in_the_reference_are_markdown():
     """A line of reStructuredText that announces an example would show its colons."""
     for name in dq.__all__:
         assert not re.search("::$", inspect.getdoc(getattr(dq, name)), re.MULTILINE), name
-
-
-def test_errors_are_not_written_from_several_processes(tmp_path):
-    """Workers of pytest-xdist would note messages, and the main process write an empty page."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "refusals",
-        "--errors-md",
-        "page.md",
-        "-n",
-        "2",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "leave -n out" in run.stderr
-    assert not (tmp_path / "page.md").exists()
 
 
 def test_the_site_lists_every_page():

@@ -4,6 +4,8 @@
 """
 
 import functools
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -491,3 +493,30 @@ def test_explain_says_what_the_method_within_may_err():
     )
     assert ours.relative_error == theirs.relative_error > 0.35
     assert ours.advice == theirs.advice and "pass bits=" in ours.advice
+
+
+def test_memories_that_grow_are_warned_of_with_the_number():
+    """The memory's energy grows by what is lost; below 1 it stays."""
+    x = jax.ShapeDtypeStruct((4, 300_000), jnp.float32)
+    grows = r"Ring among 4 workers loses about 1\.5 times .* from 1 on the memory .* pass more bits"
+
+    def trace(bits, topology):
+        method = small(dq.ErrorFeedback(dq.DynamiQ(bits=bits)), topology=topology)
+        state = method.init_state(jax.ShapeDtypeStruct((300_000,), jnp.float32), 4)
+        one = jax.vmap(
+            lambda x: dq.reduce(x, "data", method=method, state=state).tree, axis_name="data"
+        )
+        jax.eval_shape(one, x)
+        return dq.explain(x.update(shape=(300_000,)), 4, method=method, verbose=False).advice or ""
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        advice = trace(3, dq.Ring())
+        assert re.search(grows, advice)
+        assert any(re.search(grows, str(warning.message)) for warning in found)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert "the memory" not in trace(3, dq.Direct())  # loses .8
+        assert not any("the memory" in str(warning.message) for warning in found)
+    assert dq.DynamiQ(bits=3).lost(4, dq.Ring()) == pytest.approx(1.47, abs=0.01)
+    assert dq.DynamiQ(bits=3).lost(4, dq.Direct()) == pytest.approx(0.79, abs=0.01)

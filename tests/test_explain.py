@@ -11,6 +11,8 @@ from cases import SMALL, limits_of, wire_bits
 import dynamiq_jax as dq
 from dynamiq_jax.tree.leaves import concatenate, describe_leaves, group_leaves, split
 
+pytestmark = pytest.mark.usefixtures("padding_counts")
+
 TREE = {
     "big": jax.ShapeDtypeStruct((2000, 300), jnp.float32),
     "half": [jax.ShapeDtypeStruct((280000,), jnp.bfloat16)],
@@ -101,17 +103,16 @@ def test_bf16_reference_counts_floating_point_leaves():
 
 
 def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
-    leaves = [jax.ShapeDtypeStruct((d,), jnp.float32) for d in (300, 300, 900, 2000, 100)]
-    leaves.append(jax.ShapeDtypeStruct((300,), jnp.bfloat16))
-    method = dq.Compression(dq.DynamiQ(), bucket_bytes=4000, **SMALL)
+    leaves = [jax.ShapeDtypeStruct((d,), jnp.float32) for d in (3000, 3000, 9000, 20000, 1000)]
+    leaves.append(jax.ShapeDtypeStruct((3000,), jnp.bfloat16))
+    method = dq.Compression(dq.DynamiQ(), bucket_bytes=40000, **SMALL)
     rows = dq.explain(leaves, 2, method=method, verbose=False).rows
     buckets = [row.bucket for row in rows]
-    assert buckets[0] == buckets[1]  # 600 coordinates of 1000
-    assert buckets[2] == buckets[4] != buckets[0]  # 900 more would not fit, but 900 and 100 do
+    assert buckets[0] == buckets[1]  # 6000 coordinates of 10000
+    assert buckets[2] == buckets[4] != buckets[0]  # 9000 more would not fit, but 9000 and 1000 do
     assert len({buckets[0], buckets[2], buckets[3], buckets[5]}) == 4  # large alone, bf16 apart
-    separate = dq.explain(
-        leaves, 2, method=dq.Compression(dq.DynamiQ(), bucket_bytes=0, **SMALL), verbose=False
-    )
+    method = dq.Compression(dq.comparators.MXFP8(), bucket_bytes=0, **SMALL)
+    separate = dq.explain(leaves, 2, method=method, verbose=False)
     assert len({row.bucket for row in separate.rows}) == 6
 
 

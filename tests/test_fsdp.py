@@ -408,6 +408,21 @@ def test_explicit_collectives_are_narrow_and_close():
     assert all(1e-4 < error < 4e-2 for error in errors), errors
 
 
+def test_explicit_shards_outside_of_the_layers_are_named():
+    mesh = mesh_of("data", kind=AxisType.Explicit)
+    layers, x = problem()
+
+    def loss(params, x):
+        x = x @ jax.reshard(params["in"], P())
+        return model(params["layers"], x, partial(dq.reduce_in_backward, axis_name="data"))
+
+    params = {"in": np.eye(DIM, dtype=np.float32), "layers": layers}
+    args = put(params, mesh, {"in": P("data"), "layers": stacked(SPECS)}), put(x, mesh, P("data"))
+    f = dq.value_and_grad(loss, axis_name="data", method=TYPED)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=r"^1 sharded parameters .*sed: in\."):
+        jax.eval_shape(f, *args)
+
+
 def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
     mesh = mesh_of("data", kind=AxisType.Explicit)
     layers, x = problem()

@@ -1,6 +1,7 @@
 """`value_and_grad` on Auto meshes: losses written for `jax.jit` against JAX's own gradients."""
 
 import functools
+import math
 import threading
 
 import jax
@@ -165,6 +166,10 @@ def test_equal_constants_of_other_types_are_other_programs():
     )
     own = [f(params, batch, flag)[0] / loss(params, batch) for flag in (True, 1, 1.0)]
     np.testing.assert_allclose(own, list(factors.values()), rtol=1e-5)
+    zero = dq.value_and_grad(
+        lambda p, b, zero: loss(p, b) * math.copysign(1, zero), mesh=auto_mesh(2), **OPTIONS
+    )
+    assert zero(params, batch, 0.0)[0] == -zero(params, batch, -0.0)[0] != 0
 
 
 def test_arguments_that_may_be_no_examples_are_not_split_silently():
@@ -190,11 +195,10 @@ def test_aux_becomes_what_its_words_say():
         low = jnp.sum(own).astype(jnp.bfloat16)
         return masked(params, batch), {
             "loss": masked(params, batch), "low": low, "rows": own, "step": jnp.int32(7),
-            "tokens": jnp.sum(batch["mask"]).astype(jnp.int32),
+            "tokens": jnp.sum(batch["mask"]).astype(jnp.int32), "nothing": None,
         }  # fmt: skip
 
-    words = {"loss": None, "low": "sum", "rows": "rows", "step": "same", "tokens": "sum"}
-    words = {name: word or "mean" for name, word in words.items()}
+    words = {"low": "sum", "rows": "rows", "step": "same", "tokens": "sum"}  # "loss" is a mean
     f = dq.value_and_grad(
         with_aux, mesh=auto_mesh(), has_aux=True, aux=words, weight=tokens, **OPTIONS
     )
@@ -213,7 +217,8 @@ def test_aux_becomes_what_its_words_say():
         (lambda: jnp.int32(7), None, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'"),
         (lambda: jnp.ones(3), None, r"float32\[3\]"),
         (lambda: jnp.ones(3), "average", "aux='average'"),
-        (lambda: jnp.ones(3), {"other": "mean"}, "not a prefix of the loss's aux"),
+        (lambda: jnp.ones(3), {"other": "mean"}, r"the entry \['other'\] is that of no leaf; pass"),
+        (lambda: jnp.ones(3), {"leaf": {"deeper": "mean"}}, "does not fit the loss's aux"),
     ],
 )
 def test_aux_without_a_word_is_refused(leaf, aux, match):
@@ -224,6 +229,76 @@ def test_aux_without_a_word_is_refused(leaf, aux, match):
     )  # fmt: skip
     with pytest.raises(ValueError, match=match):
         f(params, batch)
+
+
+def token_sum(params, batch):
+    """A sum over tokens, and their number: who trains divides later."""
+    count = jnp.sum(batch["mask"])
+    return jnp.sum(errors(params, batch["x"]) * batch["mask"]), {"tokens": count}
+
+
+@pytest.mark.parametrize(("sizes", "op"), [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")])
+def test_terms_of_micro_batches_are_summed_once(sizes, op):
+    """A window's gradient is that of one batch, divided by the tokens of all micro-batches."""
+    params, batch = arrays()
+    mesh = mesh_of(*sizes)
+    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
+    options = {"op": op, "has_aux": True, "mesh": mesh, "specs": specs} | OPTIONS
+    halves = jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), batch)
+
+    def own_loss(params, batch):
+        value, aux = token_sum(params, batch)
+        return value / len(batch["mask"]) if op == "mean" else value, aux
+
+    def window(params, halves):
+        f = dq.value_and_grad(own_loss, reduce=False, **options)
+
+        def add(terms, half):
+            (value, aux), more = f(params, half)
+            return jax.tree.map(jnp.add, terms, more), (value, aux["tokens"])
+
+        _, like = jax.eval_shape(f, params, jax.tree.map(lambda x: x[0], halves))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        terms, (values, tokens) = lax.scan(add, zeros, halves)
+        grads = dq.psum(terms, "data", method=F32)
+        return jnp.sum(values), jnp.sum(tokens), grads
+
+    compiled = jax.jit(window).lower(params, halves).compile()
+    value, tokens, grads = compiled(params, halves)
+    first, second = (jax.tree.map(lambda x, i=i: x[i], halves) for i in (0, 1))
+    both = lambda p: own_loss(p, first)[0] + own_loss(p, second)[0]  # noqa: E731
+    assert_close((value, grads), jax.value_and_grad(both)(params))
+    assert tokens == pytest.approx(batch["mask"].sum() * (1 if op == "sum" else 1 / sizes[0]))
+    if specs is not None:
+        assert {name: x.sharding.spec for name, x in grads.items()} == specs
+    else:  # one reduction of the gradient, of 2,048 coordinates, and not in the loop
+        text = compiled.as_text()
+        large = [line for line in text.splitlines() if "all-reduce(" in line and "2048" in line]
+        assert len(large) == 1
+
+
+def test_a_sum_that_the_loss_has_taken_itself_is_not_taken_again():
+    params, batch = arrays()
+    own = lambda p, b: lax.psum(jnp.sum(errors(p, b["x"])), "data")  # noqa: E731
+    whole = lambda p, b: jnp.sum(errors(p, b["x"]))  # noqa: E731
+    f = dq.value_and_grad(own, mesh=mesh_of(8), op="sum", **OPTIONS)
+    assert_close(jax.jit(f)(params, batch), jax.value_and_grad(whole)(params, batch))
+
+
+def test_what_terms_cannot_do_is_refused():
+    params, batch = arrays()
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, **OPTIONS)
+    _, terms = jax.jit(f)(params, batch)
+    with pytest.raises(ValueError, match="op='mean'.*dq.psum"):
+        dq.pmean(terms, "data", method=F32)
+    with pytest.raises(ValueError, match=r"workers of \('data',\), and axis_name is \('rows',\)"):
+        dq.psum(terms, "rows", method=F32)
+    sharded = {"up": P("data"), "down": P()}
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, specs=sharded, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="reduce=False.*whole gradients"):
+        f(params, batch)
+    with pytest.raises(ValueError, match="op='sum' and weight="):
+        dq.value_and_grad(loss, op="sum", weight=lambda p, b: 1.0, **OPTIONS)
 
 
 def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
@@ -327,6 +402,9 @@ def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="inside of a map over axis 'data'.*jax.value_and_grad"):
         inside(params, batch)
+    f = dq.value_and_grad(loss, mesh=auto_mesh(2), **OPTIONS)
+    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
+        f(params | {"step": jnp.int32(2)}, batch)
 
 
 def test_compressed_gradients_of_a_weighted_loss():

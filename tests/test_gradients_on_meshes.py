@@ -244,6 +244,11 @@ def test_states_and_metrics_of_shards_over_data_axes_are_refused():
     f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=F32, metrics=True)
     with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):
         f(params, *batch)
+    layout = Layout({"data": 8, "fsdp": 1}, ("data", "fsdp"), specs(None, "fsdp"))
+    mesh = layout.make()  # shards of an axis of size 1 are whole
+    params, batch = placed(layout, mesh)
+    f = dq.value_and_grad(model, mesh=mesh, axis_name=layout.data, method=F32, metrics=True)
+    assert f(params, *batch)[1].metrics.norm > 0
 
 
 def test_methods_that_do_not_scatter_are_refused():

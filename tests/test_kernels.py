@@ -1,18 +1,21 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
 from jax.sharding import AbstractMesh
-from kernel_runs import FORMATS, kernels_of, operands, payloads, programs, run
+from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
 from pallas_kernels import kernels
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.mosaic import Mosaic
 from pallas_kernels.triton import Triton
+from pallas_kernels.tuning import _HOPPER
 
 SIZE = 2 * 8 * 2 * 256 + 1000  # two chunks of two tiles and more; no multiple of anything
 
@@ -50,6 +53,24 @@ def test_interpreted_statistics_agree_to_rounding():
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6)
 
 
+SHARDS = [(1, 3, 80, 0), (1, 1, 8, 3), (2, 2, 96, 5)]
+"""Shards, the chunks of each, super-groups of a chunk, and how many of a shard are padding."""
+
+
+@pytest.mark.parametrize(("shards", "chunks", "size", "padding"), SHARDS)
+def test_interpreted_kernels_deal_as_the_reference(shards, chunks, size, padding, monkeypatch):
+    # So that programs are many: blocks of 32 super-groups, columns of 2 blocks, 4 tiles.
+    for kernel, rows in {"deal_count": 32, "deal_begin": 2, "deal_width": 4}.items():
+        monkeypatch.setitem(_HOPPER, kernel, _HOPPER[kernel]._replace(rows_per_program=rows))
+    deal = jax.jit(lambda e: [dealt(e, chunks, size, of) for of in ("jnp", "interpret")])
+    for kind, energy in energies(shards, chunks * size - padding).items():
+        expected, actual = deal(energy)
+        for field, one, other in zip(expected._fields, expected, actual, strict=True):
+            jax.tree.map(
+                partial(np.testing.assert_array_equal, err_msg=f"{field}, {kind}"), one, other
+            )
+
+
 def _lowered_for_cuda(function, *args) -> str:
     """The GPU program of ``function``, lowered on whatever machine this is."""
     if jax.__version_info__ < (0, 11):
@@ -78,6 +99,7 @@ def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
     calls = programs(layout, fmt, jnp.float32, lowering)
     if lowering == "triton":  # the other leaves them to XLA
         calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
+        calls["deal"] = lambda o, p: dealt(o.mean[None], 2, o.order.shape[1])
     for kernel, program in calls.items():
         if lowering == "mosaic" and not RUNS_MOSAIC and kernel.endswith(" into"):
             continue  # these need references as operands

@@ -8,7 +8,7 @@ from cases import TOPOLOGIES
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import allocate, stage_bits
-from dynamiq_jax.methods.dynamiq.layout import MOST_FOR_PADDING, make_layout
+from dynamiq_jax.methods.dynamiq.layout import make_layout
 from dynamiq_jax.topologies import Stage
 from dynamiq_jax.topologies.base import n_slots
 from pallas_kernels import TILE_ROWS, WireFormat
@@ -38,7 +38,7 @@ def test_five_bits_are_five_bits(size, n, name):
     layout = method.layout(size, n, topology)
     bits_per_coord = layout.wire_bits / (share(n) * size)
     padding = layout.super_groups * layout.super_group_size / size - 1
-    assert bits_per_coord <= 5.05 + 5 * min(padding, MOST_FOR_PADDING)
+    assert bits_per_coord <= 5.05 + 5 * min(padding)
     # Nothing is given away, either, where each chunk has tiles enough to upgrade.
     if size >= 10**4 * n:
         assert bits_per_coord > 4.9

@@ -300,7 +300,11 @@ def test_metrics_are_those_of_all_parts():
 
 REFUSED = {
     "nothing told": (None, r"leaf \['columns'\].*automatic axes \{'model': 2\}.*specs=P\(\)"),
-    "no prefix": ({"columns": P()}, "not a prefix of the tree"),
+    "a leaf without": ({"columns": P()}, r"^specs do not fit the tree: leaf \['norm'\] has no"),
+    "a spec too many": (
+        {**SPECS, "more": P()},
+        r"^specs do not fit the tree: the entry \['more'\] is that of no leaf; pass",
+    ),
     "no specs": ({**SPECS, "norm": "model"}, "leaf 'model' of type str"),
     "too many entries": ({**SPECS, "norm": P(None, "model")}, "700.*has 2 entries"),
     "no such axis": ({**SPECS, "norm": P("stage")}, "axis .stage.*not in the mesh"),

@@ -12,18 +12,24 @@ import dynamiq_jax as dq
 from dynamiq_jax.core.seeds import statistics_seed
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
-    assign_widths,
     make_plan,
-    octave_end,
     pack_statistics,
     plan_widths,
-    steps_below,
+    upgrades_of,
 )
-from pallas_kernels import TILE_ROWS, WireFormat, distortion, unpack_tiles
+from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
+from pallas_kernels.energy import octave_end, steps_below
 
 NO_KEY = np.uint32(0)
 """The seed of a bucket whose number is 0, without a key."""
 WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
+
+
+def assigned_tiles(level, payload_words, fmt, floor=None):
+    """The tiles of one chunk whose levels are ``level``."""
+    taken, upgrades = upgrades_of(fmt, level.size, (payload_words,), (floor,))
+    (tiles,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    return tiles[0]
 
 
 @functools.partial(jax.jit, static_argnames=("payload_words", "fmt", "floor"))
@@ -31,7 +37,8 @@ def assigned(energy, payload_words, fmt, floor=None):
     """Widths of tiles of these energies, which the plan sorts first; checks their offsets."""
     order = jnp.argsort(-energy, stable=True)
     level = steps_below(energy[order], octave_end(energy))
-    (offset,), (width,) = assign_widths(level, (payload_words,), fmt, (floor,))
+    tiles = assigned_tiles(level, payload_words, fmt, floor)
+    offset, width = unpack_tiles(tiles)
     words = jnp.asarray([fmt.tile_words(w) for w in range(17)])[width]
     width = jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1)
     return jnp.zeros_like(width).at[order].set(width)

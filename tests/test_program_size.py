@@ -1,12 +1,14 @@
 """Programs do not grow with workers or with equal buckets."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax.core.compat import equations, inner_jaxprs
 
 
 def lines(topology, n_workers, n_leaves=1):
@@ -36,6 +38,30 @@ def test_equal_buckets_are_traced_once(topology):
     one, many = lines(topology, 8), lines(topology, 8, 12)
     assert many - one < 11 * 10
     assert one > 400
+
+
+def size_of(function, tree, sizes):
+    """Equations of a function's jaxpr, those of functions that it calls included."""
+    found = jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree)
+    return sum(not inner_jaxprs(equation) for equation in equations(found.jaxpr))
+
+
+@pytest.mark.usefixtures("padding_counts")
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_what_travels_natively_costs_what_it_costs_lax(name, axes):
+    """Small leaves, excluded ones, integers and leaves in padded buckets are one call in all."""
+    method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0, exclude="norm")
+    tree = {f"b{i}": jax.ShapeDtypeStruct((7,), "float32") for i in range(200)}
+    tree |= {f"norm{i}": jax.ShapeDtypeStruct((5000,), "bfloat16") for i in range(50)}
+    tree |= {"w": jax.ShapeDtypeStruct((4200,), "float32")}  # padded to 19 bits
+    if name == "psum":
+        tree["count"] = jax.ShapeDtypeStruct((3,), "int32")
+    options = {"method": method, "topology": dq.Direct()}
+    sizes = {"data": 8} if len(axes) == 1 else {"data": 4, "model": 2}
+    own = size_of(partial(getattr(dq, name), axis_name=axes, **options), tree, sizes)
+    theirs = size_of(partial(getattr(jax.lax, name), axis_name=axes), tree, sizes)
+    assert own <= theirs + 10
 
 
 def test_trees_of_the_tool_have_the_sizes_of_the_page(monkeypatch):

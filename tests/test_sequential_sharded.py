@@ -421,6 +421,34 @@ def test_exact_shards_have_the_gradients_of_one_device(functions, lag, check_vma
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
+def test_functions_may_return_more_or_fewer_arrays_than_they_take():
+    params = [{"in": np.eye(8, dtype=np.float32)}, {"out": np.ones((8, 4), np.float32)}]
+    x = np.linspace(-1, 2, N * 8, dtype=np.float32).reshape(N, 8)
+
+    def two(w, x):
+        return jnp.tanh(x @ w["in"]), jnp.sin(x)
+
+    def one(w, both):
+        return jnp.mean((both[0] @ w["out"]) ** 2) + jnp.mean((both[1] @ w["out"]) ** 3)
+
+    options = {"method": EXACT, "gather": EXACT, "specs": [{"in": P("data")}, {"out": P("data")}]}
+    functions = [two, jax.checkpoint(one)], [jax.checkpoint(two), one]
+    maps = {"in_specs": (options["specs"], P("data")), "out_specs": options["specs"]}
+
+    @partial(jax.shard_map, mesh=auto_mesh(N), **maps)
+    def means(params, x):
+        losses = [
+            partial(dq.sequential, own, x=x, axis_name="data", **options) for own in functions
+        ]
+        return jax.tree.map(lambda a, b: (a + b) / 2, *(jax.grad(f)(params) for f in losses))
+
+    expected = jax.grad(lambda p: one(p[1], two(p[0], x)))(params)
+    for own, other in zip(
+        *map(jax.tree.leaves, (jax.jit(means)(params, x), expected)), strict=True
+    ):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("n_layers", daily([1, 2, 4], [4]))
 @pytest.mark.parametrize("last", daily(["whole", "shards", "loop"], ["whole", "loop"]))
 def test_loops_of_shards_and_of_whole_parameters_take_turns(n_layers, last):

@@ -335,37 +335,6 @@ def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
     assert_close(params, plain(RULES["adamw"], problem()[0], batches[:4])[0])
 
 
-MIXED = {
-    "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum.*max_norm="),
-    "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and.*are not finite"),
-    "adafactor": (optax.adafactor(1e-3), "reduce_.*dq.optax.all_reduce"),
-    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "random_bits"),
-    "sizes": (
-        optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.size > 300, p)),
-        r"looks at shapes.*'mul 1e-04' for whole.*mask\(params\)",
-    ),
-    "width": (
-        optax.stateless_with_tree_map(lambda g, p: g / p.shape[-1]),
-        "'div 64.0' for whole parameters, it computes 'div 8.0' for a worker's slices",
-    ),
-    "rates": (
-        optax.stateless(lambda g, p: g | {"in": g["in"] * np.ones((16, 64), np.float32)}),
-        "fails for slices .*incompatible shapes",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_an_optimizer_that_mixes_coordinates_is_refused(name):
-    inner, message = MIXED[name]
-    params, batches = jax.eval_shape(problem)
-    x = jax.ShapeDtypeStruct(batches.shape[1:], batches.dtype)
-    with jax.set_mesh(auto_mesh()):
-        state = jax.eval_shape(make(inner).init, params)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(stepper(make(inner), state, auto_mesh()), params, state, x)
-
-
 def test_masters_follow_parameters_until_the_first_update():
     """A step that is not finite shows them: it changes nothing."""
     params, batches = problem()

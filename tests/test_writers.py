@@ -1,4 +1,4 @@
-"""Metrics in CSV files and in TensorBoard's, and `dynamiq-jax plot`."""
+"""Metrics in CSV files and in TensorBoard's."""
 
 import csv
 import math
@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 from cases import gradient, small
 from tensorboardX.proto.event_pb2 import Event
-from test_cli import keep_xla_flags, plain  # noqa: F401  # a fixture
-from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands import cli, curves
 from dynamiq_jax.commands.writers import CSVWriter, TensorBoardWriter
 from dynamiq_jax.methods.metrics import Metrics
 
-PNG = b"\x89PNG"
 METRICS = Metrics(
     vnmse=jnp.float32(0.25),
     norm=jnp.float32(9),
@@ -137,77 +133,3 @@ def test_metrics_of_a_reduction_can_be_written(tmp_path):
         x[0], 4, method=small(dq.comparators.MXFP8()), topology=dq.Direct(), verbose=False
     )
     assert float(row["wire_bytes"]) == pytest.approx(sent.wire_bytes)
-
-
-# --- dynamiq-jax plot -----------------------------------------------------------------------------
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["plot", *map(str, arguments)])
-
-
-@pytest.fixture
-def runs(tmp_path):
-    """Two runs: one of compressed gradients, one with a loss alone."""
-    folder = tmp_path / "runs"
-    with (
-        CSVWriter(folder / "first" / "metrics.csv") as first,
-        CSVWriter(folder / "second.csv") as second,
-    ):
-        for step in range(4):
-            error = METRICS._replace(vnmse=jnp.float32(0.125 if step % 2 else np.nan))
-            first.write(step, error, loss=2 - step / 10)
-            second.write(step, loss=3 - step / 10)
-    return folder
-
-
-def test_plot_draws_all_runs_of_a_folder(runs, tmp_path):
-    out = tmp_path / "drawn.png"
-    result = invoke(runs, "--out", out)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == f"loss, vnmse, bits_per_coord of 2 run(s): {out}\n"
-    assert out.read_bytes().startswith(PNG)
-
-
-def test_lines_are_the_numbers_of_the_runs(runs, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda *a, **k: figures.append(a[0]) or save(*a, **k))
-    found = curves.read_runs([runs / "second.csv", runs / "first"])
-    assert [run.name for run in found] == [str(runs / "second"), str(runs / "first")]
-    curves.plot_runs(found, tmp_path / "drawn.svg", ["vnmse", "loss", "width_4"])
-    vnmse, loss, width = figures[0].axes
-    assert [line.get_xydata().tolist() for line in vnmse.lines] == [[], [[1, 0.125], [3, 0.125]]]
-    assert loss.lines[0].get_ydata().tolist() == pytest.approx([3, 2.9, 2.8, 2.7])
-    assert loss.lines[1].get_ydata().tolist() == pytest.approx([2, 1.9, 1.8, 1.7])
-    assert width.lines[1].get_ydata().tolist() == [0.75] * 4
-    assert (vnmse.get_yscale(), loss.get_yscale()) == ("log", "linear")
-    assert loss.get_ylabel() == "training loss"
-    names = [text.get_text() for text in vnmse.get_legend().get_texts()]
-    assert names == [run.name for run in found]
-
-
-def test_plot_refuses_what_it_cannot_draw(runs, tmp_path):
-    def said(*arguments):
-        result = invoke(*arguments)
-        assert result.exit_code == 2
-        return plain(result.output)
-
-    assert "does not exist" in said(tmp_path / "no.csv")
-    (tmp_path / "empty").mkdir()
-    assert "has no .csv file in it" in said(tmp_path / "empty")
-    (tmp_path / "bad.csv").write_text("loss\n1\n")
-    assert "1 rows and no column 'step'" in said(tmp_path / "bad.csv")
-    (tmp_path / "word.csv").write_text("step,loss\n1,much\n")
-    assert "every cell is a number, nan where unknown" in said(tmp_path / "word.csv")
-    (tmp_path / "bytes.csv").write_bytes(b"step,loss\n1,\xff\n")
-    found = said(tmp_path / "bytes.csv").replace(" ", "")  # long paths are broken anywhere
-    assert "bytes.csvisnotaCSVfile" in found
-    columns = ["--columns", "loss,speed"]
-    assert "no run has a finite number in a column speed; they have" in said(runs, *columns)
-    (tmp_path / "nan.csv").write_text("step,loss,vnmse\n1,nan,nan\n2,inf,nan\n")
-    for columns in ([], ["--columns", "loss"]):
-        assert "no run has a finite number in a column loss" in said(tmp_path / "nan.csv", *columns)
-    assert "there is no folder" in said(runs, "--out", tmp_path / "none" / "x.png")

@@ -2,9 +2,9 @@ r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
     python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd,muon,lion \
-        --topologies direct,ring,butterfly --seeds 16 --until 3000    # one GPU
+        --topologies direct,ring,butterfly --seeds 16    # one GPU
 
-Trains small language models (`training_model.MODELS`) with several simulated workers on one
+Trains small language models (`MODELS`) with several simulated workers on one
 device. The library's own `dq.pmean` averages their gradients. Start, tokens and key of the rounding
 depend on (seed, step) alone, so that the runs of all methods are paired: every row is compared
 seed by seed with the exact mean in f32, which always runs.
@@ -24,10 +24,10 @@ and
   levels.
 
 Every finished row is kept in ``--json`` at once. Rows that the file has are not trained again, so
-that an interrupted command goes on where it was. Several commands may share the file.
+that an interrupted command goes on where it was.
 """
 
-import fcntl
+import inspect
 import json
 import math
 import os
@@ -35,37 +35,33 @@ import platform
 import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import typer
-from rich.console import Console
-from training_model import INITS, MODELS
-from training_report import PLAIN_WIDTH, compared, plot, print_rows, write_table
-from training_run import (
-    EXACT,
-    OPTIMISERS,
-    Mean,
-    Task,
-    arguments,
-    batches_of_seeds,
-    exact_mean,
-    has_muon,
-    large_leaves,
-    load_task,
-    make_trainer,
-    parse_means,
-    run_seeds,
-)
+from jax import Array, lax
+from optax import contrib
 
+import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.comparators.local_error import LocalError
+from dynamiq_jax.optax import liec
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from llm_data import load_corpus  # pyright: ignore[reportMissingImports]
+
+Tree = Any
+Row = dict[str, Any]
 
 RATES = {
     ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,
@@ -82,11 +78,590 @@ EARLY_STEPS = 50
 """Steps after the first quarter of the training, which "early" averages."""
 CPU_SEEDS = 2
 """That one program trains by default on a CPU."""
-
 LABEL = ("model", "init", "optimiser", "method", "topology")
 """Settings that name a row."""
 
-Row = dict[str, Any]
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape of a model, and how it is trained by default."""
+
+    vocab_size: int
+    seq_len: int
+    n_layers: int
+    dim: int
+    n_heads: int
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    """The dtype of matrix products; parameters and gradients are f32."""
+    sequences: int
+    """Per worker and step."""
+    steps: int
+    windows: int
+    """Sequences of the validation text."""
+    seeds_at_once: int
+    """That a GPU trains in one program."""
+    remat: bool = False
+    """Recompute each block in the backward pass: less memory, a third more work."""
+
+
+MODELS = {
+    "micro": Shape(256, 16, 2, 64, 2, 128, jnp.float32, 2, 20, 64, 8),  # 0.1 M: for tests
+    "tiny": Shape(256, 64, 2, 192, 6, 576, jnp.float32, 2, 200, 512, 32),  # 1.1 M, bytes
+    "mid": Shape(4096, 256, 8, 384, 6, 1024, jnp.bfloat16, 4, 400, 256, 8),  # 17 M
+    "125m": Shape(24576, 1024, 12, 768, 12, 2048, jnp.bfloat16, 2, 200, 64, 1, remat=True),
+}
+
+INITS = ("gpt2", "unit")
+"""How parameters start; a traced index into this tuple chooses."""
+
+
+def init(shape: Shape, key: Array, kind: Array) -> Tree:
+    """Fresh f32 parameters.
+
+    Args:
+      shape: the model.
+      key: a PRNG key; under every ``kind`` it gives the same numbers but for their deviations.
+      kind: index into `INITS`. "gpt2": deviation 0.02 everywhere. "unit": activations of unit
+        variance (embedding 1, matrices 1/sqrt(inputs), head a quarter of that). Both scale what
+        is added to the residual stream by 1/sqrt(2 layers).
+    """
+    vocab_size, dim, hidden, layers = shape.vocab_size, shape.dim, shape.hidden, shape.n_layers
+    residual = (2 * layers) ** -0.5
+    square, wide = ((layers, dim, dim), 1.0, dim**-0.5), ((layers, dim, hidden), 1.0, dim**-0.5)
+    drawn = {  # size, factor in both, deviation of "unit"
+        "embed": ((vocab_size, dim), 1.0, 1.0), "head": ((dim, vocab_size), 1.0, 0.25 * dim**-0.5),
+        "q": square, "k": square, "v": square, "gate": wide, "up": wide,
+        "o": ((layers, dim, dim), residual, dim**-0.5),
+        "down": ((layers, hidden, dim), residual, hidden**-0.5),
+    }  # fmt: skip
+    ends = np.cumsum([math.prod(size) for size, *_ in drawn.values()])
+    parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])  # one draw compiles fastest
+    tree = {
+        name: part.reshape(size) * factor * jnp.asarray([0.02, unit])[kind]
+        for (name, (size, factor, unit)), part in zip(drawn.items(), parts, strict=True)
+    }
+    outer = {"embed": tree.pop("embed"), "head": tree.pop("head"), "norm": jnp.ones(dim)}
+    scales = {name: jnp.ones((layers, dim)) for name in ("attention_norm", "mlp_norm")}
+    return outer | {"blocks": tree | scales}
+
+
+def unstack(tree: Tree) -> Tree:
+    """The tree with one leaf per layer and matrix; `stack` undoes it."""
+    n_layers = jax.tree.leaves(tree["blocks"])[0].shape[0]
+    layers = [jax.tree.map(lambda x, i=i: x[i], tree["blocks"]) for i in range(n_layers)]
+    return tree | {"blocks": layers}
+
+
+def stack(tree: Tree) -> Tree:
+    """The tree with the layers' leaves stacked."""
+    return tree | {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *tree["blocks"])}
+
+
+def is_matrix(params: Tree) -> Tree:
+    """True for matrices, stacked or not, False for the scales of norms."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), params
+    )
+
+
+def _norm(x: Array, scale: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * inverse * scale[None, None]).astype(x.dtype)
+
+
+def _rotate(x: Array) -> Array:
+    """Turns the pairs (x[i], x[i + head_dim/2]) by position x frequency i; ``[B, T, H, d]``."""
+    half = x.shape[-1] // 2
+    frequency = 10_000.0 ** (-jnp.arange(half) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
+    angle = angle[None, :, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def times(y: Array, layer: Tree, name: str) -> Array:
+    """The product with one of a layer's matrices, in the dtype of ``y``."""
+    return y @ layer[name].astype(y.dtype)
+
+
+def _block(shape: Shape, x: Array, layer: Tree) -> tuple[Array, None]:
+    """One decoder layer on ``[B, T, dim]``, as `lax.scan` takes it."""
+    y = _norm(x, layer["attention_norm"])
+    q, k, v = (times(y, layer, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
+    attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+    x = x + times(attended.reshape(x.shape), layer, "o")
+    y = _norm(x, layer["mlp_norm"])
+    hidden = jax.nn.silu(times(y, layer, "gate")) * times(y, layer, "up")
+    return x + times(hidden, layer, "down"), None
+
+
+def loss(shape: Shape, params: Tree, tokens: Array) -> Array:
+    """Mean cross-entropy in nats per token; ``tokens`` is ``int32[batch, seq_len + 1]``."""
+    # Looked up in f32: gradients of rows that a batch uses often are summed in f32, too.
+    x = params["embed"][tokens[:, :-1]].astype(shape.dtype)
+    block = partial(_block, shape)
+    x, _ = lax.scan(jax.checkpoint(block) if shape.remat else block, x, params["blocks"])
+    logits = _norm(x, params["norm"]) @ params["head"].astype(shape.dtype)
+    logits = logits.astype(jnp.float32)
+    target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+
+
+# --- Methods --------------------------------------------------------------------------------------
+
+AXIS = "data"
+MIN_LEAF_SIZE = 4096
+"""Smaller leaves are summed exactly, by every method."""
+
+EXACT, BF16 = "exact", "bf16-psum"
+DITHER_AXIS = partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto"))
+
+
+def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
+    """Error feedback around a method that has no choice of bits."""
+    return dq.ErrorFeedback(method(**options), kind=kind)
+
+
+def _liec(bits: float = 4, **options: Any) -> LocalError:
+    """The method by which `dynamiq_jax.optax.liec` sends gradients, around MinMax of ``bits``."""
+    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    **contenders.METHODS,
+    "dynamiq-piecewise": partial(dq.DynamiQ, format=dq.Format(levels="piecewise")),
+    "dynamiq-memory": partial(contenders.remembered, "ef14"),
+    "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
+    "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
+    "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
+    "mxfp4-ef21m": partial(_around, dq.comparators.MXFP4, "ef21m"),
+    "mxfp4-econtrol": partial(_around, dq.comparators.MXFP4, "econtrol"),
+    "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
+    "dynamiq-dither-axis": DITHER_AXIS,
+    "dynamiq-dither-axis-companded": partial(
+        DITHER_AXIS, format=dq.Format(scale_axis="auto", levels="companded")
+    ),
+    "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
+    "dynamiq-dither-companded": partial(
+        dq.DynamiQ, dither=True, format=dq.Format(levels="companded")
+    ),
+    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, format=dq.Format(levels="uniform")),
+    "dynamiq-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None),
+    "dynamiq-0-2-4": partial(dq.DynamiQ, widths=(0, 2, 4), floor=None),
+    "dynamiq-64": partial(dq.DynamiQ, format=dq.Format(group_size=64)),
+    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None, dither=True),
+    "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
+    "topk-chunked-memory": partial(
+        contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]
+    ),
+    "sidco-memory": partial(contenders.remembered, "ef14", contenders.METHODS["sidco"]),
+    "powersgd-memory": partial(_around, dq.comparators.PowerSGD),
+    "arc-top-k-memory": partial(contenders.remembered, "ef14", contenders.arc_top_k),
+    "liec": _liec,
+}
+
+PERIODS: Mapping[str, int] = {"liec": 32}
+"""Methods whose result is another one on every worker, so that every worker has a model of its own,
+and after how many steps the mean of these models, in f32, takes their place."""
+
+
+def period_of(method: str) -> int:
+    """The entry of `PERIODS` for a method's name, with or without bits; 0 without local steps."""
+    return PERIODS.get(method.strip().partition(":")[0], 0)
+
+
+OPTIMISERS = ("adamw", "sgd", "muon", "lion")
+
+
+# --- Ways to average gradients --------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """One way to average gradients over the workers."""
+
+    method: str
+    topology: str
+    options: str
+    """Options that change the result, besides the names."""
+    average: Callable[[Tree, Array, Any], tuple[Tree, Any]]
+    """(one worker's gradients, key, its state) -> their mean over `AXIS`, the next state."""
+    bits_per_coord: Callable[[Tree, int], float]
+    """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
+    init: Callable[[Tree, int], Any] = lambda grads, n_workers: ()
+    """(gradients, workers) -> all workers' first state."""
+    period: int = 0
+    """As in `PERIODS`; 0: all workers have the same model."""
+    spread: Callable[[Tree, Array, int], Tree] | None = None
+    """(masters - copy, key, workers) -> what all add to the copy; `None`: there is no copy."""
+    copy_dtype: Any = jnp.float32
+    copy_kept: bool = True
+    """Whether the copy starts from that of the step before, or from zero."""
+
+
+def exact_mean() -> Mean:
+    """The f32 mean."""
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        return lax.pmean(grads, AXIS), state
+
+    return Mean(EXACT, "native", "", average, lambda g, n: 32.0)
+
+
+def bf16_mean() -> Mean:
+    """`lax.pmean` in bf16, and back to the gradients' dtype."""
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        narrow = lax.pmean(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), AXIS)
+        return jax.tree.map(lambda m, g: m.astype(g.dtype), narrow, grads), state
+
+    return Mean(BF16, "native", "", average, lambda g, n: 16.0)
+
+
+def parse_method(text: str, backend: str) -> tuple[str, Any]:
+    """The name and the method meant by ``text``, for example ``dynamiq:5``.
+
+    Raises:
+      ValueError: the method or its bits are not known.
+    """
+    name, _, bits = text.strip().partition(":")
+    if name not in METHODS:
+        known = ", ".join((EXACT, BF16, *METHODS))
+        raise ValueError(f"method {text!r} is not known: pass some of {known}")
+    method = contenders.make_method(text, METHODS)
+    alone = method.method if isinstance(method, dq.ErrorFeedback) else method
+    if "backend" in (field.name for field in fields(alone)):
+        alone = replace(alone, backend=backend)
+    method = replace(method, method=alone) if isinstance(method, dq.ErrorFeedback) else alone
+    return f"{name}:{float(bits):g}" if bits else name, method
+
+
+def library_mean(text: str, topology: str, backend: str) -> Mean:
+    """The library's mean by the method and over the topology of these names.
+
+    Raises:
+      ValueError: one of them is not known.
+    """
+    name, method = parse_method(text, backend)
+    route = None if topology == "native" else contenders.parse_topology(topology)
+    if isinstance(route, dq.Ring):
+        route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
+    request = dq.Compression(method, topology=route, min_leaf_size=MIN_LEAF_SIZE, min_bucket_size=1)
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        return dq.reduce(grads, AXIS, method=request, key=key, state=state)[:2]
+
+    def init_state(grads: Tree, n_workers: int) -> Any:
+        return request.init_state(grads, n_workers, stacked=True)
+
+    period = period_of(name)
+
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        own = request.explain(grads, n_workers, verbose=False).bits_per_coord
+        return own + (32 / period if period else 0)
+
+    options = f"{contenders.in_full(method)} {contenders.in_full(route)}" + (
+        f" period={period}" if period else ""
+    )
+    return Mean(name, topology, options, average, bits_per_coord, init_state, period)
+
+
+def sharded_mean(text: str, topology: str, backend: str) -> Mean:
+    """Sharded updates, GRADIENTS/DIFFERENCES, with /bf16 or /whole after it.
+
+    A method, or "exact", scatters gradients to the owners of slices. Another one gathers how much
+    the owners' masters differ from the copy that all workers have, in f32 or bf16. With "whole" it
+    gathers the parameters themselves, as FSDP does.
+
+    Raises:
+      ValueError: a part is not known.
+    """
+    scattered, gathered, *copy = text.strip().split("/")
+    if copy not in ([], ["bf16"], ["whole"]):
+        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES, and /bf16 or /whole")
+    requests: list[Any] = []
+    for part in (scattered, gathered):
+        if part == EXACT:
+            requests.append(None)
+            continue
+        method = parse_method(part, backend)[1]
+        route = None if len(requests) else contenders.parse_topology(topology)
+        limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+        requests.append(dq.Compression(method, topology=route, **limits))
+    scatter, gather = requests
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        if scatter is None:
+            return lax.pmean(grads, AXIS), state
+        own = dq.psum_scatter(grads, AXIS, tiled=True, method=scatter, key=key)
+        whole = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
+        return jax.tree.map(lambda x: x / lax.axis_size(AXIS), whole), state
+
+    def spread(differences: Tree, key: Array, n_workers: int) -> Tree:
+        if gather is None:
+            return differences
+
+        def own(_: Array) -> Tree:
+            def mine(x: Array) -> Array:
+                rows = x.shape[0] // n_workers
+                return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * rows, rows)
+
+            slices = jax.tree.map(mine, differences)
+            return dq.all_gather(slices, AXIS, tiled=True, method=gather, key=key)
+
+        every = jax.vmap(own, axis_name=AXIS)(jnp.arange(n_workers))
+        return jax.tree.map(lambda x: x[0], every)
+
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        return sum(32.0 if r is None else r.method.bits for r in requests) / 2
+
+    options = " / ".join(contenders.in_full(r and r.method) for r in requests)
+    dtype = jnp.bfloat16 if copy == ["bf16"] else jnp.float32
+    return Mean(
+        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype,
+        copy_kept=copy != ["whole"],
+    )  # fmt: skip
+
+
+def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
+    """The exact mean, and what the command line asks for.
+
+    Raises:
+      ValueError: a method or a topology is not known.
+    """
+    found = [exact_mean()]
+    for text in methods:
+        if text == BF16:
+            found.append(bf16_mean())
+        elif text != EXACT:
+            routes = topologies
+            if "/" not in text and (contenders.native_only(text) or period_of(text)):
+                routes = ["native"]
+            mean = sharded_mean if "/" in text else library_mean
+            found += [mean(text, route, backend) for route in routes]
+    return found
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def make_optimizer(name: str, steps: int) -> optax.GradientTransformation:
+    """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to norm 1.
+
+    The caller multiplies its updates by the peak learning rate, in which they are linear. AdamW
+    and Lion decay matrices by 0.1, SGD decays nothing. Muon takes the matrices of the blocks,
+    with decay and with updates as large as Adam's; the rest is left to Adam, without decay.
+    """
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1.0, max(steps // 10, 1), steps, 0.1)
+    decay: dict[str, Any] = {"weight_decay": 0.1, "mask": is_matrix}
+
+    def stacked_matrices(params: Tree) -> Tree:
+        numbers = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return jax.tree.map(lambda p: numbers if p.ndim == 3 else None, params)
+
+    def muon() -> optax.GradientTransformation:
+        return contrib.muon(
+            rate, weight_decay=0.1, consistent_rms=0.2, adam_b1=0.9, adam_b2=0.95,
+            muon_weight_dimension_numbers=stacked_matrices,
+        )  # fmt: skip
+
+    makers = {
+        "adamw": lambda: optax.adamw(rate, b1=0.9, b2=0.95, **decay),
+        "sgd": lambda: optax.sgd(rate, momentum=0.9),
+        "muon": muon,
+        "lion": lambda: optax.lion(rate, **decay),
+    }
+    return optax.chain(optax.clip_by_global_norm(1.0), makers[name]())
+
+
+def has_muon() -> bool:
+    """Whether the installed optax has a Muon that takes stacked matrices."""
+    options = inspect.signature(contrib.muon).parameters if hasattr(contrib, "muon") else ()
+    return {"consistent_rms", "muon_weight_dimension_numbers"} <= set(options)
+
+
+def large_leaves(tree: Tree) -> dict[str, Any]:
+    """The leaves that methods compress, by name."""
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return {name: leaf for name, leaf in named.items() if leaf.size >= MIN_LEAF_SIZE}
+
+
+def squares(tree: Tree) -> Array:
+    """f32[leaves]: the squared norm of each leaf that methods compress."""
+    return jnp.stack([jnp.sum(jnp.square(x)) for x in large_leaves(tree).values()])
+
+
+def worker_tokens(text: Array, starts: Array, shape: Shape, n_workers: int) -> Array:
+    """Every worker's windows of the text, from where they start: i32[n, sequences, seq_len + 1]."""
+    tokens = text[starts[:, None] + jnp.arange(shape.seq_len + 1)[None]]
+    return tokens.reshape(n_workers, -1, shape.seq_len + 1)
+
+
+def make_trainer(
+    shape: Shape, optimiser: str, mean: Mean, n_workers: int, steps: int
+) -> Callable[..., dict[str, Array]]:
+    """Returns the program that trains one model for every seed.
+
+    Its arguments: index of the initialisation, peak learning rate, seeds i32[S], the windows'
+    starts i32[S, steps, n_workers * sequences], the training text i32[tokens], the validation
+    windows i32[windows, seq_len + 1]. It returns the validation loss [S], the training losses
+    [S, steps], and of every leaf that methods compress the squared error and the squared norm of
+    the mean, [S, steps, leaves]. Where every worker has a model of its own the validation loss is
+    that of the models' mean, and the error that of the mean of results.
+    """
+    optimizer = make_optimizer(optimiser, steps)
+
+    def mean_of(copies: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), copies)
+
+    def copied(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), tree)
+
+    def worker(params: Tree, tokens: Array, key: Array, memory: Any):
+        own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        grads = unstack(grads)
+        averaged = mean.average(grads, key, memory)
+        return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
+
+    def meet(step: Array, params: Tree) -> Tree:
+        every = partial(liec.average_every, mean.period, step, axis_name=AXIS)
+        return jax.vmap(every, axis_name=AXIS)(params)
+
+    apart = 0 if mean.period else None  # the axis of workers' own models
+    workers = jax.vmap(worker, (apart, 0, None, 0), (None, None, 0), axis_name=AXIS)
+
+    def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
+        start_key, key = jax.random.split(jax.random.key(seed))
+
+        def update(params, state, grads):
+            updates, state = optimizer.update(stack(grads), state, params)
+            return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
+
+        def moved(masters, copy, key):
+            if not mean.copy_kept:
+                copy = jax.tree.map(jnp.zeros_like, copy)
+
+            narrow = mean.copy_dtype
+            left = jax.tree.map(
+                lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy
+            )
+            added = stack(mean.spread(unstack(left), jax.random.fold_in(key, 1), n_workers))
+            return jax.tree.map(lambda c, a: c + a, copy, added)
+
+        def step(carry, now):
+            params, state, memory = carry
+            number, own = now
+            tokens = worker_tokens(text, own, shape, n_workers)
+            step_key = jax.random.fold_in(key, number)
+            used = params
+            if mean.spread is not None:
+                params, copy = params
+                used = jax.tree.map(lambda x: x.astype(jnp.float32), copy)
+            mean_loss, exact, (copies, memory) = workers(used, tokens, step_key, memory)
+            if mean.period:
+                found = mean_of(copies)
+                params, state = jax.vmap(update)(params, state, copies)
+                params = meet(number + 1, params)
+            else:
+                found = jax.tree.map(lambda x: x[0], copies)
+                params, state = update(params, state, found)
+            if mean.spread is not None:
+                params = params, moved(params, copy, step_key)
+            error = jax.tree.map(jnp.subtract, found, exact)
+            measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
+            return (params, state, memory), measured
+
+        params = init(shape, start_key, kind)
+        memory = mean.init(unstack(params), n_workers)
+        carry = params, optimizer.init(params), memory
+        if mean.period:
+            carry = *copied(carry[:2]), memory
+        if mean.spread is not None:
+            copy = jax.tree.map(lambda x: x.astype(mean.copy_dtype), params)
+            carry = (params, copy), *carry[1:]
+        (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
+        if mean.period:
+            params = mean_of(params)
+        if mean.spread is not None:
+            params = params[1]
+        rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
+        validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
+        return measured | {"validation": validation}
+
+    return jax.jit(jax.vmap(train, (None, None, 0, 0, None, None)))
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A model and its data, on the device."""
+
+    name: str
+    shape: Shape
+    steps: int
+    n_workers: int
+    text: Array
+    windows: np.ndarray
+    digest: str
+    """A hash of the text, since other Python versions have another standard library."""
+
+    @property
+    def gradients(self) -> Tree:
+        """Shapes of the gradients as they are averaged."""
+        return jax.eval_shape(lambda: unstack(init(self.shape, jax.random.key(0), jnp.int32(0))))
+
+
+def load_task(name: str, n_workers: int, steps: int | None) -> Task:
+    """The model called ``name`` with its text."""
+    shape = MODELS[name]
+    corpus = load_corpus(shape.vocab_size)
+    length = shape.seq_len + 1
+    starts = np.linspace(0, len(corpus.validation) - length, shape.windows).astype(np.int64)
+    windows = corpus.validation[starts[:, None] + np.arange(length)]
+    digest = f"{zlib.crc32(corpus.validation, zlib.crc32(corpus.train)):08x}"
+    text = jax.device_put(corpus.train)
+    return Task(name, shape, steps or shape.steps, n_workers, text, windows, digest)
+
+
+def window_starts(task: Task, seed: int) -> np.ndarray:
+    """i32[steps, workers * sequences]: where every sequence begins in the training text."""
+    most, rows = task.text.size - task.shape.seq_len - 1, task.n_workers * task.shape.sequences
+    draws = (np.random.default_rng((seed, step)) for step in range(task.steps))
+    return np.stack([rng.integers(0, most, rows, np.int32) for rng in draws])
+
+
+def arguments(task: Task, kind: str, peak: float, seeds: Sequence[int]) -> tuple:
+    """Arguments of the program that `make_trainer` makes."""
+    starts = np.stack([window_starts(task, seed) for seed in seeds])
+    index, own = np.int32(INITS.index(kind)), np.asarray(seeds, np.int32)
+    return index, np.float32(peak), own, starts, task.text, task.windows
+
+
+def batches_of_seeds(seeds: int, at_once: int) -> list[list[int]]:
+    """Equal shares of the seeds; the last one is filled up with the first seeds again."""
+    count = -(-seeds // at_once)
+    size = -(-seeds // count)
+    return [[i % seeds for i in range(c * size, (c + 1) * size)] for c in range(count)]
+
+
+def run_seeds(
+    program: Callable, task: Task, kind: str, peak: float, seeds: int, at_once: int
+) -> dict[str, np.ndarray]:
+    """Runs a compiled program for all seeds; see `make_trainer` for what it returns."""
+    parts = [
+        jax.device_get(program(*arguments(task, kind, peak, own)))
+        for own in batches_of_seeds(seeds, at_once)
+    ]
+    return {name: np.concatenate([part[name] for part in parts])[:seeds] for name in parts[0]}
 
 
 # --- Figures --------------------------------------------------------------------------------------
@@ -150,7 +725,16 @@ def summarise(row: Row, exact: Row) -> Row:
     }
 
 
-# --- The file of rows -----------------------------------------------------------------------------
+def compared(row: Row, name: str) -> str:
+    """A row's difference in % from the exact row, with its standard error."""
+    figure = row["summary"][name]
+    if figure["percent"] is None:
+        return "diverged"
+    error = "-" if figure["error"] is None else f"{figure['error']:.3f}"
+    return f"{figure['percent']:+.3f} ± {error}"
+
+
+# --- Rows -----------------------------------------------------------------------------------------
 
 
 class Record:
@@ -158,45 +742,24 @@ class Record:
 
     def __init__(self, file: Path, invocation: Mapping[str, str]):
         self.file, self.invocation = file, dict(invocation)
-        self.invocations: list[Row] = []
-        self.rows: list[Row] = []
-        self._read()
-
-    def _read(self) -> None:
-        """Takes what the file has, which another command may have added to."""
-        if self.file.exists():
-            kept = json.loads(self.file.read_text())
-            self.invocations, self.rows = kept["invocations"], kept["rows"]
+        kept = json.loads(file.read_text()) if file.exists() else {"invocations": [], "rows": []}
+        self.invocations: list[Row] = kept["invocations"]
+        self.rows: list[Row] = kept["rows"]
 
     def find(self, settings: Row) -> Row | None:
         """The row with these settings."""
         return next((row for row in self.rows if row["settings"] == settings), None)
 
     def add(self, row: Row) -> None:
-        """Keeps a row, in memory and on disk.
-
-        A reader never sees half a file, and no row of another command is lost.
-        """
-        with open(f"{self.file}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._read()
-            if self.find(row["settings"]) is not None:
-                return  # another command was faster
-            if self.invocation not in self.invocations:
-                self.invocations.append(self.invocation)
-            self.rows.append(row | {"invocation": self.invocations.index(self.invocation)})
-            draft = self.file.with_name(self.file.name + ".part")
-            draft.write_text(one_per_line(invocations=self.invocations, rows=self.rows))
-            os.replace(draft, self.file)
-
-
-def one_per_line(**lists: Sequence[Row]) -> str:
-    """JSON of lists that a version control system can compare."""
-    parts = (
-        f'"{name}": [\n' + ",\n".join(map(json.dumps, values)) + "\n]"
-        for name, values in lists.items()
-    )
-    return "{" + ", ".join(parts) + "}\n"
+        """Keeps a row, in memory and on disk."""
+        if self.invocation not in self.invocations:
+            self.invocations.append(self.invocation)
+        self.rows.append(row | {"invocation": self.invocations.index(self.invocation)})
+        draft = self.file.with_name(self.file.name + ".part")
+        lists = {"invocations": self.invocations, "rows": self.rows}
+        parts = (f'"{k}": [\n' + ",\n".join(map(json.dumps, v)) + "\n]" for k, v in lists.items())
+        draft.write_text("{" + ", ".join(parts) + "}\n")
+        os.replace(draft, self.file)
 
 
 def environment() -> dict[str, str]:
@@ -209,27 +772,6 @@ def environment() -> dict[str, str]:
         "versions": ", ".join([f"Python {platform.python_version()}", *packages]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-# --- Rows -----------------------------------------------------------------------------------------
-
-
-class Program(NamedTuple):
-    """A program that is compiled once, and the settings of the rows that it runs."""
-
-    task: Task
-    optimiser: str
-    mean: Mean
-    at_once: int
-    """Seeds that it trains."""
-    settings: list[Row]
-
-
-class Compiled(NamedTuple):
-    """A program that is ready to run."""
-
-    run: Callable
-    seconds: float
 
 
 def learning_rate(optimiser: str, kind: str, model: str) -> float:
@@ -254,107 +796,36 @@ def _mean_settings(mean: Mean) -> Row:
     return {"method": mean.method, "topology": mean.topology, "options": mean.options}
 
 
-def ahead(builds: Sequence[Callable[[], Any]], threads: int) -> Iterator[Future]:
-    """The functions' results, in their order; as many as there are threads work ahead."""
-    pool, waiting = ThreadPoolExecutor(threads), deque[Future]()
-    try:
-        for build in builds:
-            waiting.append(pool.submit(build))
-            if len(waiting) > threads:
-                yield waiting.popleft()
-        yield from waiting
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def compile_program(program: Program) -> Compiled:
-    """Compiles a program for the shapes of its rows."""
-    task, first, start = program.task, program.settings[0], time.perf_counter()
-    mean = program.mean
-    trainer = make_trainer(task.shape, program.optimiser, mean, task.n_workers, task.steps)
-    seeds = batches_of_seeds(first["seeds"], program.at_once)[0]
-    run = trainer.lower(*arguments(task, first["init"], 0.0, seeds)).compile()
-    return Compiled(run, time.perf_counter() - start)
-
-
-def train_row(compiled: Compiled, program: Program, settings: Row, record: Record) -> Row:
-    """Trains all seeds of a row and compares them with the exact row.
-
-    Raises:
-      LookupError: the record has no exact row.
-    """
-    task, exact = program.task, record.find(settings | _mean_settings(exact_mean()))
-    if exact is None and settings["method"] != EXACT:
-        raise LookupError("there is no exact row to compare with")
+def train_row(
+    program: Callable, task: Task, mean: Mean, settings: Row, at_once: int, record: Record
+) -> Row:
+    """Trains all seeds of a row and compares them with the exact row."""
+    exact = record.find(settings | _mean_settings(exact_mean()))
     start = time.perf_counter()
     kind, peak, seeds = (settings[name] for name in ("init", "learning_rate", "seeds"))
-    result = run_seeds(compiled.run, task, kind, peak, seeds, program.at_once)
+    result = run_seeds(program, task, kind, peak, seeds, at_once)
     row = {
         "settings": settings,
-        "bits_per_coord": program.mean.bits_per_coord(task.gradients, task.n_workers),
+        "bits_per_coord": mean.bits_per_coord(task.gradients, task.n_workers),
         "seconds": round(time.perf_counter() - start, 3),
-        "compile_seconds": round(compiled.seconds, 3),
         **figures(result, list(large_leaves(task.gradients))),
     }
     return row | {"summary": summarise(row, exact or row)}
 
 
-def run_all(
-    programs: Sequence[Program], record: Record, threads: int, deadline: float, console: Console
-) -> bool:
-    """Trains the programs' rows and records them; whether all of them are there then."""
-    complete = True
-    compiling = ahead([partial(compile_program, program) for program in programs], threads)
-    for program, compiled in zip(programs, compiling, strict=True):
-        for settings in program.settings:
-            if time.perf_counter() > deadline:
-                console.print("--until is over: the same command goes on from here")
-                return False
-            label = " ".join(settings[name] for name in LABEL)
-            try:
-                row = train_row(compiled.result(), program, settings, record)
-            except (LookupError, jax.errors.JaxRuntimeError) as error:
-                complete = False
-                text = f"{label}: left out. {error}\nIf memory is short: --seeds-at-once"
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
-                continue
+def train_rows(
+    task: Task, optimiser: str, mean: Mean, rows: Iterable[Row], at_once: int, record: Record
+) -> None:
+    """Trains and prints the rows of one program that the record has not."""
+    program = make_trainer(task.shape, optimiser, mean, task.n_workers, task.steps)
+    for settings in rows:
+        row = record.find(settings)
+        if row is None:
+            row = train_row(program, task, mean, settings, at_once, record)
             record.add(row)
-            took = f"{row['seconds']:.1f} s, compiled in {row['compile_seconds']:.1f} s"
-            text = f"{label}: {compared(row, 'validation')} % ({took})"
-            console.print(text, highlight=False, soft_wrap=True)
-    return complete
-
-
-# --- Command line ---------------------------------------------------------------------------------
-
-
-def names(text: str, known: Sequence[str], option: str) -> list[str]:
-    """The comma-separated names; refuses unknown ones."""
-    found = contenders.parts(text)
-    if unknown := [name for name in found if name not in known]:
-        raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(known)}")
-    return found
-
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """Refuses early what could not be written after minutes of training."""
-    if path and not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}: create it first")
-    return path
-
-
-def checked_means(
-    methods: str, topologies: str, backend: str, tasks: Mapping[str, Any], workers: int
-) -> list[Mean]:
-    """The means that are asked for; refuses those that are unknown or cannot serve."""
-    try:
-        means = parse_means(contenders.parts(methods), contenders.parts(topologies), backend)
-        for mean in means:
-            for task in tasks.values():
-                mean.bits_per_coord(task.gradients, workers)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error), param_hint="--methods, --topologies") from error
-    return means
+        label = " ".join(settings[name] for name in LABEL)
+        told = f"{row['bits_per_coord']:.2f} bits, {row['summary']['validation_loss']} nats"
+        print(f"{label}: {told}, {compared(row, 'validation')} % ({row['seconds']} s)", flush=True)
 
 
 def main(
@@ -375,61 +846,37 @@ def main(
     seeds_at_once: Annotated[
         int | None, typer.Option(min=1, help="in one program (default: the model's; on CPU 2)")
     ] = None,
-    compile_threads: Annotated[
-        int | None, typer.Option(min=1, help="compile ahead (default: 4; on CPU 1)")
-    ] = None,
-    until: Annotated[
-        float, typer.Option(help="seconds from the start after which no row begins")
-    ] = math.inf,
     json_file: Annotated[
         Path, typer.Option("--json", help="rows are kept here, and read from here")
     ] = Path("runs/training.json"),
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", callback=in_a_folder, help="draw all rows of --json")
-    ] = None,
-    table_file: Annotated[
-        Path | None,
-        typer.Option("--table", callback=in_a_folder, help="write all rows of --json as Markdown"),
-    ] = None,
 ) -> None:
     """Trains models with compressed gradients and compares losses with those of exact ones."""
-    deadline = time.perf_counter() + until
-    chosen_models = names(models, tuple(MODELS), "--models")
-    chosen_inits = names(inits, INITS, "--inits")
-    chosen_optimisers = names(optimisers, OPTIMISERS, "--optimisers")
-    if "muon" in chosen_optimisers and not has_muon():
-        raise typer.BadParameter(
-            f"--optimisers 'muon': optax {version('optax')} lacks it or its options; upgrade "
-            "optax, or leave muon out"
-        )
-    tasks = {name: load_task(name, workers, steps) for name in chosen_models}
-    means = checked_means(methods, topologies, backend, tasks, workers)
+    known = {"--models": (models, MODELS), "--inits": (inits, INITS)}
+    known["--optimisers"] = optimisers, OPTIMISERS
+    for option, (text, names) in known.items():
+        if unknown := [name for name in contenders.parts(text) if name not in names]:
+            raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(names)}")
+    if "muon" in optimisers and not has_muon():
+        raise typer.BadParameter(f"--optimisers muon: optax {version('optax')} lacks it; upgrade")
+    tasks = [load_task(name, workers, steps) for name in contenders.parts(models)]
+    try:
+        means = parse_means(contenders.parts(methods), contenders.parts(topologies), backend)
+        for task in tasks:
+            _ = [mean.bits_per_coord(task.gradients, workers) for mean in means]
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error), param_hint="--methods, --topologies") from error
     json_file.parent.mkdir(parents=True, exist_ok=True)
-
-    console, record = Console(stderr=True), Record(json_file, environment())
-    wanted, programs, on_cpu = [], [], jax.default_backend() == "cpu"
-    for task in tasks.values():
-        for optimiser in chosen_optimisers:
+    record = Record(json_file, environment())
+    for task in tasks:
+        on_cpu = jax.default_backend() == "cpu"
+        at_once = seeds_at_once or (CPU_SEEDS if on_cpu else task.shape.seeds_at_once)
+        for optimiser in contenders.parts(optimisers):
             for mean in means:
-                own = [
+                rows = [
                     settings_of(task, optimiser, kind, mean, seeds, learning_rate)
-                    for kind in chosen_inits
+                    for kind in contenders.parts(inits)
                 ]
-                wanted += own
-                missing = [settings for settings in own if record.find(settings) is None]
-                if missing:
-                    at_once = seeds_at_once or (CPU_SEEDS if on_cpu else task.shape.seeds_at_once)
-                    programs.append(Program(task, optimiser, mean, at_once, missing))
-    threads = compile_threads or (1 if on_cpu else 4)
-    complete = run_all(programs, record, threads, deadline, console)
-    shown = Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
-    print_rows([row for row in map(record.find, wanted) if row is not None], shown)
-    if table_file:
-        write_table(table_file, record.invocations, record.rows)
-    if plot_file:
-        plot(plot_file, record.rows)
-    if not complete:
-        raise typer.Exit(1)
+                train_rows(task, optimiser, mean, rows, at_once, record)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any, get_args
 from jax import Array
 
 from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.collectives.terms import Terms, reduce_terms
 from dynamiq_jax.collectives.unreduced import is_outside, reduce_outside
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
@@ -47,8 +48,9 @@ def psum(
     refuses them, and `pmean` warns. A warning also names large leaves that are not compressed
     because of a limit (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
 
-    Outside of maps, on a mesh of Explicit axes, it sums leaves that JAX's types call unreduced over
-    these axes; other leaves are sums already. `value_and_grad` makes such gradients.
+    Outside of maps it sums the gradients that `value_and_grad` returns with ``reduce=False``. On a
+    mesh of Explicit axes these are leaves that JAX's types call unreduced over the data axes; other
+    leaves are sums already.
 
     Args:
       x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
@@ -158,5 +160,7 @@ def reduce(
 
 
 def _way(axis: Axis, tree: Any) -> Callable[..., Reduced]:
-    """The function for ``tree``: `reduce_over` inside of maps, `reduce_outside` outside."""
+    """The function for ``tree``: `reduce_over` inside of maps; outside by where terms are."""
+    if isinstance(tree, Terms):
+        return reduce_terms
     return reduce_outside if is_outside(axis, tree) else reduce_over

@@ -29,8 +29,9 @@ from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.request.agreement import compare_first
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
+from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Grouping, Leaf, describe_leaves, from_flat, joined
+from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
@@ -113,7 +114,12 @@ def all_to_all(
     check_key(key, axis)
     fixed = fixed_leaves(leaves, values, axis)
     grouping = group_parts(
-        request, leaves, sizes, fixed=fixed, check=lambda route: _check_serves(route.method, n)
+        request,
+        leaves,
+        sizes,
+        _exchanged_bits,
+        fixed=fixed,
+        check=lambda route: _check_serves(route.method, n),
     )
     check_whole(grouping, axis)
     values = _exchange_leaves(
@@ -274,6 +280,17 @@ def _format(method: DynamiQ, n_workers: int) -> WireFormat:
     """
     found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")
+
+
+def _exchanged_bits(route: Route, bucket: Bucket) -> float:
+    """Wire bits per coordinate of an exchange; of methods that do not pad, 0."""
+    method, n = route.method, route.n_workers
+    if not isinstance(method, DynamiQ):
+        return 0.0
+    fmt, size = _format(method, n), -(-bucket.size // n)
+    rows = -(-size // fmt.super_group_size)
+    words = -(-rows // TILE_ROWS) * fmt.tile_words(fmt.widths[0]) + -(-rows // FLAGS) * FLAGS // 4
+    return 32 * words / size
 
 
 def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import is_constant, is_transposed
+from dynamiq_jax.request.compression import PADDED
 from dynamiq_jax.tree.leaves import Grouping, Leaf
 
 
@@ -92,9 +93,9 @@ NOTABLE, LARGE = 4096, 65536
 def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
     """Warns of large leaves that are not compressed, where the caller may not expect that.
 
-    They are equal on all workers, or a limit keeps them from being compressed. The latter hold
-    more than a tenth of what could be compressed; nothing is said if the caller set the limits
-    (``limited``).
+    They are equal on all workers, or padding or a limit keeps them from being compressed. The
+    latter hold more than a tenth of what could be compressed; nothing is said of limits that the
+    caller set (``limited``).
     """
     n = axis.size
     equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
@@ -107,22 +108,26 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
             f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis.name!r}, to='varying')",
             stacklevel=4,
         )
-    if n == 1 or limited:
+    if n == 1:
         return
+    wanted = (PADDED,) if limited else (PADDED, "min_bucket")
     small = [
         (leaf, reason)
         for leaf, reason in grouping.exact
-        if leaf.size >= LARGE and "min_bucket" in reason and leaf.index not in fixed
+        if leaf.size >= LARGE and any(word in reason for word in wanted) and leaf.index not in fixed
     ]
     moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
     native = sum(leaf.nbytes for leaf, _ in small)
     if native > (moved + native) / 10:
         leaves, reasons = zip(*small, strict=True)
+        remedy = "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
+        remedy += "these limits"
+        if PADDED in reasons[0]:
+            remedy = "more leaves at a time, or reduce among fewer workers"
         warnings.warn(
             f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
             f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
-            "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
-            "these limits",
+            f"{remedy}",
             stacklevel=4,
         )
 

@@ -87,13 +87,14 @@ def psum_scatter(
     told = {"key": key, "scatter_dimension": scatter_dimension, "tiled": tiled}
     compare_first("psum_scatter", axis, leaves, facts_of(request, axis, sizes, leaves, told))
     check_groups(axis, all_reduce=False)
-    whole = group_parts(request, leaves, sizes)
+    whole = group_parts(request, leaves, sizes, Route.scattered_bits)
     for leaf in leaves:
         _check_divides(leaf, scatter_dimension, n, tiled=tiled)
     check_key(key, axis)
     fixed = fixed_leaves(leaves, values, axis)
     check_varying(whole, fixed, axis)
-    grouping = group_parts(request, leaves, sizes, fixed=fixed, methods=whole.methods)
+    options = {"fixed": fixed, "methods": whole.methods}
+    grouping = group_parts(request, leaves, sizes, Route.scattered_bits, **options)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "n_workers": n}
@@ -234,7 +235,7 @@ def all_gather(
     check_key(key, workers)
     n = math.prod(sizes)
     fixed = fixed_leaves(leaves, values, workers)
-    grouping = group_parts(request, leaves, sizes, fixed=fixed, shards=n)
+    grouping = group_parts(request, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
     check_whole(grouping, workers)
     run = _gather_leaves if workers.several_vmapped else _gather_compiled
     options = {"axis": axis, "tiled": tiled, "to": to, "n_workers": n}
@@ -302,6 +303,7 @@ def group_parts(
     request: Compression,
     leaves: list[Leaf],
     sizes: tuple[int, ...],
+    bits_of: Callable[[Route, Bucket], float],
     *,
     fixed: Fixed | None = None,
     methods: Sequence[Method | None] | None = None,
@@ -311,7 +313,8 @@ def group_parts(
     """Buckets of the leaves that are not fixed; those travel exactly.
 
     Half of an all-reduce pays on fast links from larger buckets on. With ``shards`` the limits are
-    those of leaves that are so many times as large. ``check`` refuses methods that cannot serve.
+    those of leaves that are so many times as large. ``bits_of`` tells the wire bits per coordinate,
+    of which bf16 takes 16. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:
@@ -323,7 +326,7 @@ def group_parts(
         return Limits(*(-(-limit // shards) for limit in limits))
 
     fixed = fixed or {}
-    options = {"methods": methods, "without": fixed, "limits_of": limits_of}
+    options = {"methods": methods, "without": fixed, "limits_of": limits_of, "bits_of": bits_of}
     found = request.group(leaves, sizes, **options, hierarchies=False)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)

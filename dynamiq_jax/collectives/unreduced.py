@@ -18,6 +18,7 @@ from dynamiq_jax.collectives.in_maps import reduce_over
 from dynamiq_jax.collectives.scattered import Reduction, split_of
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
+from dynamiq_jax.core.compat import zero_tangent
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
@@ -122,7 +123,8 @@ def reduce_unreduced(
     moves = [bool(unreduced_axes(x)) for x in leaves]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
-    splits = [split_of(spec, axis.names) for spec in targets]
+    several = tuple(name for name in axis.names if mesh.shape[name] > 1)
+    splits = [split_of(spec, several) for spec in targets]
     scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
     if scattered and (state is not None or metrics):
         raise NotImplementedError(
@@ -134,11 +136,14 @@ def reduce_unreduced(
     def moving(found: Sequence[Any]) -> Any:
         return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
 
-    found = Reduced(moving(leaves), state, None)
-    pairs = zip(terms, moves, strict=True)
-    over = frozenset(axis.names)
-    unreduced = [P(*spec, unreduced=over) if moved else spec for spec, moved in pairs]
-    if scattered:
+    pairs = zip(terms, leaves, strict=True)
+    unreduced = [P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]
+
+    @jax.custom_jvp
+    def total(tree: Any, key: Array | None, state: State | None) -> Reduced:
+        if not scattered:
+            parts = tree, moving(terms), moving(unreduced)
+            return _mapped(*parts, axis, compression, mesh, key, state, metrics)
         sizes = tuple(mesh.shape[name] for name in axis.names)
         own = Reduction(axis.names, sizes, compression, "sum")
         some = [i for i, moved in enumerate(moves) if moved]
@@ -151,10 +156,22 @@ def reduce_unreduced(
             out_specs=after,
             check_vma=False,
         )
-        found = Reduced(mapped(moving(leaves), key), None, None)
-    elif any(moves) or state is not None or metrics:
-        parts = moving(leaves), moving(terms), moving(unreduced)
-        found = _mapped(*parts, axis, compression, mesh, key, state, metrics)
+        return Reduced(mapped(tree, key), None, None)
+
+    @total.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Reduced, Reduced]:
+        """That of the exact sum: JAX transposes a map of unreduced arrays to n times too much."""
+        found = total(*primals)
+
+        def exact(x: Array, own: Array) -> Array:
+            return resharded(x, mesh, P(*jax.typeof(own).sharding.spec.partitions))
+
+        rest = jax.tree.map(zero_tangent, found._replace(tree=None))
+        return found, rest._replace(tree=jax.tree.map(exact, tangents[0], found.tree))
+
+    found = Reduced(moving(leaves), state, None)
+    if any(moves) or state is not None or metrics:
+        found = total(moving(leaves), key, state)
     done = iter(jax.tree.leaves(found.tree))
     sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
     pairs = zip(sums, targets, strict=True)
@@ -189,7 +206,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
-        if found and found != {*axis.names}:
+        if found and any(mesh.shape[name] > 1 for name in found ^ {*axis.names}):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "
                 f"and axis_name={axis.name!r}; pass axis_name="

@@ -1,4 +1,4 @@
-"""The `dynamiq-jax` command: benchmarks, simulations, and curves of runs."""
+"""The `dynamiq-jax` command: benchmarks and simulations."""
 
 import math
 import os
@@ -15,7 +15,6 @@ from rich.progress import Progress
 from typer.core import TyperGroup
 
 from dynamiq_jax import __version__
-from dynamiq_jax.commands import curves
 from dynamiq_jax.commands.bench import (
     advice,
     all_reduce,
@@ -343,20 +342,13 @@ def bench_error(
             "'sizes' of all leaves.",
         ),
     ] = None,
-    per_leaf: Annotated[
-        bool,
-        typer.Option(
-            "--per-leaf",
-            help="Print the relative error of every leaf, too. The worst leaf is one of at least "
-            f"{error.MIN_LEAF_SIZE} coordinates: psum would sum smaller ones exactly.",
-        ),
-    ] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
     """Measure the error of methods on synthetic or dumped gradients, and what they send.
 
-    The worst leaf is the one with the largest relative error, if the file says what leaves it has.
+    The worst leaf is the one with the largest relative error, if the file says what leaves it has:
+    one of at least 4096 coordinates, since psum would sum smaller ones exactly.
     """
     chosen = []
     for text in contenders.parts(methods):
@@ -371,12 +363,6 @@ def bench_error(
         drawn, what = [_checked("--gradients", error.load_gradients, gradients, workers)], gradients
         shape = drawn[0].shape
         leaves = _checked("--gradients", error.load_leaves, gradients, shape[1])
-    if per_leaf and leaves is None:
-        raise typer.BadParameter(
-            f"{what}: the leaves are not known; pass --gradients FILE.npz with arrays 'names' and "
-            "'sizes' of them, as train_llm.py --dump-gradients writes it",
-            param_hint="--per-leaf",
-        )
     for contender, _ in chosen:
         _checked("--methods --topology", contender.wire_bytes, shape[1], shape[:1])
     drawn = drawn or list(error.synthetic_gradients(shape[0], super_groups, seeds))
@@ -386,13 +372,8 @@ def bench_error(
     rows = [row for row, _ in measured]
     title = f"vNMSE on {what}, {drawn[0].shape[0]} workers"
     tables.print_table(rows, tables.ERROR_COLUMNS, title)
-    more = {}
-    if per_leaf and leaves:
-        more["leaves"] = error.leaf_rows(leaves, measured)
-        columns = tables.leaf_columns(more["leaves"][0].errors)
-        tables.print_table(more["leaves"], columns, "\nrelative error of every leaf")
     if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]), **more)
+        tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]))
     if plot_file:
         error.plot_error(plot_file, rows, drawn[0], title)
 
@@ -659,35 +640,6 @@ def _trees(
                 )
         coords = {text: size // held.itemsize for text, size in parsed.items()}
     return {f"{k} in {dtype}": [jax.ShapeDtypeStruct((n,), held)] for k, n in coords.items()}
-
-
-@app.command("plot")
-def plot(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            exists=True, help="CSV files of CSVWriter, or folders with such files in them."
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            dir_okay=False,
-            writable=True,
-            callback=_image,
-            help="The image: .png, .svg, .pdf or another of matplotlib's.",
-        ),
-    ] = Path("curves.png"),
-    columns: Annotated[
-        str | None,
-        typer.Option(help="Columns to draw (default: of loss,vnmse,bits_per_coord what is there)."),
-    ] = None,
-) -> None:
-    """Draw loss, vNMSE and bits of one or several runs against the step."""
-    chosen = contenders.parts(columns) if columns else ()
-    found = _checked("RUNS", curves.read_runs, runs)
-    drawn = _checked("--columns", curves.plot_runs, found, out, chosen)
-    print(f"{', '.join(drawn)} of {len(found)} run(s): {out}")
 
 
 def _join(processes: int | None, process_id: int, coordinator: str) -> None:

@@ -65,7 +65,7 @@ class _Writer:
 class CSVWriter(_Writer):
     """Writes a CSV file: a column ``step``, then one for every scalar of the first `write`.
 
-    ``dynamiq-jax plot`` draws such files. Every row is on disk when `write` returns.
+    Every row is on disk when `write` returns.
 
     Args:
       path: the file, which replaces what was there; its folders are made.

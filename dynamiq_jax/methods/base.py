@@ -4,6 +4,7 @@ A method is a frozen dataclass of static options with the members of `Method`. A
 file here, an export, a row in the common test table and a row in the benchmark table.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
@@ -128,6 +129,14 @@ class Method(Options, ABC):
         return False
 
     @property
+    def most_bits(self) -> float:
+        """Wire bits per coordinate from which on a bucket is summed exactly.
+
+        Methods that pad small buckets have such a limit.
+        """
+        return math.inf
+
+    @property
     def scale_axis(self) -> ScaleAxis:
         """The axis of leaves along which coordinates follow each other; `None`: the last one."""
         return None
@@ -195,6 +204,13 @@ class TellsLosses(Method):
     """
 
     __slots__ = ()
+
+    def lost(self, n_workers: int, topology: Topology | None) -> float | None:
+        """About the energy of all losses over that of what workers send (unitless).
+
+        It is that of the blocks that lose most; `None` if the method does not know.
+        """
+        return None
 
 
 class ShardedMethod(Method):

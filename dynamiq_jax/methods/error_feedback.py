@@ -21,6 +21,7 @@ further hops would be in nobody's memory, and the sum of the h_i, which every wo
 itself, would drift away from the h_i for ever.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self
@@ -91,9 +92,9 @@ class ErrorFeedback(Method):
     has memory of its outer reduction; its inner sums are native.
 
     Memories stay bounded where the encodings of one step together lose less than workers send: a
-    contraction, as the proofs of all four suppose. Low bits may be none, see
-    docs/training-quality.md, and over a ring, where n encodings follow each other, more bits are
-    needed than over `Direct`.
+    contraction, as the proofs of all four suppose. A warning says where `DynamiQ` is none. Low bits
+    may be none, see docs/training-quality.md. Over a ring n encodings follow each other, so that it
+    needs more bits than `Direct`.
 
     Coordinates whose result is not finite leave all memories as they were, so that these are always
     finite, and one bad step is forgotten. A bucket in which a finite sum overflows f16 leaves all
@@ -162,6 +163,11 @@ class ErrorFeedback(Method):
         return self.method.native_by_default
 
     @property
+    def most_bits(self) -> float:
+        """As the method has it."""
+        return self.method.most_bits
+
+    @property
     def scale_axis(self) -> ScaleAxis:
         """As the method has it."""
         return self.method.scale_axis
@@ -175,8 +181,22 @@ class ErrorFeedback(Method):
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """As the method has it."""
-        return self.method.advice(n_workers, topology, collective)
+        """As the method has it, and against a memory that grows."""
+        found = (
+            self.method.advice(n_workers, topology, collective),
+            self._growth(n_workers, topology),
+        )
+        return " ".join(filter(None, found)) or None
+
+    def _growth(self, n_workers: int, topology: Topology | None) -> str | None:
+        lost = self.method.lost(n_workers, topology)
+        if lost is None or lost < 1:
+            return None
+        return (
+            f"{self.method!r} over {type(topology).__name__} among {n_workers} workers loses about "
+            f"{lost:.2g} times the energy of what they send, and from 1 on the memory of "
+            "dq.ErrorFeedback grows from step to step; pass more bits, or the method without memory"
+        )
 
     @property
     def _eta(self) -> float:
@@ -224,6 +244,9 @@ class ErrorFeedback(Method):
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
         state, divisor = call.state, call.divisor
+        growth = self._growth(call.n_workers, call.topology)
+        if growth is not None:
+            warnings.warn(growth, stacklevel=2)
         with jax.named_scope("error_feedback"):
             own, momentum = x, state.momentum
             if momentum is not None:

@@ -9,7 +9,6 @@ memory of its own.
 
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
@@ -27,31 +25,18 @@ from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of
 from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.core.compat import equations
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
+from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, known_sizes, product
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
 
-MIXING = frozenset(
-    "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod reduce_and "
-    "reduce_or reduce_xor reduce argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort "
-    "top_k fft cholesky eig eigh lu qr svd schur triangular_solve random_bits threefry2x32 psum "
-    "psum_invariant pmax pmin all_gather all_to_all ppermute reduce_scatter".split()
-)
-"""Primitives whose results for one coordinate depend on other coordinates, or on its place."""
 LAYERS = 256
 """A leading dimension shorter than this may count layers, which `sequential` takes one by one."""
-REMEDY = (
-    "An update must depend on its own coordinate alone. Pass max_norm= in the place of "
-    "optax.clip_by_global_norm; leave out optax.apply_if_finite, since steps that are not finite "
-    "change nothing; pass mask(params) in the place of a mask that looks at sizes; for other "
-    "optimizers (Muon, Adafactor, LAMB) use dq.optax.all_reduce"
-)
 
 
 @functools.partial(
@@ -98,9 +83,11 @@ def sharded(
     specs: Any = None,
     check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Goes around an optimizer: every worker runs it for its slices of the parameters (ZeRO-1).
+    """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
-    It stands in the place of `all_reduce` and the optimizer after it. ``update`` takes every
+    A clip by norm before it would clip every worker's gradients by this worker's own norm, without
+    an error. Every worker runs the optimizer for its slices of the parameters. The transformation
+    stands in the place of `all_reduce` and the optimizer after it. ``update`` takes every
     worker's own gradients and the parameters. It scatters the gradients' mean, updates the masters
     of this worker's slices, gathers differences of parameters, and returns updates for
     `optax.apply_updates`, with the same bits on all workers. After the first update nothing else
@@ -127,8 +114,9 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. It sees f32 slices of the parameters, and must
-        not look at their sizes: pass its ``mask`` as a tree.
+        `optax.adamw`, `optax.lion` or `optax.sgd`. ``init`` traces its program for whole parameters
+        in f32; updates run the elementwise operations of it on slices. Extra arguments of
+        ``update``, such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
@@ -143,8 +131,8 @@ def sharded(
 
     Raises:
       ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
-        mixes coordinates or looks at sizes, a method has memory, gradients are unreduced over other
-        axes, or the call is outside of maps on a mesh that is not Explicit.
+        mixes coordinates or depends on their place, a method has memory, gradients are unreduced
+        over other axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request, moves_by = as_compression(method), as_compression(differences)
@@ -157,20 +145,24 @@ def sharded(
         product(sizes, axis, "sharded")
         assert sizes is not None
         placed = _places(params, axis, sizes, request, specs, inside)
-        shapes, treedef = [x.shape for x in jax.tree.leaves(params)], jax.tree.structure(params)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         if inside:
             pairs = zip(jax.tree.leaves(masters), placed, strict=True)
-            masters = treedef.unflatten(_own(x, split_of(p, axis.names), axis) for x, p in pairs)
-        state = inner.init(masters)
-        splits = (*placed, *_splits_of_state(inner.init, treedef, shapes, placed))
-        leaves, whole = jax.tree.flatten((masters, state))
+            own = [_own(x, split_of(p, axis.names), axis) for x, p in pairs]
+            masters = jax.tree.unflatten(jax.tree.structure(masters), own)
+        names = frozenset().union(*map(axes_of, placed))
+        counts = {name: lax.axis_size(name) if inside else 1 for name in names}
+        state, own = _inner_state(inner, masters, placed, counts, inside)
+        splits = (*placed, *own)
+        leaves, treedef = jax.tree.flatten((masters, state))
         if inside:
             pairs = zip(leaves, splits, strict=True)
             leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
-        masters, state = whole.unflatten(leaves)
+        masters, state = treedef.unflatten(leaves)
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
-        return ShardedState(*zeros, masters, state, splits)
+        begun = ShardedState(*zeros, masters, state, splits)
+        _check(inner, begun, counts)
+        return begun
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -256,34 +248,41 @@ def _entry(names: Sequence[str]) -> Any:
     return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
-def _splits_of_state(
-    init: Callable[[Any], Any], treedef: Any, shapes: list[tuple[int, ...]], placed: list[P]
-) -> list[P]:
-    """How the inner optimizer's state is split, if parameters are split as ``placed`` says.
+def _inner_state(
+    inner: optax.GradientTransformationExtraArgs,
+    masters: Any,
+    placed: list[P],
+    sizes: Mapping[str, int],
+    inside: bool,
+) -> tuple[Any, list[P]]:
+    """The inner optimizer's state for the masters, and how mesh axes split its leaves."""
+    whole = whole_arrays(masters, placed, sizes)
+    like = jax.eval_shape(inner.init, whole)
+    splits = _splits_of_state(like, whole, placed)
 
-    A dimension of the state belongs to a mesh axis if it grows with the parameters' dimensions that
-    this axis splits.
+    def init(masters: Any) -> Any:
+        return on_slices(inner.init, (masters,), placed, like, splits, sizes)
+
+    if inside:
+        return init(masters), splits
+    jax.eval_shape(init, masters)
+    return inner.init(masters), splits
+
+
+def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
+    """How the inner optimizer's state is split: a leaf of a parameter's shape as the parameter is.
+
+    Where parameters of this shape are split differently, it is as the one whose path ends its own.
     """
-
-    def leaves_of(name: str | None) -> list[Any]:
-        grown = [
-            jax.ShapeDtypeStruct(
-                [x * (1 + (name in names_of(e))) for x, e in zip(shape, spec, strict=True)],
-                jnp.float32,
-            )
-            for shape, spec in zip(shapes, placed, strict=True)
-        ]
-        return jax.tree.leaves(jax.eval_shape(init, treedef.unflatten(grown)))
-
-    base = leaves_of(None)
-    entries: list[list[tuple[str, ...]]] = [[()] * len(x.shape) for x in base]
-    used = dict.fromkeys(name for spec in placed for entry in spec for name in names_of(entry))
-    for name in used:
-        for own, was, now in zip(entries, base, leaves_of(name), strict=True):
-            for d, (before, after) in enumerate(zip(was.shape, now.shape, strict=True)):
-                own[d] += (name,) if before != after else ()
-    orders = {frozenset(names_of(e)): names_of(e) for spec in placed for e in spec}
-    return [P(*(_entry(orders.get(frozenset(e), e)) for e in own)) for own in entries]
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), placed, strict=True)
+    named = [(path, x.shape, spec) for (path, x), spec in leaves]
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        like = [(own, spec) for own, shape, spec in named if shape == x.shape]
+        if len({spec for _, spec in like}) > 1:
+            like = [(own, spec) for own, spec in like if path[len(path) - len(own) :] == own]
+        found.append(like[0][1] if like else P())
+    return found
 
 
 def _own(x: Array, split: Split, axis: Axis) -> Array:
@@ -402,8 +401,8 @@ class _Update(NamedTuple):
         if self.max_norm is not None:
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
-        _check_elementwise(self.inner, state, extra)
-        steps, inner = self.inner.update(gradients, state.inner, state.masters, **extra)
+        sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
+        steps, inner = _updated(self.inner, gradients, state, sizes, extra)
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
@@ -490,6 +489,37 @@ class _Update(NamedTuple):
         return [whole.get(i, x) for i, x in enumerate(found)]
 
 
+def _updated(
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: ShardedState,
+    sizes: Mapping[str, int],
+    extra: Mapping[str, Any],
+) -> Any:
+    """The inner optimizer's updates and next state, of slices of which axes have so many."""
+    placed = jax.tree.leaves(state.specs().masters)
+    return on_slices(
+        lambda g, s, p: inner.update(g, s, p, **extra),
+        (gradients, state.inner, state.masters),
+        (*placed, *state.splits[len(placed) :], *placed),
+        whole_arrays((state.masters, state.inner), state.splits, sizes),
+        state.splits,
+        sizes,
+    )
+
+
+def _check(
+    inner: optax.GradientTransformationExtraArgs, state: ShardedState, sizes: Mapping[str, int]
+) -> None:
+    """Refuses an inner optimizer that cannot run on slices, before the first update."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # the caller's may be only around updates
+            jax.eval_shape(lambda s: _updated(inner, s.masters, s, sizes, {}), state)
+    except TypeError as error:  # extra arguments, such as a loss, come with the first update
+        if "required keyword-only argument" not in str(error):
+            raise
+
+
 def _norm(slices: list[Array], placed: list[P]) -> Array:
     """The norm of all parameters' gradients: slices are summed over the axes that split them."""
     squares: dict[frozenset[str], Array] = {}
@@ -510,57 +540,3 @@ def _begun(state: ShardedState, copies: Any) -> ShardedState:
         return jnp.where(changed, copy.astype(jnp.float32), x)
 
     return dataclasses.replace(state, masters=jax.tree.map(master, state.masters, copies))
-
-
-def _check_elementwise(
-    inner: optax.GradientTransformationExtraArgs, state: ShardedState, extra: Mapping[str, Any]
-) -> None:
-    """Refuses an inner optimizer that would see a slice where it needs the whole array.
-
-    Raises:
-      ValueError: its program is another one for slices than for whole arrays, or has one of
-        `MIXING` on an operand as large as a slice.
-    """
-    pairs = zip(jax.tree.leaves(state.masters), jax.tree.leaves(state.specs().masters), strict=True)
-    sizes = [x.size for x, spec in pairs if axes_of(spec)]
-    if not sizes:
-        return
-    names = tuple(frozenset().union(*map(axes_of, state.splits)))
-    leaves, treedef = jax.tree.flatten((state.masters, state.inner))
-
-    def program(counts: Mapping[str, int]) -> Any:
-        """The inner optimizer's, of leaves that are so many times as large."""
-        like = []
-        for x, spec in zip(map(jax.typeof, leaves), state.splits, strict=True):
-            shape = whole_shape(x.shape, split_of(spec, names), counts)
-            like.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
-        masters, own = treedef.unflatten(like)
-        return jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p, **extra))(masters, own, masters)
-
-    whole = program({name: lax.axis_size(name) for name in names})
-    try:
-        slices = program(dict.fromkeys(names, 1))
-    except Exception as error:
-        raise ValueError(f"the inner optimizer fails for slices ({error}). {REMEDY}") from error
-    for equation in equations(slices):
-        largest = max((getattr(x.aval, "size", 0) for x in equation.invars), default=0)
-        made = max((getattr(x.aval, "size", 0) for x in equation.outvars), default=0)
-        if equation.primitive.name in MIXING and max(largest, made) >= min(sizes):
-            raise ValueError(
-                f"the inner optimizer computes {equation.primitive.name!r} over "
-                f"{max(largest, made):,} coordinates, and a worker has slices of parameters, "
-                f"the smallest of {min(sizes):,}. {REMEDY}"
-            )
-    steps = ([_step(equation) for equation in equations(own)] for own in (whole, slices))
-    for one, other in itertools.zip_longest(*steps, fillvalue="nothing"):
-        if one != other:
-            raise ValueError(
-                f"the inner optimizer looks at shapes: where it computes {one!r} for whole "
-                f"parameters, it computes {other!r} for a worker's slices. {REMEDY}"
-            )
-
-
-def _step(equation: JaxprEqn) -> str:
-    """An equation's primitive and its constants."""
-    constants = (str(x.val) for x in equation.invars if isinstance(x, Literal))
-    return " ".join((equation.primitive.name, *constants))

@@ -47,6 +47,8 @@ excludes the leaf."""
 
 EXCLUDED = "excluded"
 """Why a leaf that the caller excludes is summed exactly."""
+PADDED = "padded to"
+"""The words that tell a bucket whose padding takes all that compression saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Compression(Options):
       min_bucket_size: buckets of fewer coordinates are, too. Default: 65536, and for `DynamiQ` at
         least 16 tiles of 8 super-groups for each worker, since padding would take the bits of
         less; 0 with ``min_bucket_bytes=0``.
-      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size.
+      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size, but
+        for those that padding brings to the 16 bits per coordinate of bf16, see `DynamiQ`.
         Default: for `DynamiQ` on GPUs that NVLink connects all to all what
         `dynamiq_jax.methods.dynamiq.crossover` measured, as native psum is faster below that
         (unless ``min_bucket_size`` is given); no limit elsewhere.
@@ -103,10 +106,10 @@ class Compression(Options):
         if self.exclude is not None:
             try:
                 re.compile(self.exclude)
-            except (re.error, TypeError) as error:
+            except (re.error, TypeError, OverflowError, RecursionError) as error:
                 raise ValueError(
-                    f"exclude={self.exclude!r} is not a regular expression ({error}); pass one, "
-                    "as 'norm|bias'"
+                    f"exclude={self.exclude!r:.200} is not a regular expression ({error}); "
+                    "pass one, as 'norm|bias'"
                 ) from error
 
     @property
@@ -194,6 +197,7 @@ class Compression(Options):
         methods: Sequence[Method | None] | None = None,
         without: Collection[int] = (),
         limits_of: Callable[[Route], Limits] = lambda route: route.limits,
+        bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
     ) -> Grouping:
         """Sorts leaves into buckets, each with its route, and exact ones.
@@ -204,6 +208,7 @@ class Compression(Options):
           methods: the method of every leaf, where `methods_of` has given it before.
           without: indices of leaves that belong to neither.
           limits_of: the limits of a route.
+          bits_of: the wire bits per coordinate of a bucket, of which bf16 takes 16.
           options: as for `route`.
         """
         methods = self.methods_of(leaves) if methods is None else methods
@@ -222,8 +227,17 @@ class Compression(Options):
             ]
             declined = {leaf.index: method.declines(leaf) for leaf in own}
             found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
-            buckets += [bucket._replace(route=route) for bucket in found.buckets]
             exact += found.exact
+            for bucket in found.buckets:
+                bits = bits_of(route, bucket)
+                if bits < method.most_bits:
+                    buckets.append(bucket._replace(route=route))
+                    continue
+                reason = (
+                    f"bucket of {bucket.size} among {route.n_workers} workers, {PADDED} "
+                    f"{bits:.1f} bits per coordinate >= {method.most_bits:g}"
+                )
+                exact += [(leaf, reason) for leaf in bucket.leaves]
         exact.sort(key=lambda entry: entry[0].index)
         return Grouping(tuple(buckets), tuple(exact), tuple(methods))
 

@@ -9,7 +9,7 @@ itself stays a function of global arrays.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,19 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
-from dynamiq_jax.collectives.unreduced import large_leaves, reduce_unreduced, resharded
+from dynamiq_jax.collectives.unreduced import (
+    large_leaves,
+    reduce_unreduced,
+    resharded,
+    unreduced_axes,
+)
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import equations, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import BACKWARD, watched
+from dynamiq_jax.training.gathered import BACKWARD, gathered_inputs, watched
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
 
@@ -72,19 +77,49 @@ class Deferred(NamedTuple):
           The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
           their place with metrics or a state.
         """
+        call = functools.partial(self._call, loss, key=key, state=state)
+        if 1 not in self.mesh.axis_sizes:
+            return call(params, data)
+        # Types name axes of size 1, too: those of the arrays, of the loss and of ours may differ.
+        with contextlib.suppress(Exception):
+            return call(params, data, strict=True)
+        specs = jax.tree.map(_spec, params)
+        with contextlib.suppress(Exception), jax.remove_size_one_mesh_axis_from_type(True):
+            value, found = call(*jax.tree.map(self._without_ones, (params, data)))
+            with jax.remove_size_one_mesh_axis_from_type(False):
+                if isinstance(found, Reduced):
+                    return value, found._replace(tree=self._typed(found.tree, specs))
+                return value, self._typed(found, specs)
+        return call(params, data)  # the loss may close over arrays of the other types
+
+    def _call(
+        self,
+        loss: Callable[[Any, Any], Any],
+        params: Any,
+        data: Any,
+        *,
+        key: Array | None,
+        state: State | None,
+        strict: bool = False,
+    ) -> tuple[Any, Any]:
+        """See `__call__`; ``strict`` refuses losses that do not take all large leaves deferred."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        own = self._own(loss, params, data)
-        chosen = large_leaves(params, placed, self.mesh, self.axis, self.compression) - own
+        large = large_leaves(params, placed, self.mesh, self.axis, self.compression)
+        own = self._own(loss, params, data, large)
+        chosen = large - own
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
+        value, grads, why = None, [], None
         try:
             value, grads = trace(self._held(leaves, placed, chosen, own))
         except Exception as error:
-            if not chosen:
+            if strict or not chosen:
                 raise
-            chosen = self._deferrable(params, data, placed, chosen, own, trace, error)
+            why = error
+        if why is not None:  # outside of the handler: the loss may raise the same again
+            chosen = self._deferrable(params, data, placed, chosen, own, trace, why)
             value, grads = trace(self._held(leaves, placed, chosen, own))
         grads = treedef.unflatten(grads)
         if not self.reduces:
@@ -92,33 +127,49 @@ class Deferred(NamedTuple):
         found = self._reduce(grads, placed, key, state)
         return value, found if self.metrics or state is not None else found.tree
 
-    def _own(self, loss: Callable[[Any, Any], Any], params: Any, data: Any) -> set[int]:
+    def _own(
+        self, loss: Callable[[Any, Any], Any], params: Any, data: Any, large: set[int]
+    ) -> set[int]:
         """The sharded leaves that stay so: all, if the loss is one of shards; else none.
 
         It is if it calls `reduce_in_backward`. It is, too, if it traces with shards, and does not
         trace with whole leaves or hands other operands to a `jax.shard_map` then: such a map
-        takes the shards, as those of experts, as they are.
+        takes the shards, as those of experts, as they are. A loss that calls `reduce_in_backward`
+        for some leaves is warned of ``large`` others: JAX sums the gradients of these.
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
 
-        def operands(own: Collection[int]) -> list[Any] | None:
-            """Types of the operands of the loss's maps; `None` if it does not trace."""
+        def program(own: Collection[int]) -> Any:
+            """That of the loss; `None` if it does not trace."""
 
-            def run() -> Any:
+            def run(leaves: list[Array]) -> Any:
                 return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
 
             with contextlib.suppress(Exception):
-                return list(_of_maps(jax.make_jaxpr(run)()))
+                return jax.make_jaxpr(run)(leaves)
             return None
 
         if not sharded:
             return sharded
         with watched() as calls, constraints_without(self.axis.names):
-            found = operands(sharded)
-            stay = calls or (found is not None and found != operands(()))
-        return sharded if stay else set()
+            found = program(sharded)
+            if not calls:
+                whole = None if found is None else program(())
+                stay = found is not None and _of_maps(found) != _of_maps(whole)
+                return sharded if stay else set()
+        if found is not None:
+            others = (sharded & large) - gathered_inputs(found)
+            names = [leaf.path for leaf in describe_leaves(params) if leaf.index in others]
+            if names:
+                warnings.warn(
+                    f"{len(names)} sharded parameters do not pass dq.reduce_in_backward, and JAX "
+                    f"sums their gradients, uncompressed: {', '.join(names[:8])}. Call it for "
+                    "these, too, or exclude them by Compression(exclude=...)",
+                    stacklevel=5,
+                )
+        return sharded
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
@@ -146,10 +197,17 @@ class Deferred(NamedTuple):
     def _differentiate(
         self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
     ) -> tuple[Any, list[Array]]:
-        """The value, and the gradient of every held leaf."""
+        """The value, and the gradient of every held leaf.
+
+        Scalars are differentiated as vectors of one entry. The gradient of a scalar that the loss
+        does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
+        what a slice's derivative is padded with: from JAX 0.12 on it refuses that pad.
+        """
+        shapes = [x.shape for x in held]
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
-            found = loss(treedef.unflatten(held))
+            own = zip(held, shapes, strict=True)
+            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own))
             value, aux = found if self.has_aux else (found, None)
             value = jnp.asarray(value)
             if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -162,9 +220,11 @@ class Deferred(NamedTuple):
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         with constraints_without(self.axis.names):
-            value, back, aux = jax.vjp(loss_of, held, has_aux=True)
+            lines = [x if x.shape else x[None] for x in held]
+            value, back, aux = jax.vjp(loss_of, lines, has_aux=True)
             with traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
+            grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)]
         return ((value, aux) if self.has_aux else value), grads
 
     def _seed(self, dtype: Any) -> Array:
@@ -237,7 +297,9 @@ class Deferred(NamedTuple):
         kept = [leaf for leaf in described if leaf.index not in found]
         native = sum(leaf.nbytes for leaf in kept)
         if native > sum(leaf.nbytes for leaf in described) / 10:
-            names = ", ".join(leaf.path for leaf in kept[:8]) + (", …" if len(kept) > 8 else "")
+            names = ", ".join(leaf.path or leaf.name for leaf in kept[:8]) + (
+                ", …" if len(kept) > 8 else ""
+            )
             warnings.warn(
                 f"{len(kept)} leaves of {native:,} bytes are summed by JAX, uncompressed: {names}. "
                 f"The loss uses them in ways for which JAX has no rule if they are reduced over "
@@ -256,7 +318,8 @@ class Deferred(NamedTuple):
             sharded over more axes.
         """
         own = {*self.axis.names}
-        arrays = [_spec(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        several = [name for name, size in self.mesh.shape.items() if size > 1]
+        arrays = [only(_spec(x), several) for x in jax.tree.leaves(data) if jnp.ndim(x)]
         leading = [names_of(spec[0]) for spec in arrays]
         more = [names for names in leading if own < {*names}]
         if more:
@@ -281,6 +344,21 @@ class Deferred(NamedTuple):
         options = {"key": key, "state": state, "metrics": self.metrics, "specs": specs}
         return reduce_unreduced(grads, self.axis, self.compression, **options)
 
+    def _without_ones(self, x: Any) -> Any:
+        """``x``, whose type names no axis of size 1."""
+        several = [name for name, size in self.mesh.shape.items() if size > 1]
+        if not isinstance(x, Array) or axes_of(_spec(x)) <= {*several}:
+            return x
+        return resharded(x, self.mesh, only(_spec(x), several))
+
+    def _typed(self, grads: Any, specs: Any) -> Any:
+        """Gradients that name the axes which the specs name; unreduced ones stay as they are."""
+
+        def typed(x: Any, spec: P) -> Any:
+            return x if unreduced_axes(x) else resharded(x, self.mesh, P(*spec.partitions))
+
+        return jax.tree.map(typed, grads, specs)
+
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
         return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
@@ -290,11 +368,12 @@ class Deferred(NamedTuple):
         return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
-def _of_maps(jaxpr: Any) -> Iterator[Any]:
-    """Types of the operands of every `jax.shard_map` in a program."""
-    for equation in equations(jaxpr):
-        if equation.primitive.name == "shard_map":
-            yield from (x.aval for x in equation.invars)
+def _of_maps(jaxpr: Any) -> list[Any] | None:
+    """Types of the operands of every `jax.shard_map` in a program, if there is one."""
+    if jaxpr is None:
+        return None
+    maps = (own for own in equations(jaxpr) if own.primitive.name == "shard_map")
+    return [x.aval for own in maps for x in own.invars]
 
 
 def _spec(x: Any) -> P:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.scattered import Gather, split_of
@@ -25,7 +26,7 @@ from dynamiq_jax.collectives.unreduced import (
     scattered_spec,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import traced_for
+from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import axes_of, only
@@ -34,6 +35,32 @@ _calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dyna
 _numbers = itertools.count(2)
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
+
+SCOPE = "dynamiq_jax.gather"
+"""The scope of every gather in a program, by which `gathered_inputs` finds it."""
+
+
+def gathered_inputs(jaxpr: Any) -> set[int]:
+    """The numbers of a program's inputs from which `gather_outside` makes whole leaves."""
+    found: set[int] = set()
+
+    def walk(jaxpr: Any, known: dict[Any, frozenset[int]]) -> None:
+        for equation in with_constants(jaxpr)[0].eqns:
+            atoms = [a for a in equation.invars if not isinstance(a, Literal)]
+            sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
+            if SCOPE in str(equation.source_info.name_stack):
+                found.update(sources)
+            elif sources:
+                for inner in inner_jaxprs(equation):
+                    own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
+                    pairs = zip(reversed(own), reversed(equation.invars), strict=False)
+                    given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
+                    walk(inner, {a: known.get(b, frozenset()) for a, b in given})
+            known.update(dict.fromkeys(equation.outvars, sources))
+
+    own = with_constants(jaxpr)[0].invars
+    walk(jaxpr, {x: frozenset({i}) for i, x in enumerate(own)})
+    return found
 
 
 @contextlib.contextmanager
@@ -114,6 +141,7 @@ def gather_outside(
         return reduce_unreduced(gradients, axis, compression, **options).tree, None
 
     gathered.defvjp(forward, backward)
-    found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
+    with jax.named_scope(SCOPE):
+        found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
     exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.in_maps import share_of, weigh
 from dynamiq_jax.collectives.scattered import Reduction, gather, split_of, warn_of_gather
+from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
@@ -27,6 +29,7 @@ from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
     flat_specs,
+    misfit_of,
     n_parts,
     names_of,
     only,
@@ -44,24 +47,42 @@ class Told(NamedTuple):
     structure: Any
     arrays: tuple[bool, ...]
     """Whether each leaf is an array."""
-    constants: tuple[tuple[type, Hashable], ...]
-    """The type and the value of each leaf, without the value for an array: 1 equals 1.0 and True,
-    for which programs differ."""
+    constants: tuple[tuple[type, str, Hashable], ...]
+    """The type, the sign and the value of each leaf, of an array the type alone: 1 equals 1.0 and
+    True, and 0.0 equals -0.0, for which programs differ."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
+        """Splits ``data`` into what is known while programs are compiled, and its arrays.
+
+        Raises:
+          ValueError: a constant has no hash.
+        """
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
-        constants = tuple((type(x), None if array else x) for x, array in pairs)
+        for x, array in pairs:
+            if not array and type(x).__hash__ is None:
+                raise ValueError(
+                    f"an argument of the loss is {x!r}, a {type(x).__name__}: what is not an array "
+                    "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
+                    "or close the loss over it"
+                )
+        constants = tuple(
+            (type(x), "", None) if array else (type(x), _sign(x), x) for x, array in pairs
+        )
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
     def join(self, arrays: list[Any]) -> Any:
         """The arguments, with these arrays."""
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
-        return self.structure.unflatten([next(found) if own else x for own, (_, x) in pairs])
+        return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
+
+
+def _sign(x: Any) -> str:
+    """A number's text, which tells zeros apart."""
+    return repr(x) if isinstance(x, float | complex) else ""
 
 
 def mapped_value_and_grad(
@@ -72,6 +93,8 @@ def mapped_value_and_grad(
     compression: Compression,
     has_aux: bool,
     metrics: bool,
+    op: Op,
+    reduces: bool,
     specs: Any,
     batch_specs: Any,
     aux: Any,
@@ -85,6 +108,7 @@ def mapped_value_and_grad(
     """
     axes, axis_name = axis.names, axis.name
     sizes = tuple(mesh.shape[name] for name in axes)
+    several = tuple(name for name in axes if mesh.shape[name] > 1)
     others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
     manual = {*mesh.axis_names} - {*others}
     hidden = {name: mesh.shape[name] for name in others}
@@ -98,7 +122,7 @@ def mapped_value_and_grad(
             f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
             "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
         )
-    reduction = Reduction(axes, sizes, compression, "mean")
+    reduction = Reduction(axes, sizes, compression, op)
 
     @functools.partial(jax.jit, inline=True, static_argnames=("placed", "told", "split", "folded"))
     def mapped(params, key, state, arrays, *, placed, told, split, folded):
@@ -106,11 +130,11 @@ def mapped_value_and_grad(
         mine = [_apart(spec, axes) for spec in placed]
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, axes) for spec in mine]
+        splits = [split_of(spec, several) for spec in mine]
         pairs = zip(describe_leaves(params), placed, strict=True)
         parts = [part(leaf, only(spec, others), mesh.shape) for leaf, spec in pairs]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
-        warn_of_gather(parts, [split_of(spec, axes) for spec in placed], remedy)
+        warn_of_gather(parts, [split_of(spec, several) for spec in placed], remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 
@@ -129,36 +153,44 @@ def mapped_value_and_grad(
                 value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, data)
                 share = None if weight is None else share_of(weight(params, data), axis)
             terms = _equal_losses(value[0] if has_aux else value, axis, share)
-            grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-            if any(splits):
+            if op == "mean":
+                grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
+            if not reduces:
+                scale = 1 / axis.size if op == "mean" else 1
+                found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
+            elif any(splits):
                 apart = [axes_of(spec) - {*axes} for spec in placed]
-                mean = functools.partial(reduction, splits=splits, others=apart)
-                grads = around.per_part(mean, (over_others, P()), over_others)(grads, key)
+                scatter = functools.partial(reduction, splits=splits, others=apart)
+                grads = around.per_part(scatter, (over_others, P()), over_others)(grads, key)
                 found = Reduced(grads, None, None)
             else:
                 own = jax.tree.map(lambda x: x[0], state)
                 stateful = {"key": key, "state": own, "metrics": metrics, "specs": over_others}
-                found = reduce(grads, axis_name, method=compression, **stateful)
+                found = reduce(grads, axis_name, op=op, method=compression, **stateful)
             after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
             value, rest = value if has_aux else (value, None)
             leaves, structure = jax.tree.flatten(rest)
             aux_tree.append(structure)
-            words.extend(_words(rest, aux))
+            words.extend(_words(rest, aux, op))
             pairs = list(zip(leaves, words, strict=True))
             alike = [_reduce_value(x, word, share, axis) for x, word in pairs if word != "rows"]
             rows = [axis.to_varying(x) for x, word in pairs if word == "rows"]
-            value = _reduce_value(value, "mean", share, axis)
+            value = _reduce_value(value, op, share, axis)
+            if op == "sum":
+                value = value / terms  # it was all workers' on so many
             return value, alike, rows, found._replace(state=after)
 
         spec_of: Any = Reduced
         in_specs = over_data, P(), P(axis_name), list(split)
-        out_specs = P(), P(), P(axis_name), spec_of(over_data, P(axis_name), P())
+        of_grads = over_data if reduces else P(axis_name)
+        out_specs = P(), P(), P(axis_name), spec_of(of_grads, P(axis_name), P())
         maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
         value, alike, rows, found = jax.shard_map(local, mesh=mesh, **maps)(
             params, key, state, arrays
         )
         if others:  # or the compiler would choose
-            shardings = tree.unflatten(NamedSharding(mesh, spec) for spec in placed)
+            leading = () if reduces else (axis_name,)
+            shardings = tree.unflatten(NamedSharding(mesh, P(*leading, *spec)) for spec in placed)
             grads = lax.with_sharding_constraint(found.tree, shardings)
             found = found._replace(tree=grads)
         if has_aux:
@@ -172,7 +204,13 @@ def mapped_value_and_grad(
         _check_batch(data, split, mesh, axis_name)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
-        if any(split_of(spec, axes) for spec in placed) and (metrics or state is not None):
+        if any(split_of(spec, several) for spec in placed) and not reduces:
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {axes}, and with reduce=False every "
+                "worker would keep whole gradients; leave reduce=False out, or replicate the "
+                "parameters over these axes"
+            )
+        if any(split_of(spec, several) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "
@@ -181,6 +219,9 @@ def mapped_value_and_grad(
         value, found = mapped(
             params, key, state, arrays, placed=placed, told=told, split=split, folded=folded
         )
+        if not reduces:
+            over_others = tuple(only(spec, others) for spec in placed)
+            return value, Terms(found.tree, mesh, axes, over_others)
         return value, found if metrics or state is not None else found.tree
 
     return reduced
@@ -281,7 +322,7 @@ def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
     return count
 
 
-def _words(aux_tree: Any, told: Any) -> list[str]:
+def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
     """Returns the word of every leaf of aux.
 
     Raises:
@@ -289,18 +330,17 @@ def _words(aux_tree: Any, told: Any) -> list[str]:
     """
     paths = jax.tree_util.tree_leaves_with_path(aux_tree)
     try:
-        spread = told if told is None else jax.tree.broadcast(told, aux_tree)
-    except ValueError as error:
+        given = _spread(told, aux_tree)
+    except ValueError:
         raise ValueError(
-            f"aux={told!r} is not a prefix of the loss's aux: {error}; pass a word for every leaf, "
-            "or one for all"
-        ) from error
-    given = [None] * len(paths) if told is None else jax.tree.leaves(spread)
+            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
+            "for every leaf, one for all, or a dict of some keys"
+        ) from None
     words = []
     for (path, x), word in zip(paths, given, strict=True):
         kind = jax.typeof(x)
         scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
-        word = "mean" if word is None and scalar else word
+        word = op if word is None and scalar else word
         if word not in WORDS:
             raise ValueError(
                 f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
@@ -310,6 +350,28 @@ def _words(aux_tree: Any, told: Any) -> list[str]:
             )
         words.append(word)
     return words
+
+
+def _spread(told: Any, tree: Any) -> list[Any]:
+    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none.
+
+    Dicts may leave out keys.
+
+    Raises:
+      ValueError: ``told`` has a key or a branch that ``tree`` has not.
+    """
+    if told is None or isinstance(told, str):
+        return [told] * len(jax.tree.leaves(tree))
+    if isinstance(told, Mapping) and isinstance(tree, Mapping):
+        if unknown := [key for key in told if key not in tree]:
+            raise ValueError(f"{unknown[0]!r} is not a key of aux")
+        told = {key: told.get(key) for key in tree}
+    is_branch = lambda x: x is not told and x is not tree  # noqa: E731
+    words, parts = (jax.tree.flatten(x, is_leaf=is_branch) for x in (told, tree))
+    if words[1] != parts[1]:
+        raise ValueError(f"{words[1]} is not {parts[1]}")
+    pairs = zip(words[0], parts[0], strict=True)
+    return [word for own, part in pairs for word in _spread(own, part)]
 
 
 def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:

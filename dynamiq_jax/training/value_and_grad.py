@@ -4,16 +4,19 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
-from dynamiq_jax.core.checks import check_axis
+from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.compat import is_batched
 from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred
 from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
@@ -28,6 +31,7 @@ def value_and_grad(
     method: Compression | Method | ByPath | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
+    op: Op = "mean",
     reduce: bool = True,
     specs: Any = None,
     batch_specs: Any = None,
@@ -45,10 +49,11 @@ def value_and_grad(
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
     worker's examples, and parameters that are whole over the data axes. It returns a mean over
-    these examples; ``weight`` says how much they count. A loss that `jax.lax.psum` or `pmean` has
-    made the same on all workers is that of all examples. Its sharding constraints forget the data
-    axes. Every worker folds its number into the PRNG keys among the arguments. All other axes are
-    there as they are in the mesh.
+    these examples; ``weight`` says how much they count. With ``op="sum"`` it returns a sum over
+    them, and loss and gradients are those of the sum over all examples. A loss that `jax.lax.psum`
+    or `pmean` has made the same on all workers is that of all examples. Its sharding constraints
+    forget the data axes. Every worker folds its number into the PRNG keys among the arguments. All
+    other axes are there as they are in the mesh.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
@@ -60,7 +65,8 @@ def value_and_grad(
     axes that are not data axes). A warning has the bytes where they exceed 1 GiB. The remedy is
     `reduce_in_backward` in the layers, which gathers one layer at a time, compressed. On Explicit
     axes it stands in the loss that this function takes: sharded parameters of a loss that calls it
-    stay sharded. On Auto axes it stands under `jax.shard_map`, in the place of this function.
+    stay sharded, and a warning names large ones that do not pass it. On Auto axes it stands under
+    `jax.shard_map`, in the place of this function.
 
     **Experts**, sharded over the data axes of an Explicit mesh, stay sharded if a `jax.shard_map`
     in the loss takes them so; with them stay all other sharded parameters. `all_to_all` moves
@@ -79,9 +85,12 @@ def value_and_grad(
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
-      reduce: whether gradients are summed. Otherwise large ones come back unreduced, to be added to
-        others by ``+`` (gradient accumulation) and then summed by `psum`, outside of maps. Explicit
-        axes only.
+      op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
+        axes a loss is of all examples, whichever it is.
+      reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
+        Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
+        accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
+        Auto axes every leaf has a leading axis of workers, sharded over the data axes.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
         parameters or a prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit
         axes their types. A program that is being traced does not see how its arguments are sharded
@@ -98,8 +107,9 @@ def value_and_grad(
         aux are then weighted, see `reduce`.
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
-        workers; nobody checks that). Floating-point scalars are means by default, weighted ones
-        with ``weight`` (a number of tokens wants "sum"), and all other leaves need a word.
+        workers; nobody checks that). A dict may leave out keys. Without a word floating-point
+        scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
+        "sum"). All other leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -114,12 +124,19 @@ def value_and_grad(
       ValueError: there is no mesh, it has axes of both types, ``axis_name`` is not in it or is that
         of a map around the call, nothing of the batch is sharded over it (Explicit axes), a batch
         axis does not divide by its size, ``specs`` are missing or do not fit, a leaf of aux has no
-        word, or the loss closes over traced arrays (Auto axes).
-      TypeError: the loss is not a scalar of floating-point numbers.
+        word, the loss closes over traced arrays (Auto axes), a constant has no hash, or a
+        derivative is taken outside of `jax.jit` where no mesh is set (Explicit axes).
+      TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
+        such.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
-        data axes.
+        data axes; or `jax.vmap` on Explicit axes.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
+    check_choice("op", op, get_args(Op))
+    if op == "sum" and weight is not None:
+        raise ValueError(
+            "op='sum' and weight=: weights are for the mean of means; leave one of them out"
+        )
     options = {"axis": axis, "compression": compression, "has_aux": has_aux, "metrics": metrics}
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
@@ -169,14 +186,10 @@ def value_and_grad(
                 )
             deferred = Deferred(mesh=abstract, reduces=reduce, **options)
             return _in_context(functools.partial(deferred, loss), mesh)
-        if not reduce:
-            raise ValueError(
-                "reduce=False leaves gradients unreduced, a type that only Explicit axes have, "
-                f"and the mesh has {mesh.axis_types}; pass jax.make_mesh(shape, names)"
-            )
         own = for_auto | {"weight": weigh if weight is not None else None}
         suspicious = closes_over_tracers(loss_fn)
-        return mapped_value_and_grad(loss, mesh=mesh, suspicious=suspicious, **own, **options)
+        ways = {"op": op, "reduces": reduce, "suspicious": suspicious}
+        return mapped_value_and_grad(loss, mesh=mesh, **ways, **own, **options)
 
     def reduced(*args, key=None, state=None, **kwargs):
         _check_names(loss_fn, args, key=key, state=state)
@@ -186,6 +199,7 @@ def value_and_grad(
                 "jax.value_and_grad there, and dq.pmean of the gradients"
             )
         params, others = split(args)
+        _check_params(params)
         run = on(_mesh_around(params) if mesh is None else mesh)
         return run(params, (others, kwargs), key=key, state=state)
 
@@ -203,14 +217,46 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
         return run(params, told.join(arrays), **options)
 
     def runs(params: Any, data: Any, **options: Any) -> Any:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, data, options))):
+        leaves = jax.tree.leaves((params, data, options))
+        if any(map(is_batched, leaves)):
+            raise NotImplementedError(
+                "jax.vmap of value_and_grad on Explicit axes: JAX does not batch the sum of "
+                "unreduced gradients; call it once for each, in a loop, or take a mesh of Auto axes"
+            )
+        traced = any(isinstance(x, Tracer) for x in leaves)
+        if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
             with jax.sharding.use_abstract_mesh(abstract):
                 return run(params, data, **options)
         told, arrays = Told.of(data)
-        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+        if traced:
+            if get_abstract_mesh().empty:
+                raise ValueError(
+                    "value_and_grad is differentiated outside of jax.jit, and no mesh is set for "
+                    "the derivative; call it in jax.jit, or in jax.set_mesh(mesh)"
+                )
+            around = jax.sharding.use_abstract_mesh(abstract)
+        else:
+            around = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
+        with around:
             return compiled(told, arrays, params, **options)
 
     return runs
+
+
+def _check_params(params: Any) -> None:
+    """Refuses parameters that have no gradient, as `jax.grad` does.
+
+    Raises:
+      TypeError: a leaf is not made of floating-point numbers.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            name = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"parameter {name} is {jax.typeof(x)}, which has no gradient; pass it in an "
+                "argument of the loss that argnums= does not name, and of a Flax model "
+                "nnx.state(model, nnx.Param)"
+            )
 
 
 def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:

@@ -173,11 +173,12 @@ def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
     specs = jax.tree.map(lambda x: P() if x is None else x, specs, is_leaf=is_spec)
     try:
         spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
-    except ValueError as error:
+    except ValueError:
+        misfit = misfit_of(specs, tree, is_leaf=lambda x: isinstance(x, P))
         raise ValueError(
-            f"specs is not a prefix of the tree: {error}; pass a PartitionSpec for every leaf, or "
-            "one for all"
-        ) from error
+            f"specs do not fit the tree: {misfit}; pass a PartitionSpec for every leaf, or one for "
+            "all"
+        ) from None
     flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
     unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
     if unknown:
@@ -186,6 +187,23 @@ def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
             f"{tuple(mesh_axes)}"
         )
     return flat
+
+
+def misfit_of(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
+    """Where a tree that is no prefix of ``tree`` differs from it first."""
+    told = [path for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+    def covers(short: tuple, path: tuple) -> bool:
+        return path[: len(short)] == short
+
+    for path in told:
+        if not any(covers(path, leaf) for leaf in leaves):
+            return f"the entry {jax.tree_util.keystr(path)} is that of no leaf"
+    for leaf in leaves:
+        if not any(covers(path, leaf) for path in told):
+            return f"leaf {jax.tree_util.keystr(leaf)} has no entry"
+    return f"it is {jax.tree.structure(prefix, is_leaf=is_leaf)} for {jax.tree.structure(tree)}"
 
 
 def names_of(entry: Any) -> tuple[str, ...]:

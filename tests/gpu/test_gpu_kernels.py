@@ -1,12 +1,16 @@
 """The GPU kernels give the integers of the reference, which runs on the CPU of the same machine."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_runs import FORMATS, kernels_of, operands, payloads, run
+from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, run
 
+import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.methods.dynamiq.plan import make_plan
 from pallas_kernels._compat import RUNS_MOSAIC
 
 BACKENDS = ["triton", "mosaic"] if RUNS_MOSAIC else ["triton"]
@@ -36,3 +40,32 @@ def test_statistics_agree_to_rounding(backend, size):
     actual = pk.statistics(x, backend=backend)
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("shards", "chunks", "size", "padding"),
+    [(1, 8, 4096, 0), (1, 1, 8, 3), (1, 3, 1000, 5), (4, 2, 96, 5), (2, 1, 2**17 + 64, 9)],
+)
+def test_super_groups_are_dealt_as_by_the_reference(backend, shards, chunks, size, padding):
+    deal = jax.jit(lambda energy: [dealt(energy, chunks, size, of) for of in ("jnp", backend)])
+    for kind, energy in energies(shards, chunks * size - padding).items():
+        expected, actual = deal(energy)
+        for field, one, other in zip(expected._fields, expected, actual, strict=True):
+            jax.tree.map(
+                partial(np.testing.assert_array_equal, err_msg=f"{field}, {kind}"), one, other
+            )
+
+
+@pytest.mark.parametrize("size", [2**23, 2**20 + 3 * 256])
+def test_plans_are_those_of_the_reference(size):
+    method, n = dq.DynamiQ(), 8
+    layout = method.layout(size, n, dq.Direct())
+    (energy,) = energies(1, layout.rows)["spread"]
+    stats = jnp.asarray(energy, jnp.bfloat16).at[5].set(jnp.nan)[None]
+    expected, actual = (
+        jax.jit(partial(make_plan, layout=layout, backend=backend))(stats, jnp.uint32(0))
+        for backend in ("jnp", "triton")
+    )
+    for field, one, other in zip(expected._fields, expected, actual, strict=True):
+        jax.tree.map(partial(np.testing.assert_array_equal, err_msg=field), one, other)

@@ -12,7 +12,7 @@ from cases import small, vmapped, wire_bits
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench import contenders, error, tables
+from dynamiq_jax.commands.bench import contenders, error
 from dynamiq_jax.commands.cli import app
 
 
@@ -212,76 +212,6 @@ def test_leaves_cost_no_further_compilation():
     assert traced == ["one", "two"]
 
 
-def test_leaf_rows_have_energy_and_one_error_per_contender():
-    rows = error.leaf_rows(LEAVES, measured("one x", "two"))
-    assert [(row.leaf, row.coordinates) for row in rows] == list(zip(*LEAVES, strict=True))
-    energies = np.array(SIZES) * np.square(SUMS)
-    expected = 100 * energies / energies.sum()
-    np.testing.assert_allclose([row.energy_percent for row in rows], expected, rtol=1e-5)
-    for row, mean in zip(rows, (0.25, 0.01, 0.125, np.inf), strict=True):
-        assert row.errors == pytest.approx({"one ring": mean, "two ring": mean}, rel=1e-5)
-    still = error.Errors(np.zeros(1), np.zeros((1, 4)), np.zeros((1, 4)))
-    ((row, _),) = measured("one")
-    assert [row.energy_percent for row in error.leaf_rows(LEAVES, [(row, still)])] == [0] * 4
-
-
-def test_columns_of_leaves_are_named_by_method_and_topology():
-    errors = {"a x": 1, "b y": 2}
-    row = error.LeafRow(leaf="w", coordinates=12345, energy_percent=1.5, errors=errors)
-    columns = tables.leaf_columns(row.errors)
-    assert [column.title for column in columns[3:]] == ["a\nx", "b\ny"]
-    cells = ["w", "12,345", "1.5", "1.000e+00", "2.000e+00"]
-    assert [column.cell(row) for column in columns] == cells
-
-
-@pytest.fixture(scope="module")
-def per_leaf_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("per_leaf")
-    noise = np.random.default_rng(0).normal(size=(2, sum(SIZES)))
-    save(folder / "g.npz", gradients=noise * np.asarray(by_leaf(SUMS)))
-    options = ["--gradients", folder / "g.npz", "--methods", "dynamiq:4,dynamiq:5"]
-    options += ["--topology", "direct", "--seeds", 1, "--json", folder / "rows.json"]
-    ran = invoke(*options, "--per-leaf")
-    assert ran.exit_code == 0, ran.output
-    document = json.loads((folder / "rows.json").read_text())
-    brief = invoke(*options)
-    return ran.output, document, brief.output, json.loads((folder / "rows.json").read_text())
-
-
-def test_per_leaf_prints_a_line_for_every_leaf(per_leaf_run):
-    output, document, *_ = per_leaf_run
-    _, table = output.split("relative error of every leaf")
-    lines = [line.split() for line in table.splitlines() if line.strip()]
-    assert lines[0] == ["dynamiq:4", "dynamiq:5"]
-    assert lines[1] == ["leaf", "coordinates", "energy", "%", "direct", "direct"]
-    errors = [list(leaf["errors"].values()) for leaf in document["leaves"]]
-    assert [line[0] for line in lines[2:]] == list(LEAVES.names)
-    assert [line[1] for line in lines[2:]] == ["4,095", "4,096", "5,000", "4,096"]
-    assert [line[3:] for line in lines[2:]] == [[f"{e:.3e}" for e in each] for each in errors]
-
-
-def test_per_leaf_goes_to_json(per_leaf_run):
-    _, document, *_ = per_leaf_run
-    assert [leaf["leaf"] for leaf in document["leaves"]] == list(LEAVES.names)
-    assert [leaf["coordinates"] for leaf in document["leaves"]] == list(SIZES)
-    assert sum(leaf["energy_percent"] for leaf in document["leaves"]) == pytest.approx(100)
-    for row in document["rows"]:
-        column = f"{row['method']} direct"
-        own = {leaf["leaf"]: leaf["errors"][column] for leaf in document["leaves"]}
-        assert row["worst_leaf"] in ("embed", "layer.w")
-        assert row["worst_leaf_error"] == own[row["worst_leaf"]] > 0
-        assert row["worst_leaf_error"] == max(own["embed"], own["layer.w"])
-
-
-def test_worst_leaf_is_in_every_row_and_all_leaves_only_if_asked_for(per_leaf_run):
-    output, document, brief, brief_document = per_leaf_run
-    assert brief_document == {key: document[key] for key in ("about", "rows")}
-    assert brief.strip() == output.split("relative error of every leaf")[0].strip()
-    for row in document["rows"]:
-        line = next(line for line in brief.splitlines() if line.startswith(row["method"]))
-        assert line.split()[-2:] == [f"{row['worst_leaf_error']:.3e}", row["worst_leaf"]]
-
-
 def test_leaves_of_a_file(tmp_path):
     file = tmp_path / "g.npz"
     save(file)
@@ -312,14 +242,3 @@ def test_command_refuses_leaves_that_are_not_there(tmp_path):
     assert ran.exit_code == 2
     assert "--gradients" in plain(ran.output)
     assert "add up to 10 coordinates" in plain(ran.output)
-    save(file, names=None, sizes=None)
-    for options, what in (
-        (["--gradients", file], "g.npz"),
-        (["--super-groups", 1], "synthetic mixture"),
-    ):
-        ran = invoke(*options, "--methods", "f32", "--per-leaf")
-        assert ran.exit_code == 2
-        assert "--per-leaf" in plain(ran.output)
-        # A long path is cut wherever the frame ends.
-        assert what.replace(" ", "") in plain(ran.output).replace(" ", "")
-        assert "the leaves are not known; pass --gradients FILE.npz" in plain(ran.output)

@@ -9,7 +9,6 @@ from cases import (
     assert_same_bits,
     auto_mesh,
     first_state,
-    sharded,
     small,
     stepper,
     vmapped,
@@ -99,15 +98,6 @@ def test_what_only_others_have_waits_until_these_lead():
     np.testing.assert_allclose(total, x.sum(axis=0), rtol=2.0**-8)
 
 
-def test_devices_send_what_vmap_sends():
-    x, method = draw(4, 4), PLAIN(density=0.25)
-    one = np.asarray(vmapped(method, None)(x, KEY))
-    other = np.asarray(sharded(method, None, n=4)(x, KEY))
-    assert_replicas_equal(other)
-    np.testing.assert_array_equal(one == 0, other == 0)
-    check_sum(other[0].astype(np.float64), x, chosen_by(x[0], 4))
-
-
 def test_what_is_not_delivered_is_in_memory_to_the_last_bit():
     """One worker alone sends, so that sums to bf16 round nothing."""
     x = draw(5, 3)
@@ -135,22 +125,6 @@ def test_eta_filters_what_is_left():
     expected = 0.7 * before + 0.3 * left
     rest = 0.3 * 2.0**-8 * np.abs(x + before) + 1e-6  # of rounding
     assert np.all(np.abs(after[0].residual - expected) <= rest)
-
-
-@pytest.mark.parametrize("worker", [0, 2])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_shows_whoever_leads_and_whatever_is_chosen(worker, bad):
-    x = draw(8, 3)
-    x[worker, 5 * CHUNK + 3] = bad
-    method = CLTK(density=1 / CHUNK)
-    state = first_state(method, x, 3)
-    found, after = stepper(method)(x, KEY, state)
-    assert_replicas_equal(found)
-    sick = np.arange(333) // CHUNK == 5
-    np.testing.assert_array_equal(np.isnan(found[0]), sick)
-    np.testing.assert_array_equal(after[0].residual[:, sick], 0)
-    assert np.all(np.isfinite(after[0].residual))
-    assert np.mean(after[0].residual[:, ~sick] != 0) > 0.8
 
 
 def test_states_differ_between_devices_and_places_do_not():

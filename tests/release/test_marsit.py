@@ -22,7 +22,6 @@ from cases import (
     gradient,
     stepper,
 )
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
@@ -165,14 +164,6 @@ def test_delivered_and_compensations_make_up_the_inputs(n, scale):
     assert run._cache_size() <= before + 1  # one program for both kinds of rounds
 
 
-def test_without_full_rounds_there_are_none():
-    x, method = draw(3, 5), Marsit(period=None)
-    state, run = first_state(method, x[0], 3, LOOP), stepper(method, LOOP)
-    for own in x:
-        found, state = run(own, KEY, state)
-        np.testing.assert_allclose(np.abs(found[0]), 3 * lengths(own), rtol=2e-6)
-
-
 def test_rounds_have_coins_of_their_own():
     """Every step has one key and gradient; also without a key."""
     n, x = 4, draw(4)[0]
@@ -190,83 +181,6 @@ def test_rounds_have_coins_of_their_own():
         again, _ = run(x, first)
         assert_same_bits(start, again)
         assert np.mean(np.asarray(start != later)) > 0.2
-
-
-@pytest.mark.parametrize("period", [None, 2])
-def test_bad_blocks_are_nan_and_leave_the_compensation(period):
-    n, x = 4, draw(4, 4).copy()
-    x[2:, 1, 5 * BLOCK + 7], x[2:, 3, -1] = np.nan, np.inf
-    sick = np.isin(np.arange(SIZE) // BLOCK, (5, (SIZE - 1) // BLOCK))
-    method = Marsit(period=period)
-    state, run = first_state(method, x[0], n, LOOP), stepper(method, LOOP)
-    for i, own in enumerate(x):
-        before = np.asarray(state[0].residual)
-        found, state = run(own, KEY, state)
-        after = np.asarray(state[0].residual)
-        assert np.all(np.isfinite(after))
-        np.testing.assert_array_equal(np.isnan(found[0]), sick if i >= 2 else False)
-        if i >= 2:
-            np.testing.assert_array_equal(after[:, sick], before[:, sick])
-            assert np.mean((after != before)[:, ~sick]) > 0.9
-
-
-INPUTS = {
-    "identical": lambda n: np.broadcast_to(draw(1)[0], (n, SIZE)),
-    "disjoint": lambda n: draw(n)[0] * (np.arange(SIZE) % n == np.arange(n)[:, None]),
-    "all-max": lambda n: np.full((n, SIZE), 3.0, np.float32),
-    "all-zero": lambda n: np.zeros((n, SIZE), np.float32),
-}
-
-
-@pytest.mark.parametrize("case", INPUTS)
-def test_whatever_the_inputs(case):
-    n, method = 4, Marsit(period=4)
-    x = np.asarray(INPUTS[case](n), np.float32)
-    state, run = first_state(method, x, n, LOOP), stepper(method, LOOP)
-    delivered = 0.0
-    for step in range(8):
-        found, state = run(x, KEY, state)
-        result = np.asarray(found[0], np.float64)
-        delivered = delivered + result
-        if step == 0 and case == "identical":  # all agree
-            np.testing.assert_array_equal(np.sign(result), np.sign(x[0]))
-        if case == "all-max":  # and then nothing is left to make up for
-            np.testing.assert_allclose(result, 3.0 * n, rtol=2e-6)
-    assert np.abs(delivered - 8 * total_of(x)).max() <= 4e-6 * np.abs(8 * total_of(x)).max()
-
-
-def steps_program(n, method, topology, steps, *, check_vma=True):
-    """Steps in one program of `shard_map`, as in a training loop."""
-
-    def run(x):
-        x = x[0]
-        state = as_compression(method, topology).init_state(x, n)
-        state = lax.pcast(state, "data", to="varying") if check_vma else state
-
-        def step(state, _):
-            options = {"op": "mean", "method": method, "topology": topology, "key": KEY}
-            mean, state, _ = dq.reduce(x, "data", state=state, **options)
-            return state, mean
-
-        return lax.scan(step, state, length=steps)[1]
-
-    specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(run, mesh=auto_mesh(n), **specs))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_states_travel_through_shard_map_and_scan(check_vma):
-    """Results count as replicated, and are those of vmap, bit for bit."""
-    n, method, x = 4, Marsit(period=2), draw(4)[0]
-    found = steps_program(n, method, dq.Direct(), 4, check_vma=check_vma)(x)
-    state = first_state(method, x, n, dq.Direct())
-    for i in range(4):
-        expected, state = stepper(method, dq.Direct(), mean=True)(x, KEY, state)
-        if i % 2:  # a native sum, whose order is XLA's
-            np.testing.assert_allclose(found[i], expected[0], rtol=1e-4, atol=1e-5)
-        else:
-            np.testing.assert_allclose(found[i], expected[0], rtol=1e-6)
-            np.testing.assert_array_equal(np.sign(found[i]), np.sign(expected[0]))
 
 
 @pytest.mark.parametrize("topology", [dq.Ring(), dq.Direct()])

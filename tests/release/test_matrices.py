@@ -150,26 +150,6 @@ def test_states_on_a_mesh_are_those_of_parts():
     assert [8 * row.wire_bytes for row in told.rows[:2]] == [504, 405]
 
 
-def test_devices_agree_with_vmap():
-    x = inputs(SHAPES)
-
-    def one(tree):
-        return dq.psum(jax.tree.map(lambda v: v[0], tree), "data", method=METHOD)
-
-    mapped = jax.shard_map(one, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P())
-    found = jax.jit(mapped)(x)
-    run = jax.vmap(lambda t: dq.psum(t, "data", method=METHOD), axis_name="data")
-    for name, leaf in run(x).items():
-        assert_same_bits(np.asarray(found[name]), np.asarray(leaf[0]))
-
-
-def test_topologies_are_refused():
-    with pytest.raises(NotImplementedError, match="Numbered sums by native psum only"):
-        dq.explain(abstract(SHAPES), N, method=METHOD, topology=dq.Ring())
-    with pytest.raises(NotImplementedError, match="Numbered sums by native psum only"):
-        dq.explain(abstract(SHAPES), (2, 2), method=METHOD, topology=dq.Hierarchical())
-
-
 def test_arrays_of_an_unknown_matrix_are_single_rows():
     known = Numbered(matrix=(5, 10))
     assert Numbered().wire_bits(50, N, None) == 150

@@ -186,24 +186,6 @@ def test_the_number_of_stages_finds_its_place(scales, density, settled):
     assert np.mean(counts[-4:]) / (2000 * density) == pytest.approx(1.05, abs=0.25)
 
 
-def test_blocks_that_are_not_finite_are_nan_and_forgotten():
-    """They count neither for the threshold nor as above it."""
-    x, method = draw(4, 200), SIDCo(density=0.1, headroom=1.0)
-    sick = np.arange(200) % 7 == 3
-    poisoned = x.reshape(N, 200, BLOCK).copy()
-    poisoned[1, sick, 5] = np.resize([np.nan, np.inf, -np.inf], sick.sum())
-    state = first_state(method, x, N)
-    found, after = stepper(method)(poisoned.reshape(N, -1), KEY, state)
-    assert_replicas_equal(found)
-    np.testing.assert_array_equal(np.isnan(blocks_of(found[0])), np.repeat(sick[:, None], BLOCK, 1))
-    residual = blocks_of(after[0].residual)
-    np.testing.assert_array_equal(residual[:, sick], 0)
-    assert np.all(np.isfinite(residual))
-    norms = np.where(sick, 0, norms_of(x))
-    sent = np.any(np.nan_to_num(blocks_of(found[0])) != 0, axis=1)
-    assert np.all(sent[np.argsort(-norms)[:10]])
-
-
 def test_devices_choose_alike_though_their_memories_differ():
     x, method = draw(5, 300), SIDCo(density=0.2, headroom=1.25)
 

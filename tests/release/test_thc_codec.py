@@ -94,13 +94,6 @@ def test_expected_error_is_the_integral(code):
     np.testing.assert_allclose(expected, integrated(table, threshold), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("code", "rounding", "clip"), [("g30", 1308, 727), ("g42", 2133, 13)])
-def test_error_of_one_worker_is_pinned(code, rounding, clip):
-    table, p = CODES[code]
-    found = thc.expected_error(table, thc.clip_threshold(p))
-    np.testing.assert_allclose(found, [rounding * 1e-5, clip * 1e-5], atol=0.6e-5)
-
-
 @pytest.mark.parametrize(
     ("bits", "granularity"), [(2, 3), (2, 8), (2, 11), (3, 7), (3, 16), (4, 21)]
 )
@@ -194,33 +187,6 @@ def test_sums_decode_to_the_mean_node(n):
 def test_sums_that_do_not_decode_are_refused():
     with pytest.raises(ValueError, match="sum to 2147483648"):
         thc.dequantize_sum(jnp.zeros(4, jnp.uint32), 1 << 16, 1 << 15, 1.0)
-
-
-@pytest.mark.parametrize("most", [1e-37, 1e-20, 1.0, 1e20, 1e38])
-def test_scales_neither_overflow_nor_vanish(most):
-    x = (most * np.random.default_rng(0).uniform(0.5, 1, (2, 64))).astype(np.float32)
-    expected = np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1))
-    found = thc.scale_of(jnp.asarray(x))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    z = thc.standardize(jnp.asarray(x), found)
-    np.testing.assert_allclose(thc.unstandardize(z, found), x, rtol=1e-6)
-
-
-def test_zero_and_not_finite_scales():
-    table, p = CODES["g30"]
-    pieces = jnp.asarray(normal((4, 64))).at[1].set(0).at[2, 5].set(jnp.nan).at[3, 5].set(jnp.inf)
-    scale = thc.scale_of(pieces)
-    assert scale[1] == 0
-    assert np.all(np.isposinf(scale[2:]))
-    z = rotate(thc.standardize(pieces, scale), SEED)
-    assert not np.any(z[1])
-    total = thc.lookup(quantizer("g30")(z, noise(z.shape)), table)
-    assert np.max(total) <= 30  # a lane's neighbours are safe
-    z = thc.dequantize_sum(total, 1, 30, thc.clip_threshold(p))
-    found = thc.unstandardize(unrotate(z, SEED), scale)
-    assert np.all(np.isfinite(found[0]))
-    assert not np.any(found[1])
-    assert np.all(np.isnan(found[2:]))
 
 
 @functools.partial(jax.jit, static_argnames=("code", "rounding"))

@@ -14,7 +14,7 @@ the variances are known for nothing.
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,24 +79,6 @@ class ErrorRow:
     seeds: int
     worst_leaf: str | None
     worst_leaf_error: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeafRow:
-    """The errors of one leaf.
-
-    Attributes:
-      leaf: its name.
-      coordinates: its size.
-      energy_percent: 100 |its sum|^2 / |the whole sum|^2.
-      errors: mean over seeds of |estimate - sum|^2 / |sum|^2 of this leaf, by method and topology.
-        Of a leaf whose sum is zero: 0 if all estimates are zero, too, else infinity.
-    """
-
-    leaf: str
-    coordinates: int
-    energy_percent: float
-    errors: Mapping[str, float]
 
 
 def load_gradients(file: Path, n_workers: int | None) -> jax.Array:
@@ -287,22 +269,6 @@ def bench_error(
             worst_leaf_error=None if worst is None else float(found.leaves[:, worst].mean()),
         )
         yield row, found
-
-
-def leaf_rows(leaves: Leaves, measured: Sequence[tuple[ErrorRow, Errors]]) -> list[LeafRow]:
-    """One row for each leaf, with what `bench_error` measured of it."""
-    energies = measured[0][1].energies.mean(axis=0)
-    percent = 100 * energies / (energies.sum() or 1)
-    errors = {f"{row.method} {row.topology}": found.leaves.mean(axis=0) for row, found in measured}
-    return [
-        LeafRow(
-            leaf=name,
-            coordinates=size,
-            energy_percent=float(percent[i]),
-            errors={label: float(each[i]) for label, each in errors.items()},
-        )
-        for i, (name, size) in enumerate(zip(*leaves, strict=True))
-    ]
 
 
 def rate_distortion(gradient: jax.Array, bits: Sequence[float]) -> list[float]:

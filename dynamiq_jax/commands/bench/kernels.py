@@ -154,7 +154,7 @@ def bench_kernels(
         *_join_cases(x),
         _statistics_case(x, ran),
     ]
-    cases.append(_plan_case(x, chunks[0][1], label, ran))
+    cases += _plan_cases(x, chunks[0][1], label, ran)
     for name, layout in chunks:
         cases += _coding_cases(x, layout, name, ran)
 
@@ -221,19 +221,23 @@ def single_chunk(coords: int, bits: float, allocation: Allocation) -> Layout:
     return replace(layout, n_workers=1)
 
 
-def _plan_case(x: jax.Array, layout: Layout, label: str, backend: Backend) -> _Case:
+def _plan_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
+    """The plan, and that of the reference, which sorts."""
     _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    plan = jax.jit(lambda energy: order_and_tiles(energy, layout))
-    order, (tiles, _), _ = plan(sqnorm)
-    moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
-    return _Case("plan", label, partial(plan, sqnorm), moved_bytes, "xla")
+    cases = []
+    for name, used in {"plan": backend, "plan by a sort": "jnp"}.items():
+        plan = jax.jit(partial(order_and_tiles, layout=layout, backend=used))
+        order, (tiles, _), _ = plan(sqnorm)
+        moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
+        cases.append(_Case(name, label, partial(plan, sqnorm), moved_bytes, used))
+    return cases if backend != "jnp" else cases[:1]
 
 
 def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
     """The coding kernels: compress for the first stage, hop to the second, decompress that."""
     fmt = layout.fmt
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    order, tiles, _ = jax.jit(lambda energy: order_and_tiles(energy, layout))(sqnorm)
+    order, tiles, _ = jax.jit(lambda energy: order_and_tiles(energy, layout, backend))(sqnorm)
     mean = jnp.zeros(layout.super_groups, jnp.float32)
     first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,20 +99,6 @@ def setting_columns(native_us: float) -> list[Column]:
         Column("compressed", lambda r: f"{r.compressed:.0%}"),
         Column("error", lambda r: f"{r.relative_error:.2g}" if r.relative_error else "-"),
         Column("payloads by", lambda r: r.transport),
-    ]
-
-
-def leaf_columns(labels: Iterable[str]) -> list[Column]:
-    """The columns of a table of leaves, with one for every "method topology"."""
-
-    def error(label: str) -> Column:
-        return Column(label.replace(" ", "\n"), lambda r: f"{r.errors[label]:.3e}")
-
-    return [
-        Column("leaf", lambda r: r.leaf),
-        Column("coordinates", lambda r: f"{r.coordinates:,}"),
-        Column("energy %", lambda r: f"{r.energy_percent:.3g}"),
-        *(error(label) for label in labels),
     ]
 
 

@@ -11,11 +11,8 @@ order. Real workers would each own an n-th of the super-groups, and the chunks w
 workers in orders of their own. But gradients of different workers are independent and have the
 same distribution, so that the order does not matter to the expected error; and at 8192 workers a
 chunk of the paper's 32768 super-groups would be half a tile.
-
-`PacketLoss` is a simulation of another kind: training on while packets get lost.
 """
 
-from dynamiq_jax.commands.simulate.packets import PacketLoss
 from dynamiq_jax.commands.simulate.study import PUBLISHED, Case, Result, simulate, study
 
-__all__ = ["PUBLISHED", "Case", "PacketLoss", "Result", "simulate", "study"]
+__all__ = ["PUBLISHED", "Case", "Result", "simulate", "study"]

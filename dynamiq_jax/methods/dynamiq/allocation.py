@@ -40,12 +40,18 @@ class Allocation(NamedTuple):
     fmt: WireFormat
     """Its widths are those that a tile may get."""
     floors: tuple[int, ...]
-    """The least width in every stage, but for tiles that padding leaves no words for."""
+    """The least width in every stage."""
+    held: tuple[int, ...]
+    """The width that every stage's payload holds for all tiles, however small a bucket is: the
+    floor, or without one the widest that the stage's bits hold."""
     bits: tuple[float, ...]
     """Bits per coordinate of every stage relative to their average over all that is sent."""
     relative_error: float
     """About the |error|² / |sum|² of super-groups that have the floors' widths, see
     `DynamiQ.relative_error`."""
+    lost: float
+    """The squared errors of all encodings at the floors' widths, added up, over the energy of what
+    the workers send: unlike `relative_error` as if no errors cancelled."""
 
 
 class Upgrade(NamedTuple):
@@ -102,8 +108,8 @@ def allocate(
       stages: what is sent, and what each stage adds to the error.
       fmt: the wire format but for its widths.
       bits: payload bits per coordinate, on average over all that is sent.
-      widths: those that a tile may get; `None` takes the floors, one below them for tiles that
-        padding leaves no words for, and even widths above.
+      widths: those that a tile may get; `None` takes the floors, one below them, and even widths
+        above.
       floor: the least width; see `Floor`.
       balance: `Topology.balance`.
     """
@@ -120,8 +126,13 @@ def allocate(
             floors = (min(candidates) if floor is None else floor,) * len(stages)
     if widths is None and floor is not None:
         every = dataclasses.replace(fmt, widths=_widths_around(floors, fmt.levels))
+    held = floors
+    if floor != "auto":
+        within = (_widest_within(every, bits + offset) for offset in offsets)
+        held = tuple(map(max, floors, within))
     error = sum(s.error * distortion(every, w) for s, w in zip(stages, floors, strict=True))
-    return Allocation(every, floors, offsets, error)
+    last = stages[-1].error * distortion(every, floors[-1])  # the only one that is not halved
+    return Allocation(every, floors, held, offsets, error, 2 * error - last)
 
 
 def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float, ...]:

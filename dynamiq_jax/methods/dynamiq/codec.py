@@ -32,9 +32,11 @@ def statistics(
     return pack_statistics(mean, sqnorm, layout)
 
 
-def shared_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int) -> SharedPlan:
+def shared_plan(
+    stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
+) -> SharedPlan:
     """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
-    plan = make_plan(stats, seed, layout)
+    plan = make_plan(stats, seed, layout, backend)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
 
 
@@ -51,7 +53,7 @@ def gathered_plan(
     """
     stats = gather(statistics(x, layout, backend))
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
-    return shared_plan(stats, seed, layout, layout.n_workers)
+    return shared_plan(stats, seed, layout, layout.n_workers, backend)
 
 
 def chunk_codec(

@@ -16,8 +16,6 @@ from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
-MOST_FOR_PADDING = 1 / 16
-"""The largest part of a payload that padding may add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,9 +130,8 @@ def make_layout(
 
     A bandwidth-optimal all-reduce passes 2 (n-1)/n of all coordinates through every worker, a
     reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these. It is
-    exceeded in two cases. Padding fills up the last tile of every chunk; where that takes the words
-    of the floor, payloads grow by what is missing, by `MOST_FOR_PADDING` at most. And every tile
-    gets the narrowest width, however small a shard is.
+    exceeded where padding fills up the last tile of every chunk: a payload holds `Allocation.held`
+    for all tiles, however few coordinates they have.
     """
     n, fmt = n_workers, allocation.fmt
     whole = collective == "all_reduce"
@@ -152,11 +149,7 @@ def make_layout(
         narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
-    at_floor = [tiles * fmt.tile_words(floor) for floor in allocation.floors]
-    words = tuple(
-        max(own, min(need, int(own * (1 + MOST_FOR_PADDING)) // 4 * 4))
-        for own, need in zip(words, at_floor, strict=True)
-    )
+    words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
     return Layout(
         collective=collective,
         size=size,

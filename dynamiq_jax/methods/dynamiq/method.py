@@ -62,7 +62,8 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     Attributes:
       bits: average bits on the wire per coordinate, all metadata included (b-bar of the paper).
-        Padding of small buckets may add up to 1/16, see `explain`.
+        Padding adds to those of small buckets, see `explain`; a bucket that it would bring to the
+        16 bits of bf16 (or to ``bits``, if more) is summed exactly.
       widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
         16 sends bf16. Default: the floors and some above them; without a floor the even
         ones from 2 to 14.
@@ -163,6 +164,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         return self.format.scale_axis
 
     @property
+    def most_bits(self) -> float:
+        """See `Method`: bf16's 16, or ``bits`` where these are more."""
+        return max(16.0, self.bits)
+
+    @property
     def _levels(self) -> Levels:
         """The levels, or their default."""
         return self.format.levels or ("piecewise" if self.dither else "companded")
@@ -223,6 +229,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         """
         assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error
+
+    def lost(self, n_workers: int, topology: Topology | None) -> float | None:
+        """See `TellsLosses`; without a floor, widths follow what is lost."""
+        assert topology is not None
+        return None if self.floor is None else self.allocation(n_workers, topology).lost
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
@@ -311,7 +322,7 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
-        return shared_plan(message, seed, bound.layout, bound.n_slots)
+        return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
 
     def codec(
         self,

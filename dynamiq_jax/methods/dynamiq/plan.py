@@ -14,17 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, WireFormat, pack_tiles
+from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal
+from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
-_LEVELS = 256  # of energy, 1/4 octave each
-_MANTISSA_BITS = 2  # of an energy, which tell its level
 
 
 class Plan(NamedTuple):
@@ -62,16 +60,16 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
 def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     """In what order tiles are widened: all to the floor, then where most error is removed.
 
-    It depends on no data: a tile's energy is one of `_LEVELS` levels below the largest, and the
-    gain of an upgrade at a level is that level's energy times the upgrade's gain.
+    It depends on no data: a tile's energy is one of `ENERGY_LEVELS` levels below the largest, and
+    the gain of an upgrade at a level is that level's energy times the upgrade's gain.
 
     Returns:
       int32[E + 1, U], one row for each state, which is one upgrade of one level further than the
       last: how many levels, those of most energy, have each upgrade by then.
     """
     _, upgrades = width_upgrades(fmt, floor)
-    step = np.arange(_LEVELS)
-    parts = 1 << _MANTISSA_BITS  # of an octave, all equal, counted from its end
+    step = np.arange(ENERGY_LEVELS)
+    parts = 1 << MANTISSA_BITS  # of an octave, all equal, counted from its end
     middle = 1 + (parts - 1 - step % parts + 0.5) / parts
     energy = middle * 2.0 ** -(step // parts)
     gain = energy[:, None] * np.array([u.gain for u in upgrades])
@@ -83,19 +81,22 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     return np.pad(taken, ((1, 0), (0, 0))).astype(np.int32)
 
 
-class _Tables(NamedTuple):
-    """`upgrade_order` of F floors, padded to equal lengths by upgrades that no tile gets."""
-
-    taken: np.ndarray
-    """int32[U, F, E + 2]: the last state comes twice."""
-    words: np.ndarray
-    """int32[U, F]: what an upgrade of one tile takes; at least 1."""
-    wider: np.ndarray
-    """int32[U, F]: by how many bits an upgrade widens a tile."""
-
-
 @functools.lru_cache(maxsize=64)
-def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
+def upgrades_of(
+    fmt: WireFormat, tiles: int, payload_words: tuple[int, ...], floors: tuple[int | None, ...]
+) -> tuple[np.ndarray, Upgrades]:
+    """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
+
+    All are padded to equal lengths, and the last state comes twice. The width is the floor, and
+    above it the one of least expected squared error.
+
+    Args:
+      fmt: its widths are the choice.
+      tiles: the tiles of a chunk.
+      payload_words: budgets, in 32-bit words: of F assignments.
+      floors: what all tiles get before any gets more, in each of the F; where the payload is too
+        small for that, those of least energy do without. `None` is the narrowest.
+    """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
     shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
@@ -106,80 +107,23 @@ def _tables(fmt: WireFormat, floors: tuple[int | None, ...]) -> _Tables:
         taken[: len(own), i] = np.pad(order, ((0, 0), (0, repeats)), mode="edge")
         words[: len(own), i] = [u.words for u in own]
         wider[: len(own), i] = np.diff([narrowest, *(u.width for u in own)])
-    return _Tables(taken, words, wider)
+    narrowest = min(fmt.widths)
+    least = fmt.tile_words(narrowest)
+    rows = (tuple(map(tuple, table.tolist())) for table in (words, wider))
+    budgets = tuple(own - tiles * least for own in payload_words)
+    return taken, Upgrades(*rows, budgets, narrowest, least)
 
 
-def assign_widths(
-    level: Int[Array, " T"],
-    payload_words: tuple[int, ...],
-    fmt: WireFormat,
-    floors: tuple[int | None, ...],
-) -> tuple[Int[Array, "F T"], Int[Array, "F T"]]:
-    """Word offset and width of each tile: the floor, and above it the least expected squared error.
-
-    Tiles are in the order of their levels, so that an upgrade is for the first so many of them.
-    These numbers, one for each upgrade, are all that depends on the data: offsets and widths follow
-    from them tile by tile. Of the upgrade that no longer fits for all tiles of a level, the first
-    tiles get it.
-
-    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
-    adds up what upgrades take, and indices are flat: XLA joins such operations.
-
-    Args:
-      level: the energy of each tile, summed over chunks and workers, as `steps_below`, ascending.
-      payload_words: budgets, in 32-bit words: of F assignments.
-      fmt: its widths are the choice.
-      floors: what all tiles get before any gets more, in each of the F; where the payload is too
-        small for that, those of least energy do without. `None` is the narrowest.
-    """
-    tables, narrowest = _tables(fmt, floors), min(fmt.widths)
-    tile, least = jnp.arange(level.shape[0], dtype=jnp.int32)[None], fmt.tile_words(narrowest)
-    budget = np.array(payload_words, np.int32) - level.shape[0] * least
-    below = level[None] < jnp.arange(_LEVELS + 1, dtype=jnp.int32)[:, None]
-    tiles_of = jnp.sum(below, axis=1, dtype=jnp.int32)  # of the first so many levels
-
-    upgrades = list(zip(tables.taken, tables.words, tables.wider, strict=True))
-    spent = sum(tiles_of[taken[:, :-1]] * words[:, None] for taken, words, _ in upgrades)
-    state = jnp.sum(spent <= budget[:, None], axis=1, dtype=jnp.int32)
-    state = jnp.maximum(state - 1, 0)
-    at = state + np.arange(len(floors)) * tables.taken.shape[2]
-    now = [jnp.asarray(taken.reshape(-1))[at] for taken in tables.taken]
-    then = [jnp.asarray(taken.reshape(-1))[at + 1] for taken in tables.taken]
-    left = budget - sum(
-        tiles_of[levels] * words for levels, words in zip(now, tables.words, strict=True)
-    )
-    offset, width = tile * least, jnp.int32(narrowest)
-    for levels, further, words, wider in zip(now, then, tables.words, tables.wider, strict=True):
-        # What is left pays for the next upgrade in part.
-        more = jnp.where(further > levels, jnp.maximum(left // words, 0), 0)
-        upgraded = (tiles_of[levels] + more)[:, None]
-        offset = offset + jnp.minimum(tile, upgraded) * words[:, None]
-        width = width + jnp.where(tile < upgraded, wider[:, None], 0)
-    return offset, width
-
-
-def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
-    """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
-    bits = lax.bitcast_convert_type(jnp.max(x, axis=-1, keepdims=True), jnp.int32)
-    return bits >> (23 - _MANTISSA_BITS) | ((1 << _MANTISSA_BITS) - 1)
-
-
-def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, "*k s"]:
-    """How many steps of 1/4 octave x >= 0 lies below the end of an octave.
-
-    0 to `_LEVELS` - 1: what lies further below is not told apart.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.int32) >> (23 - _MANTISSA_BITS)
-    return jnp.clip(end - bits, 0, _LEVELS - 1)
-
-
-def make_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout) -> Plan:
+def make_plan(
+    stats: Float[Array, "k M"], seed: Seed, layout: Layout, backend: Backend | None = None
+) -> Plan:
     """The plan that follows from the all-reduced statistics.
 
     Args:
       stats: the sum over workers of `pack_statistics`.
       seed: the rounding's; see `seed_of`.
       layout: static sizes and the wire format.
+      backend: which kernels run; all give the same bits.
     """
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
@@ -193,51 +137,29 @@ def make_plan(stats: Float[Array, "k M"], seed: Seed, layout: Layout) -> Plan:
         mean, energy = jnp.zeros_like(sqnorm), sqnorm
     energy = jnp.where(poisoned, 0.0, energy)
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
-    order, tiles, tile_energy = order_and_tiles(energy, layout)
+    order, tiles, tile_energy = order_and_tiles(energy, layout, backend)
     pad = (0, layout.super_groups - layout.rows)
     seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
 def order_and_tiles(
-    energy: Float[Array, " rows"], layout: Layout
+    energy: Float[Array, " rows"], layout: Layout, backend: Backend | None = None
 ) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...], Float[Array, "shards T"]]:
     """``(order, tiles, energy)`` of a plan for super-groups of the given energies.
 
-    Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest): one radix
-    sort of 8-bit keys, at a cost in error of less than 1%. The mean energies of tiles have the same
-    steps, so that they ascend as well, but for rounding at the end of a level.
+    Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest), at a cost in
+    error of less than 1%. The mean energies of tiles have the same steps, so that they ascend as
+    well, but for rounding at the end of a level.
     """
-    shards, rows = layout.shards, layout.shard_rows
-    per_shard = layout.super_groups // shards
-    energy = jnp.pad(energy.reshape(shards, rows), ((0, 0), (0, per_shard - rows)))
-    end = octave_end(energy)
-    key = steps_below(energy, end) + _LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
-    key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
-    index = jnp.arange(energy.size, dtype=jnp.int32)
-    _, order = lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
-    tile_energy = energy.reshape(-1)[order].reshape(shards, layout.chunk_tiles, -1)
-    tile_energy = jnp.sum(tile_energy * (1.0 / tile_energy.shape[2]), axis=2)
-    tiles = _tiles_of_stages(steps_below(tile_energy, end), layout)
-    if shards > 1 and per_shard > rows:  # padding lies between shards: give it the last numbers
-        shard, local = order // per_shard, order % per_shard
-        spare = layout.rows + shard * (per_shard - rows) + local - rows
-        order = jnp.where(local < rows, shard * rows + local, spare)
-    order = order.reshape(shards, layout.chunk_super_groups, layout.shard_chunks)
-    order = order.transpose(0, 2, 1).reshape(layout.chunks, layout.chunk_super_groups)
-    return order, tiles, tile_energy
-
-
-def _tiles_of_stages(
-    level: Int[Array, "shards T"], layout: Layout
-) -> tuple[Int[Array, "C T"], ...]:
-    """Offsets and widths for every stage; stages of equal budgets and floors share them."""
+    # Stages of equal budgets and floors share their tiles.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
-    payload_words, floors = zip(*different, strict=True)
-    found = jax.vmap(lambda own: assign_widths(own, payload_words, layout.fmt, floors))(level)
-    tiles = jnp.repeat(pack_tiles(*found), layout.shard_chunks, axis=0)
-    return tuple(tiles[:, different.index(stage)] for stage in stages)
+    taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, *zip(*different, strict=True))
+    shape = layout.chunks, layout.chunk_super_groups
+    energy = energy.reshape(layout.shards, -1)
+    order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
+    return order, tuple(tiles[different.index(stage)] for stage in stages), energy
 
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:

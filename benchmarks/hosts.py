@@ -1,0 +1,444 @@
+"""Hosts on one machine: network namespaces with a shaped link each, and a command in all of them.
+
+    python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
+      python benchmarks/step_time.py --coordinator 10.7.0.1:29400 --processes 2 --process-id %i
+
+A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and a NIC, ``eth0``. Its
+rate holds in both directions. Two hosts are joined by a veth pair, more by a bridge in a namespace
+of its own, so that no packet leaves the namespaces. Every byte goes through the kernel's TCP. That
+is the bound of a rate which is left out.
+
+The command finds the other hosts by ``%i`` (this host's number) or by three variables:
+
+    jax.distributed.initialize(
+        os.environ["COORDINATOR"], int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
+    )
+
+``--devices`` gives each host virtual CPU devices, ``--gpus`` GPUs of its own: NCCL then takes
+sockets over ``eth0`` (``NCCL_SOCKET_NTHREADS`` and ``NCCL_NSOCKS_PERTHREAD``, 4 each, may be set).
+
+The output of host 0 is printed, and all outputs land in ``--logs``. If a host fails, the others get
+`GRACE` seconds to say why. No process, namespace or file outlives the run, even one that is killed.
+
+It takes root, iproute2 and util-linux. Where iproute2 is not installed, ``PATH`` and
+``LD_LIBRARY_PATH`` may lead to an unpacked one. Delay and loss come from netem; kernels without it
+pass packets through a process, which carries one to three Gb/s.
+"""
+
+import contextlib
+import heapq
+import json
+import os
+import random
+import re
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+GRACE = 30
+"""Seconds that hosts may go on after one of them has failed."""
+NIC, PORT = "eth0", 29400
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+"""Variables that gRPC would follow; no proxy can be reached from a host."""
+
+GUARD = """
+trap '' HUP INT TERM
+cat >/dev/null
+for name; do
+  for _ in $(seq 100); do
+    pids=$(ip netns pids "$name" 2>/dev/null) && [ -n "$pids" ] || break
+    kill -9 $pids 2>/dev/null
+    sleep 0.05
+  done
+  ip netns delete "$name" 2>/dev/null
+  rm -rf "/etc/netns/$name"
+done
+rmdir /etc/netns 2>/dev/null
+true
+"""
+"""Waits until its input ends, which also the death of the other end does, then removes all."""
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot have hosts; the text says why, in one sentence."""
+
+
+def sh(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end.
+
+    Raises:
+      RuntimeError: with the command and what it said, if it fails.
+    """
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()}")
+    return done
+
+
+def bits_per_second(rate: str) -> float:
+    """The number that a rate like 25gbit stands for."""
+    units = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
+    if not found or not float(found[1]):
+        raise ValueError(f"rate {rate!r}: give a number and a unit, as in 20mbit, 2.5gbit, 25gbit")
+    return float(found[1]) * units[found[2]]
+
+
+def seconds(delay: str) -> float:
+    """The number that a delay like 5ms stands for."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", delay)
+    if not found:
+        raise ValueError(f"delay {delay!r}: give a number and a unit, as in 200us, 5ms")
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+def fraction(loss: str) -> float:
+    """The number that a loss like 2% stands for."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", loss)
+    if not found or float(found[1]) >= 100:
+        raise ValueError(f"loss {loss!r}: give a percentage under 100%, as in 0.5%, 2%")
+    return float(found[1]) / 100
+
+
+class Hosts:
+    """``n`` hosts, from the start of a ``with`` block to its end.
+
+    Args:
+      n: the number of hosts, from 2 to 250.
+      rate: of every host's NIC in each direction, in bit, kbit, mbit or gbit; `None`: TCP's own.
+      delay: what every packet takes from host to host, in us, ms or s.
+      loss: the share of packets that get lost.
+      devices: virtual CPU devices of each host.
+      gpus: GPUs of each host.
+
+    Raises:
+      ValueError: an argument is not understood.
+      Unavailable: this machine cannot have hosts.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        rate: str | None = None,
+        delay: str = "0ms",
+        loss: str = "0%",
+        devices: int | None = None,
+        gpus: int | None = None,
+    ) -> None:
+        if not 2 <= n <= 250:
+            raise ValueError(f"hosts={n}: give 2 to 250")
+        if devices and gpus:
+            raise ValueError(f"devices={devices} and gpus={gpus}: give one of them")
+        self.n, self.devices, self.gpus = n, devices, gpus
+        self.rate, self.delay, self.loss = rate, seconds(delay), fraction(loss)
+        self.bits_per_second = bits_per_second(rate) if rate else None
+        run = f"dq{secrets.token_hex(3)}"
+        self.names = [f"{run}-{i}" for i in range(n)]
+        self.switch = f"{run}-switch"
+        self.coordinator = f"{self.address(0)}:{PORT}"
+        self._passes_packets: subprocess.Popen[bytes] | None = None
+
+    def address(self, i: int) -> str:
+        """The IPv4 address of a host."""
+        return f"10.7.0.{i + 1}"
+
+    def __enter__(self) -> "Hosts":
+        check_machine()
+        guard = ["sh", "-c", GUARD, "sh", *self.names, self.switch]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes of all hosts, then removes the hosts."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+    def _build(self) -> None:
+        for name in self.names:
+            sh("ip", "netns", "add", name)
+        netem = bool(self.delay or self.loss) and _has_netem(self.names[0])
+        by_process = bool(self.delay or self.loss) and not netem
+        ends = [(name, NIC) for name in self.names]
+        if self.n == 2 and not by_process:
+            a, b = self.names
+            sh("ip", "link", "add", NIC, "netns", a, "type", "veth", "peer", NIC, "netns", b)
+        else:
+            ends += self._add_switch(bridge=not by_process)
+        lines = [f"{self.address(i)} host{i}\n" for i in range(self.n)]
+        for i, name in enumerate(self.names):
+            sh("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", NIC)
+            sh("ip", "-n", name, "link", "set", "lo", "up")
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        for name, device in ends:
+            sh("ip", "-n", name, "link", "set", device, "mtu", 9000, "up")
+            self._shape(name, device, netem=netem and device == NIC)
+        if by_process:
+            self._start_switch(ports=[device for name, device in ends if name == self.switch])
+
+    def _add_switch(self, *, bridge: bool) -> list[tuple[str, str]]:
+        """Joins all hosts in one more namespace; returns that one's ends of the links."""
+        sh("ip", "netns", "add", self.switch)
+        if bridge:
+            sh("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            sh("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        for i, name in enumerate(self.names):
+            veth = ("type", "veth", "peer", f"port{i}", "netns", self.switch)
+            sh("ip", "link", "add", NIC, "netns", name, *veth)
+            if bridge:
+                sh("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge")
+        return [(self.switch, f"port{i}") for i in range(self.n)]
+
+    def _shape(self, name: str, device: str, *, netem: bool) -> None:
+        tc = ("tc", "-n", name, "qdisc", "add", "dev", device)
+        if self.loss:  # what gets lost is a packet, not sixteen of them in one piece
+            sh("ip", "-n", name, "link", "set", device, "gso_max_segs", 1)
+        if netem:
+            rate = ("rate", self.rate) if self.rate else ()
+            delay, loss = f"{1e6 * self.delay:.0f}us", f"{100 * self.loss}%"
+            sh(*tc, "root", "netem", *rate, "delay", delay, "loss", loss, "limit", 100_000)
+        elif self.bits_per_second:
+            burst = max(16_384, int(self.bits_per_second / 8 / 1000))  # a millisecond
+            sh(*tc, "root", "tbf", "rate", self.rate, "burst", f"{burst}b", "latency", "50ms")
+
+    def _start_switch(self, ports: list[str]) -> None:
+        code = "import sys, hosts; hosts.pass_packets(*sys.argv[1:])"
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        arguments = [str(self.delay), str(self.loss), *ports]
+        command = ["ip", "netns", "exec", self.switch, sys.executable, "-c", code, *arguments]
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        self._passes_packets = process
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError("the process between the hosts did not start")
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if the hosts are not connected any more."""
+        if self._passes_packets and self._passes_packets.poll() is not None:
+            raise RuntimeError("the process that passes packets between the hosts has ended")
+
+    def environment(self, i: int) -> dict[str, str]:
+        """The variables of host i."""
+        env = {name: text for name, text in os.environ.items() if name.lower() not in PROXIES}
+        env |= {"HOST_ID": str(i), "NUM_HOSTS": str(self.n), "COORDINATOR": self.coordinator}
+        flags = [env.get("XLA_FLAGS", "")]
+        if self.devices:
+            env["JAX_PLATFORMS"] = "cpu"
+            flags.append(f"--xla_force_host_platform_device_count={self.devices}")
+        if self.gpus:
+            all_gpus = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            own = range(i * self.gpus, (i + 1) * self.gpus)
+            if all_gpus != [""] and own.stop > len(all_gpus):
+                wanted, held = self.n * self.gpus, len(all_gpus)
+                raise ValueError(f"{wanted} GPUs, but CUDA_VISIBLE_DEVICES lists {held}")
+            visible = own if all_gpus == [""] else [all_gpus[gpu] for gpu in own]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
+            # Without the first, NCCL finds one machine, and takes NVLink.
+            env |= {"NCCL_HOSTID": f"host{i}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": NIC}
+            env.setdefault("NCCL_SOCKET_NTHREADS", "4")
+            env.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
+            # Processes that tune kernels apart compile programs whose collectives differ in order:
+            # NCCL then ends with "message truncated", or hangs. So one compiles for all, and alone.
+            flags.append("--xla_gpu_shard_autotuning=false")
+            env.setdefault("JAX_SHARE_BINARY_BETWEEN_HOSTS", "1")
+        env["XLA_FLAGS"] = " ".join(flags).strip()
+        return env
+
+    def start(
+        self,
+        i: int,
+        command: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on host i.
+
+        Args:
+          i: the host.
+          command: the words of the command, without a shell; ``%i`` in them becomes ``i``.
+          env: variables besides those of `environment`.
+          log: a file for both outputs; `None`: they go where this process's do.
+
+        Returns:
+          The command's own process.
+        """
+        named = f'echo host{i} >/proc/sys/kernel/hostname && exec "$@"'
+        enter = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "sh", "-c", named, "sh"]
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(log.open("wb")) if log else None
+            return subprocess.Popen(
+                [*enter, *(word.replace("%i", str(i)) for word in command)],
+                env=self.environment(i) | (env or {}), stdin=subprocess.DEVNULL,
+                stdout=out, stderr=subprocess.STDOUT if out else None, start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, i: int) -> None:
+        """Ends all processes of host i at once."""
+        for pid in sh("ip", "netns", "pids", self.names[i]).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def cut(self, i: int) -> None:
+        """Takes host i off the network; its processes do not learn of it."""
+        sh("ip", "-n", self.names[i], "link", "set", NIC, "down")
+
+    def mend(self, i: int) -> None:
+        """Takes host i back."""
+        sh("ip", "-n", self.names[i], "link", "set", NIC, "up")
+
+    def bytes_sent(self, i: int) -> int:
+        """Bytes that left host i so far, headers and retransmissions included."""
+        found = sh("ip", "-n", self.names[i], "-s", "-j", "link", "show", NIC)
+        return json.loads(found.stdout)[0]["stats64"]["tx"]["bytes"]
+
+
+def check_machine() -> None:
+    """Raises `Unavailable` unless this process may make namespaces and has the tools for it."""
+    if sys.platform != "linux" or os.geteuid():
+        raise Unavailable("hosts are made of network namespaces, which take Linux and root")
+    missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
+    if missing:
+        packages = "install iproute2 (ip, tc) and util-linux (unshare)"
+        raise Unavailable(f"hosts are made by {', '.join(missing)}, not found in PATH: {packages}")
+    probe = f"dq{secrets.token_hex(3)}-probe"
+    try:
+        sh("ip", "netns", "add", probe)
+        sh("ip", "-n", probe, "link", "add", NIC, "type", "veth", "peer", "eth1")
+        sh("ip", "netns", "exec", probe, "unshare", "--uts", "true")
+    except RuntimeError as error:
+        raise Unavailable(f"this machine does not let root make network hosts: {error}") from error
+    finally:
+        sh("ip", "netns", "delete", probe, check=False)
+
+
+def _has_netem(name: str) -> bool:
+    found = sh("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", check=False)
+    sh("tc", "-n", name, "qdisc", "del", "dev", "lo", "root", check=False)
+    return found.returncode == 0
+
+
+def pass_packets(delay: str, loss: str, *ports: str) -> None:
+    """A switch between interfaces of this process's namespace that is late and loses packets.
+
+    Frames travel with the kernel's notes about checksums and segments (``PACKET_VNET_HDR``), which
+    veth leaves to be done: 10 bytes before the receiver's and the sender's addresses.
+    """
+    level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3
+    sockets = []
+    for port in ports:
+        taken = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        taken.setsockopt(level, vnet_header, 1)
+        taken.setsockopt(level, ignore_outgoing, 1)
+        taken.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
+        taken.bind((port, every_protocol))
+        sockets.append(taken)
+    print("ready", flush=True)
+    late, lost, draw = float(delay), float(loss), random.Random(0).random
+    ports_of: dict[bytes, socket.socket] = {}
+    waiting: list[tuple[float, int, bytes, list[socket.socket]]] = []
+    count = 0
+    while True:
+        pause = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
+        for source in select.select(sockets, [], [], pause)[0]:
+            try:
+                frame = source.recv(1 << 17)
+            except OSError:  # the link was cut
+                continue
+            ports_of[frame[16:22]] = source
+            if draw() < lost:
+                continue
+            known = ports_of.get(frame[10:16])
+            targets = [known] if known else [other for other in sockets if other != source]
+            count += 1
+            heapq.heappush(waiting, (time.monotonic() + late, count, frame, targets))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, frame, targets = heapq.heappop(waiting)
+            for target in targets:
+                with contextlib.suppress(OSError):  # its queue is full: one more loss
+                    target.send(frame)
+
+
+def run(hosts: Hosts, command: list[str], logs: Path) -> list[int | None]:
+    """Runs a command on all hosts, prints what host 0 says, and returns all exit statuses.
+
+    Where one fails and others do not end within `GRACE` seconds, theirs are `None`.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    files = [logs / f"host{i}.log" for i in range(hosts.n)]
+    processes = [hosts.start(i, command, log=file) for i, file in enumerate(files)]
+    deadline = None
+    with files[0].open() as said:
+        while True:
+            hosts.check()
+            statuses = [process.poll() for process in processes]
+            print(said.read(), end="", flush=True)
+            if None not in statuses or (deadline and time.monotonic() > deadline):
+                return statuses
+            if deadline is None and any(statuses):
+                deadline = time.monotonic() + GRACE
+            time.sleep(0.1)
+
+
+def main(
+    command: Annotated[list[str], typer.Argument(help="after --; %i is the host's number")],
+    hosts: Annotated[int, typer.Option(help="how many")] = 2,
+    rate: Annotated[str | None, typer.Option(help="25gbit; default: as fast as TCP goes")] = None,
+    delay: Annotated[str, typer.Option(help="from host to host, 5ms")] = "0ms",
+    loss: Annotated[str, typer.Option(help="packets that get lost, 2%")] = "0%",
+    devices: Annotated[int | None, typer.Option(min=1, help="virtual CPU devices a host")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs a host")] = None,
+    logs: Annotated[Path, typer.Option(help="folder of host0.log, ...")] = Path("runs/hosts"),
+) -> None:
+    """Runs a command on several hosts made on this machine."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    try:
+        with Hosts(hosts, rate=rate, delay=delay, loss=loss, devices=devices, gpus=gpus) as made:
+            statuses = run(made, command, logs)
+    except (ValueError, RuntimeError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    failed = {i: status for i, status in enumerate(statuses) if status}
+    for i, status in enumerate(statuses):
+        if status is None:
+            typer.echo(f"host {i}: ended {GRACE} s after another failed", err=True)
+        elif status:
+            tail = (logs / f"host{i}.log").read_text().splitlines()[-5:] if i else []
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            typer.echo("\n".join([f"host {i}: {how}, {logs / f'host{i}.log'}", *tail]), err=True)
+    if failed:
+        first = next(iter(failed.values()))
+        raise typer.Exit(first if first > 0 else 128 - first)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,232 @@
+"""Programs that compute every coordinate from this coordinate alone, on slices of their arrays.
+
+`on_slices` traces a program on whole arrays, so that sizes in it are those of whole arrays. Then it
+runs the trace on slices. A value is one of three kinds:
+
+* *sliced*: one entry per coordinate of an array that is split, in the array's order;
+* *uniform*: all entries are equal, as in a count, a learning rate, or zeros like a parameter;
+* *whole*: any other value that does not depend on sliced ones. All workers have the same.
+
+A primitive in `ELEMENTWISE` may take sliced values of one shape that are split alike, and uniform
+ones. `on_slices` refuses all other uses of sliced values, and effects, which collectives have.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.collectives.scattered import split_of, whole_shape
+from dynamiq_jax.core.compat import evaluate, inner_jaxprs, varying_axes, with_constants
+from dynamiq_jax.tree.placement import axes_of
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
+    "cbrt ceil clamp clz complex conj convert_element_type copy cos cosh "
+    "digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
+    "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg "
+    "nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_"
+    "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin "
+    "sinh sqrt square sub tan tanh xor zeta".split()
+)
+"""Primitives whose results have at every place what follows from the operands at this place."""
+CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2 checkpoint closed_call".split())
+"""Primitives that run the program in their parameters once."""
+RESHAPES = frozenset("broadcast_in_dim reshape squeeze transpose slice rev".split())
+"""Primitives that make a uniform value of a uniform operand."""
+JAX = os.path.join(os.path.dirname(jax.__file__), "")
+REMEDIES = {
+    "clip_by_global_norm": "Pass max_norm= to dq.optax.sharded in the place of it",
+    "apply_if_finite": "Leave it out: steps that are not finite change nothing",
+    "zero_nans": "Leave it out: steps that are not finite change nothing",
+    "add_noise": "Its noise depends on the place of a coordinate: use dq.optax.all_reduce",
+}
+REMEDY = (
+    "An update must depend on its own coordinate alone; for other optimizers (Muon, Adafactor, "
+    "LAMB) use dq.optax.all_reduce, and max_norm= is the clip by norm"
+)
+
+
+class _Value(NamedTuple):
+    """A value of the program.
+
+    Attributes:
+      data: this worker's slice, one entry of a uniform value, or a whole array.
+      spec: how mesh axes split a sliced value, else `None`.
+      uniform: whether all entries are equal.
+    """
+
+    data: Any
+    spec: P | None = None
+    uniform: bool = False
+
+    def full(self, shape: tuple[int, ...]) -> Array:
+        """The data, in this shape if it is uniform."""
+        return jnp.broadcast_to(self.data, shape) if self.uniform else self.data
+
+
+def _value(x: Any, spec: P | None = None) -> _Value:
+    if spec is not None and axes_of(spec):
+        return _Value(x, spec)
+    if jnp.size(x) != 1:
+        return _Value(x)
+    return _Value(jnp.reshape(x, ()) if jnp.ndim(x) else x, uniform=True)
+
+
+def whole_arrays(tree: Any, specs: Sequence[P], sizes: Mapping[str, int]) -> Any:
+    """The shapes and dtypes of whole arrays.
+
+    Args:
+      tree: slices of them.
+      specs: how mesh axes split the leaves, one for each.
+      sizes: the number of slices along every mesh axis.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    whole = []
+    for x, spec in zip(map(jax.typeof, leaves), specs, strict=True):
+        shape = whole_shape(x.shape, split_of(spec, tuple(sizes)), sizes)
+        whole.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
+    return treedef.unflatten(whole)
+
+
+def on_slices(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    specs: Sequence[P],
+    results: Any,
+    result_specs: Sequence[P],
+    sizes: Mapping[str, int],
+) -> Any:
+    """Slices of what ``function`` returns for whole arrays.
+
+    Args:
+      function: takes and returns trees of arrays.
+      args: slices of its arguments.
+      specs: how mesh axes split the leaves of ``args``, one for each.
+      results: a tree of the whole results' shapes.
+      result_specs: how mesh axes split the leaves of ``results``, one for each.
+      sizes: the number of slices along every mesh axis.
+
+    Raises:
+      ValueError: a primitive needs more of an array than a slice, or a result is not split as
+        ``result_specs`` say.
+    """
+    closed, made = jax.make_jaxpr(function, return_shape=True)(*whole_arrays(args, specs, sizes))
+    if jax.tree.structure(made) != jax.tree.structure(results):
+        raise ValueError(
+            f"the inner optimizer returns {jax.tree.structure(made)}, and must return "
+            f"{jax.tree.structure(results)}: updates like the parameters, a state like init's"
+        )
+    leaves = zip(jax.tree.leaves(args), specs, strict=True)
+    found = _run(closed, [_value(x, spec) for x, spec in leaves])
+    made, treedef = jax.tree_util.tree_flatten_with_path(made)
+    slices = []
+    for value, (path, x), like, spec in zip(
+        found, made, jax.tree.leaves(results), result_specs, strict=True
+    ):
+        axes = axes_of(spec)
+        if not value.uniform and (x.shape, value.spec) != (like.shape, spec if axes else None):
+            has = "not split" if value.spec is None else f"split by {value.spec}"
+            raise ValueError(
+                f"the inner optimizer's result{jax.tree_util.keystr(path)} is {x.shape}, {has}, "
+                f"and should be {like.shape}, split by {spec}. {REMEDY}"
+            )
+        parts = {d: math.prod(sizes[a] for a in names) for d, names in split_of(spec, tuple(axes))}
+        shape = tuple(length // parts.get(d, 1) for d, length in enumerate(like.shape))
+        slices.append(value.full(shape))
+    return treedef.unflatten(slices)
+
+
+def _run(closed: Any, args: Sequence[_Value], place: str = "") -> list[_Value]:
+    """The results of a program; ``place`` says where the caller's equation comes from."""
+    jaxpr, constants = with_constants(closed)
+    known = dict(zip(jaxpr.constvars, map(_value, constants), strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Any) -> _Value:
+        dtype = atom.aval.dtype
+        return _value(jnp.asarray(atom.val, dtype)) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        made = _results(equation, operands, place or _place(equation))
+        known |= zip(equation.outvars, made, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(equation: JaxprEqn, operands: list[_Value], place: str) -> list[_Value]:
+    """The results of one equation."""
+    name, params = equation.primitive.name, equation.params
+    shapes, made = _shapes(equation.invars), _shapes(equation.outvars)
+    if name in CALLS:
+        return _run(inner_jaxprs(equation)[0], operands, place)
+    if name == "cond":  # all branches run, and the index chooses among their results
+        index, *given = operands
+        ways = zip(*(_run(branch, given, place) for branch in params["branches"]), strict=True)
+        choose = functools.partial(_elementwise, lax.select_n, name, place)
+        pairs = zip(ways, made, strict=True)
+        return [choose([index, *xs], [(), *(shape for _ in xs)]) for xs, shape in pairs]
+    if equation.effects:
+        raise _refusal(name, place, "with an effect beside its results")
+    if name in RESHAPES and all(x.uniform for x in operands):
+        return operands[:1]
+    if name in ELEMENTWISE:
+        bind = functools.partial(equation.primitive.bind, **params)
+        return [_elementwise(bind, name, place, operands, shapes)]
+    pairs = list(zip(operands, shapes, strict=True))
+    for x, shape in pairs:
+        if x.spec is not None:
+            raise _refusal(name, place, f"of an array {shape} that is split by {x.spec}")
+    return [_value(x) for x in evaluate(equation, *(x.full(shape) for x, shape in pairs))]
+
+
+def _elementwise(
+    function: Callable[..., Array],
+    name: str,
+    place: str,
+    operands: list[_Value],
+    shapes: list[tuple[int, ...]],
+) -> _Value:
+    """The result of an elementwise function for operands of these whole shapes."""
+    pairs = list(zip(operands, shapes, strict=True))
+    kinds = dict.fromkeys((shape, x.spec) for x, shape in pairs if not x.uniform)
+    like = next((x for x in operands if x.spec is not None), None)
+    if like is None:
+        data = [x.full(shape) if kinds else x.data for x, shape in pairs]
+    elif len(kinds) == 1:
+        data = [x.full(like.data.shape) for x in operands]
+    else:
+        both = " and ".join(f"{shape} by {spec or P()}" for shape, spec in kinds)
+        raise _refusal(name, place, f"of arrays that are split differently, {both}")
+    axes = frozenset().union(*map(varying_axes, data))
+    for i, x in enumerate(data):  # JAX's primitives take operands that vary over the same axes
+        if missing := tuple(sorted(axes - varying_axes(x))):
+            data[i] = lax.pcast(x, missing, to="varying")
+    return _Value(function(*data), None if like is None else like.spec, uniform=not kinds)
+
+
+def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [atom.aval.shape for atom in atoms]
+
+
+def _refusal(name: str, place: str, what: str) -> ValueError:
+    remedy = next((text for key, text in REMEDIES.items() if key in place), REMEDY)
+    return ValueError(f"the inner optimizer computes {name!r}{place} {what}. {remedy}")
+
+
+def _place(equation: JaxprEqn) -> str:
+    """The transformation and the line of code that an equation comes from."""
+    traceback = equation.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    own = [frame for frame in frames if not frame.file_name.startswith(JAX)]
+    roots = (f.function_name.partition(".<locals>.update") for f in own)
+    names = [root for root, found, _ in roots if found and root != "with_extra_args_support"][:1]
+    lines = [f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in own][:1]
+    return f" ({', '.join(names + lines)})" if lines else ""

@@ -1,0 +1,80 @@
+"""Levels of energy, by which super-groups are sorted."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+ENERGY_LEVELS = 256
+"""How many levels of 1/4 octave each are told apart."""
+MANTISSA_BITS = 2
+"""The bits of an energy's mantissa that tell its level."""
+
+
+class Dealt(NamedTuple):
+    """Super-groups in the order of their energy, dealt to chunks, and the widths of their tiles."""
+
+    order: Int[Array, "C m"]
+    """Chunk c's position p holds super-group ``order[c, p]``."""
+    tiles: tuple[Int[Array, "C T"], ...]
+    """Word offset and width of each tile's record (`pallas_kernels.pack_tiles`), for F budgets."""
+    energy: Float[Array, "shards T"]
+    """The mean energy of the super-groups in tile t of a shard's chunks."""
+
+
+class Upgrades(NamedTuple):
+    """How tiles are widened within F budgets, by U upgrades each; hashable.
+
+    Whoever has fewer upgrades gets some that no tile takes.
+    """
+
+    words: tuple[tuple[int, ...], ...]
+    """What an upgrade of one tile takes, U rows of F; at least 1."""
+    wider: tuple[tuple[int, ...], ...]
+    """By how many bits an upgrade widens a tile, U rows of F."""
+    budgets: tuple[int, ...]
+    """The words of each budget beyond those of tiles of the narrowest width."""
+    narrowest: int
+    """The width that all tiles have before."""
+    tile_words: int
+    """The words of a tile of that width."""
+
+
+def padded_count(count: int) -> int:
+    """The power of two to which zeros fill up ``count`` energies for `mean_of`."""
+    return 1 << (count - 1).bit_length()
+
+
+def mean_of(energy: Float[Array, "T k"], count: int) -> Float[Array, " T"]:
+    """The means of ``count`` energies each, which zeros fill up to `padded_count`.
+
+    All backends add in one order, the second half to the first, until one is left. Ahead of that
+    a power of two divides them: no sum overflows, and it makes no difference to the bits whether a
+    compiler joins a multiplication with an addition.
+    """
+    padded = padded_count(count)
+    energy = energy * np.float32(1 / padded)
+    while energy.shape[1] > 1:
+        first, second = lax.split(energy, [energy.shape[1] // 2] * 2, axis=1)
+        energy = first + second
+    return energy.reshape(energy.shape[0]) * np.float32(padded / count)
+
+
+def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
+    """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
+    return jnp.max(octave_parts(x), axis=-1, keepdims=True) | ((1 << MANTISSA_BITS) - 1)
+
+
+def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, "*k s"]:
+    """How many steps of 1/4 octave x >= 0 lies below the end of an octave.
+
+    0 to `ENERGY_LEVELS` - 1: what lies further below is not told apart.
+    """
+    return jnp.clip(end - octave_parts(x), 0, ENERGY_LEVELS - 1)
+
+
+def octave_parts(x: Float[Array, "*k"]) -> Int[Array, "*k"]:
+    """How many steps of 1/4 octave x >= 0 lies above zero."""
+    return lax.bitcast_convert_type(x, jnp.int32) >> (23 - MANTISSA_BITS)

@@ -1,0 +1,240 @@
+"""step_time.py and schedule.py: steps that are timed, and the order of a step's operations."""
+
+import dataclasses
+import json
+import re
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import llm_data
+import llm_model
+import schedule
+import step_time
+import train_llm
+
+import dynamiq_jax as dq
+
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
+METHODS = "bf16-psum,dynamiq:5"
+LAYER = dataclasses.replace(
+    llm_model.CONFIGS["tiny"], n_layers=1, dim=64, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16
+)
+
+
+def invoke(main, *arguments):
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def plain(text):
+    """Error text without the frame and line breaks that a terminal adds."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+# --- Step times -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """The command's file for a model of one layer."""
+    file = tmp_path_factory.mktemp("steps") / "steps.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(llm_model.CONFIGS, "tiny", LAYER)
+        chosen = ["--model", "tiny", "--methods", METHODS, "--samples", 2, "--steps", 2]
+        for _ in range(2):  # rows are added
+            ran = invoke(step_time.main, *chosen, "--batch", 1, "--json", file)
+            assert ran.exit_code == 0, ran.output
+    return ran.stdout, json.loads(file.read_text())
+
+
+class TestStepTime:
+    def test_rows_are_those_of_the_methods_and_of_none(self, timed):
+        output, kept = timed
+        assert len(kept["runs"]) == 2
+        none, bf16, five = kept["runs"][-1]["rows"]
+        assert [row["method"] for row in (none, bf16, five)] == ["none", *METHODS.split(",")]
+        assert [row["topology"] for row in (bf16, five, none)] == ["native", "direct", "native"]
+        for row in (bf16, five, none):
+            assert row["exposed_ms"] == pytest.approx(row["step_ms"] - none["step_ms"])
+            assert 0 < row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
+            assert row["tokens"] == 16 and row["n_workers"] == 8 and row["mfu"] is None
+            assert row["method"] in output
+        shapes = jax.eval_shape(partial(llm_model.init_params, LAYER), jax.random.key(0))
+        coords = sum(x.size for x in jax.tree.leaves(shapes))
+        assert bf16["wire_bytes"] == 2 * 7 / 8 * 2 * coords
+        assert none["wire_bytes"] == 0 < five["wire_bytes"] < 0.4 * bf16["wire_bytes"]
+
+    def test_random_parameters_have_the_shapes_of_the_model(self):
+        mesh = step_time.make_mesh(jax.devices())
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        made = step_time.random_params(LAYER, whole)
+        expected = jax.eval_shape(partial(llm_model.init_params, LAYER), jax.random.key(0))
+        assert jax.tree.structure(made) == jax.tree.structure(expected)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), expected
+        )
+
+    def test_operations_are_what_xla_counts(self):
+        """Where attention is little: XLA multiplies what the mask hides, too."""
+        params = llm_model.init_params(LAYER, jax.random.key(0))
+        tokens = np.zeros((2, LAYER.seq_len + 1), np.int32)
+        grad = jax.jit(jax.grad(llm_model.make_loss(LAYER))).lower(params, tokens).compile()
+        counted = grad.cost_analysis()["flops"]
+        assert llm_model.training_flops(LAYER, params, 2 * LAYER.seq_len) == pytest.approx(
+            counted, rel=0.1
+        )
+
+    def test_a_step_with_f32_is_that_of_one_worker_with_all_rows(self):
+        mesh = step_time.make_mesh(jax.devices())
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        optimizer = step_time.make_optimizer(step_time.RECIPES["tiny"])
+        tokens = jax.random.randint(jax.random.key(1), (8, LAYER.seq_len + 1), 0, 256)
+
+        def run(staged, scanned):
+            return step_time.Run(
+                model="tiny", config=LAYER, mesh=mesh, topology=dq.Direct(), batch=1, samples=1,
+                steps=1, staged=staged, scanned=scanned, lag=1, bucket_bytes=None, profiles=None,
+            )  # fmt: skip
+
+        def after(text, staged, scanned=False):
+            params = step_time.random_params(LAYER, whole)
+            params = step_time.make_stages(LAYER, scanned).split(params)
+            way = step_time.parse_way(text, run(staged, scanned))
+            step = step_time.make_step(optimizer, mesh, way)
+            state, loss = step((params, optimizer.init(params)), tokens)
+            return state[1], float(loss)
+
+        chosen = [("f32", False), ("f32", True), ("bf16-psum", True), ("bf16-native", True)]
+        results = [after(*choice) for choice in (*chosen, ("none", True))]
+        losses = [loss for _, loss in results]
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+        moments = [jax.tree.leaves(state)[1:] for state, _ in results]
+        sizes = [np.concatenate([np.asarray(x, np.float64).ravel() for x in m]) for m in moments]
+        apart = [np.linalg.norm(s - sizes[0]) / np.linalg.norm(sizes[0]) for s in sizes[1:]]
+        assert max(apart[:3]) < 0.02 < apart[3]
+        state, loss = after("f32", True, scanned=True)
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+        looped = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state)[1:]])
+        np.testing.assert_allclose(np.linalg.norm(looped), np.linalg.norm(sizes[0]), rtol=1e-4)
+
+    @pytest.mark.parametrize(("scanned", "together", "count"), [(False, 3, 2), (True, 2, 1)])
+    def test_blocks_of_one_function_compute_what_each_would(self, scanned, together, count):
+        config = dataclasses.replace(LAYER, n_layers=4)
+        params = step_time.random_params(
+            config, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
+        tokens = jax.random.randint(jax.random.key(1), (2, LAYER.seq_len + 1), 0, 256)
+        alone, grouped = (
+            step_time.make_stages(config, *choice) for choice in ((), (scanned, together))
+        )
+        assert len(alone.functions) == 4 + 2
+        assert len(grouped.functions) == count + 2
+        losses = [stages.loss(stages.split(params), tokens) for stages in (alone, grouped)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+        with pytest.raises(ValueError, match="n_layers=4 blocks in a loop with 3 at a time"):
+            step_time.make_stages(config, True, 3)
+        with pytest.raises(ValueError, match="together=0 must be at least 1"):
+            step_time.make_stages(config, together=0)
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--model", "tny"], "--model 'tny': pass one of tiny"),
+            (["--model", "tiny", "--methods", "dynamique:5"], "method 'dynamique' is not known"),
+            (["--model", "tiny", "--methods", "mxfp8:5"], "mxfp8 has no choice of bits"),
+            (["--model", "tiny", "--topology", "torus"], "topology 'torus' is not known"),
+            (["--model", "tiny", "--attention", "flash"], "pass xla or cudnn"),
+            (["--model", "tiny", "--json", __file__], "is no file of this command"),
+        ],
+    )
+    def test_wrong_options_are_refused(self, arguments, complaint):
+        ran = invoke(step_time.main, *arguments)
+        assert ran.exit_code == 2
+        assert complaint in plain(ran.output)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_the_host_waits_for_the_loss_of_so_many_steps_before(ahead):
+    """Losses keep their order and none is lost; steps start before earlier losses are read."""
+    config = dataclasses.replace(LAYER, vocab_size=256)
+    recipe = train_llm.RECIPES["tiny"]._replace(steps=5, batch_size=1, validation_batches=1)
+    run = train_llm.Run(
+        model=config, recipe=recipe, corpus=llm_data.load_corpus(256), seed=0, measure_every=9,
+        mesh=train_llm.make_mesh("data=8"), loss_fn=llm_model.make_loss(config),
+        worker_grads=lambda *_: None, console=Console(quiet=True),
+    )  # fmt: skip
+    events = []
+
+    class Loss:
+        def __init__(self, number):
+            self.number = number
+
+        def __float__(self):
+            events.append(("read", self.number))
+            return float(self.number)
+
+    def step(params, opt_state, tokens):
+        events.append(("start", opt_state))
+        return params, opt_state + 1, Loss(opt_state)
+
+    result = train_llm.Result(method="f32", wire_bytes=0.0, bits_per_coord=32.0)
+    train_llm.fit(run, result, step, run.init(), 0, ahead=ahead)
+    assert result.losses == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.seconds_per_step > 0 and result.mfu is None
+    read = events.index(("read", 0))
+    assert [event for event in events[:read] if event[0] == "start"] == [
+        ("start", i) for i in range(ahead + 1)
+    ]
+
+
+# --- The order of a step --------------------------------------------------------------------------
+
+PROGRAM = """
+%fused (a: f32[8]) -> f32[8] {
+  %gemm.0 = f32[8]{0} dot(%a, %a), metadata={op_name="jit(step)/dot_general"}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %gemm.1 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="jit(step)/jvp/dot_general"}
+  %c.1 = (f32[8]{0}) custom-call(%p), metadata={op_name="jit(s)/dynamiq_statistics/pallas_call"}
+  %all-reduce-start.1 = bf16[8]{0} all-reduce-start(%c.1), channel_id=1
+  %loop_add.3 = f32[8]{0} fusion(%p), kind=kLoop
+  %loop_add.4 = f32[8]{0} fusion(%p), kind=kLoop
+  %gemm.2 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="a/transpose(jvp)/dot_general"}
+  %all-reduce-done.1 = bf16[8]{0} all-reduce-done(%all-reduce-start.1)
+  %t = (f32[8]{0}) custom-call(%p), metadata={op_name="x"}
+  %h = u32[8]{0} custom-call(%p), metadata={op_name="s/HOP/pallas_call"}
+  ROOT %cp = u32[8]{0} collective-permute(%h), channel_id=2
+}
+"""
+
+
+def test_the_order_of_a_program():
+    program = PROGRAM.replace("HOP", "dynamiq_decompress_accumulate_recompress")
+    (kinds,) = schedule.orders(program)
+    assert schedule.short(kinds) == (
+        "product statistics all-reduce-start ~*2 product' all-reduce-done ~ hop collective-permute"
+    )
+    assert schedule.counts(kinds) == (7, 2, 1)
+    assert schedule.counts(["~"]) == (1, 0, 0)
+
+
+def test_without_a_compiler_for_gpus_it_says_what_to_install():
+    if any("cuda" in plugin.name for plugin in metadata.entry_points(group="jax_plugins")):
+        pytest.skip("there is one")
+    ran = invoke(schedule.main, "--layers", 1)
+    assert ran.exit_code == 2 and "pip install 'jax[cuda13]'" in plain(ran.output)

@@ -1,0 +1,234 @@
+"""Which optimizers `dq.optax.sharded` takes: those that act on every coordinate alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import auto_mesh, daily, promoting
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+import dynamiq_jax as dq
+import dynamiq_jax.optax
+from dynamiq_jax.collectives.scattered import split_of
+from dynamiq_jax.optax.elementwise import on_slices
+
+EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0, exclude="whole")
+PARAMS = {
+    "a": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    "b": jax.ShapeDtypeStruct((128, 8), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((5,), jnp.float32),
+    "whole": jax.ShapeDtypeStruct((64, 8), jnp.float32),  # of the shape of another, not split
+}
+
+
+def sharded(inner):
+    return promoting(dq.optax.sharded(inner, "data", method=EXACT, differences=EXACT))
+
+
+def begin(inner, params=PARAMS):
+    """The types of the state; nothing is compiled."""
+    with jax.set_mesh(auto_mesh()), jax.numpy_dtype_promotion("standard"):
+        return jax.eval_shape(sharded(inner).init, params)
+
+
+def stepper(inner, state, check_vma=True, **extra):
+    """A function of the parameters, the state and every worker's gradients."""
+    specs = dq.optax.state_specs(state)
+
+    def step(params, state, grads):
+        grads = jax.tree.map(lambda x: x[0], grads)
+        updates, state = sharded(inner).update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    options = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
+    return jax.shard_map(step, mesh=auto_mesh(), check_vma=check_vma, **options)
+
+
+def gradients():
+    """The types of every worker's gradients."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), PARAMS)
+
+
+def each(function):
+    return optax.chain(optax.sgd(0.1), optax.stateless_with_tree_map(lambda g, _: function(g)))
+
+
+RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+LABELS = dict.fromkeys(PARAMS, "adam") | {"b": "frozen"}
+RULES = {"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+TAKEN = {
+    "adabelief": optax.adabelief(1e-3),
+    "adamw, schedule": optax.adamw(RATE, weight_decay=optax.linear_schedule(0.0, 0.1, 10)),
+    "clip by value": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "conditional": optax.transforms.conditionally_mask(optax.adam(1e-3), lambda step: step > 2),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(RATE),
+    "lion": optax.lion(1e-3, mu_dtype=jnp.bfloat16),
+    "multi_transform": optax.multi_transform(RULES, LABELS),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+    "nadam": optax.nadam(1e-3),
+    "rmsprop": optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "schedule_free": contrib.schedule_free_adamw(1e-3),
+    "sgd, momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "yogi": optax.yogi(1e-3),
+    "custom rules": each(lambda g: jax.nn.softplus(jax.checkpoint(jax.nn.relu)(g))),
+}
+REFUSED = {
+    "clip by norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        r"'reduce_sum' \(clip_by_global_norm, .*Pass max_norm= ",
+    ),
+    "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"\(apply_if_finite, .*are not finite"),
+    "zero_nans": (optax.chain(optax.zero_nans(), optax.sgd(0.1)), "zero_nans.*are not finite"),
+    "adafactor": (optax.adafactor(1e-3), "'reduce_sum'.*use dq.optax.all_reduce"),
+    "adafactor, factored": (
+        optax.adafactor(1e-3, min_dim_size_to_factor=8, clipping_threshold=None),
+        r"'reduce_sum' \(scale_by_factored_rms, ",
+    ),
+    "sm3": (optax.sm3(1e-3), r"'add' \(scale_by_sm3, .* split differently"),
+    "muon": (contrib.muon(1e-3), r"\(scale_by_muon, .*use dq.optax.all_reduce"),
+    "lamb": (optax.lamb(1e-3), r"'reduce_sum' \(scale_by_trust_ratio, "),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), r"\(add_noise, .*noise depends"),
+    "flatten": (optax.flatten(optax.adam(1e-3)), "'reshape'"),
+    "array of rates": (
+        optax.stateless(lambda g, _: g | {"a": g["a"] * np.ones((64, 8), np.float32)}),
+        r"'mul' \(stateless, test_elementwise.py:\d+\) of arrays that are split differently",
+    ),
+    "other leaf": (
+        optax.stateless(lambda g, _: g | {"a": g["a"] + g["whole"]}),
+        "'add'.* split differently",
+    ),
+    "swapped": (
+        optax.stateless(lambda g, _: g | {"a": g["whole"], "whole": g["a"]}),
+        r"result\[0\]\['a'\] is \(64, 8\), not split, .* should be \(64, 8\), split by",
+    ),
+    "slices for whole": (
+        optax.stateless(lambda g, _: g | {"whole": g["a"]}),
+        r"result\[0\]\['whole'\] is \(64, 8\), split by .* should be \(64, 8\), split by",
+    ),
+    "effect": (each(lambda g: (jax.debug.print("now"), g)[1]), "with an effect"),
+    "other state": (
+        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, jnp.zeros(()))),
+        "returns PyTreeDef.* and must return",
+    ),
+    # The others gave up to all rows wrong, without an error, when every worker ran them on slices.
+    "padding row": (each(lambda g: g.at[0].set(0.0)), "'scatter'"),
+    "first rows": (each(lambda g: g.at[:5].multiply(0.0)), "'scatter-mul'"),
+    "update of a slice": (
+        each(lambda g: lax.dynamic_update_slice(g, jnp.zeros((1,) * g.ndim), (0,) * g.ndim)),
+        "'dynamic_update_slice'",
+    ),
+    "iota mask": (
+        each(lambda g: jnp.where(lax.broadcasted_iota(jnp.int32, g.shape, 0) < 5, 0.0, g)),
+        "'select_n'.* split differently",
+    ),
+    "tril": (each(lambda g: jnp.tril(g) if g.ndim > 1 else g), "'select_n'"),
+    "minus the first row": (each(lambda g: g - g[:1]), "'slice'"),
+    "roll": (each(lambda g: jnp.roll(g, 1, 0)), "'slice'"),
+    "rev": (each(lambda g: g[::-1]), "'rev'"),
+    "concatenate": (each(lambda g: jnp.concatenate([g, g])[: len(g)]), "'concatenate'"),
+    "pad": (each(lambda g: g - jnp.pad(g[:-1], ((1, 0),) + ((0, 0),) * (g.ndim - 1))), "'slice'"),
+    "one entry": (each(lambda g: g * g[(0,) * g.ndim]), "'slice'"),
+    "rows in blocks": (each(lambda g: g.reshape(-1, 1)[::-1].reshape(g.shape)), "'reshape'"),
+    "map over rows": (each(lambda g: lax.map(lambda row: row / (1 + row.ravel()[0]), g)), "'scan'"),
+    "cumsum": (each(lambda g: jnp.cumsum(g, 0)), "'cumsum'"),
+    "transpose": (each(lambda g: g.T.reshape(g.shape)), "'transpose'"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", daily(TAKEN, ["adamw, schedule", "custom rules", "multi_transform", "MultiSteps"])
+)
+def test_an_elementwise_optimizer_is_taken(name):
+    state = begin(TAKEN[name])
+    assert state.masters["a"].shape == (64, 8)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_init_refuses_an_optimizer_that_mixes_coordinates_or_depends_on_their_place(name):
+    inner, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        begin(inner)
+
+
+def test_an_optimizer_with_extra_arguments_is_checked_in_its_first_update():
+    loss = {"value": jnp.float32(1.0)}
+    taken = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
+    state = begin(taken)
+    jax.eval_shape(stepper(taken, state, **loss), PARAMS, state, gradients())
+    refused = optax.polyak_sgd()
+    state = begin(refused)
+    with pytest.raises(ValueError, match=r"'\w+' \(scale_by_polyak, .* of an array \(64, 8\)"):
+        jax.eval_shape(stepper(refused, state, **loss), PARAMS, state, gradients())
+
+
+def test_updates_are_those_of_whole_parameters():
+    """They follow sizes of whole parameters, constants of them, and branches, as plain optax's."""
+
+    def by_size(params):
+        return jax.tree.map(lambda x: x.size > 600, params)  # a slice has at most 128
+
+    def narrowed(grad, param):
+        scaled = grad * jnp.sum(jnp.arange(grad.shape[0])) / param.size
+        return scaled if param.shape[0] == 64 else lax.cond(param.ndim > 1, jnp.tanh, abs, scaled)
+
+    inner = optax.chain(
+        optax.adamw(1e-2, weight_decay=0.1, mask=by_size),
+        optax.masked(optax.trace(0.9), by_size),
+        optax.transforms.conditionally_transform(optax.scale(0.5), lambda step: step > 0),
+        optax.stateless_with_tree_map(narrowed),
+    )
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
+    params, grads = (jax.tree.map(draw, PARAMS) for _ in range(2))
+    state, splits = inner.init(params), begin(inner).splits
+    own, n = splits[len(PARAMS) :], {"data": 8}
+
+    def parts(tree, specs):
+        """Every worker's slices of the leaves, along a new leading axis."""
+        leaves, treedef = jax.tree.flatten(tree)
+        found = [split_of(spec, ("data",)) for spec in specs]
+        return treedef.unflatten(
+            jnp.stack(jnp.split(x, 8, split[0][0]) if split else [x] * 8)
+            for x, split in zip(leaves, found, strict=True)
+        )
+
+    @jax.jit
+    def both(grads, state, params):
+        """The results of two updates: slices of whole ones, and those of an update of slices."""
+        given, specs = (
+            (grads, state, params),
+            (*splits[: len(PARAMS)], *own, *splits[: len(PARAMS)]),
+        )
+        results = jax.eval_shape(lambda: (params, state))
+        update = lambda *own: on_slices(inner.update, own, specs, results, splits, n)  # noqa: E731
+        found, expected = parts(given, specs), given
+        for _ in range(2):
+            found = (found[0], *jax.vmap(update)(*found)[::-1])
+            expected = (expected[0], *inner.update(*expected)[::-1])
+        return found[1:], parts(expected[1:], (*own, *splits[: len(PARAMS)]))
+
+    with jax.numpy_dtype_promotion("standard"):
+        found, expected = both(grads, state, params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def test_init_inside_a_map_gives_slices_of_the_state_outside():
+    """Leaves are uniform (an initial accumulator), sliced (with sizes of the whole), and whole."""
+
+    def kept(params):
+        return jax.tree.map(lambda x: x + x.size, params), params["whole"][::2]
+
+    kept = optax.GradientTransformation(kept, lambda g, s, p=None: (g, s))
+    optimizer = sharded(optax.chain(optax.adagrad(0.1, initial_accumulator_value=0.25), kept))
+    params = jax.tree.map(lambda x: jnp.arange(float(np.prod(x.shape))).reshape(x.shape), PARAMS)
+    outside = dq.optax.init(optimizer, params, auto_mesh())
+    specs = dq.optax.state_specs(outside)
+    mapped = jax.shard_map(optimizer.init, mesh=auto_mesh(), in_specs=P(), out_specs=specs)
+    inside = jax.jit(mapped)(params)
+    jax.tree.map(np.testing.assert_array_equal, inside, outside)
+    assert inside.splits == outside.splits
