@@ -27,13 +27,13 @@ class Dealt(NamedTuple):
 class Upgrades(NamedTuple):
     """How tiles are widened within F budgets, by U upgrades each; hashable.
 
-    Whoever has fewer upgrades gets some that no tile takes.
+    A budget of fewer upgrades has some more, which no tile gets.
     """
 
     words: tuple[tuple[int, ...], ...]
-    """What an upgrade of one tile takes, U rows of F; at least 1."""
+    """Words that an upgrade of one tile takes, U rows of F; at least 1."""
     wider: tuple[tuple[int, ...], ...]
-    """By how many bits an upgrade widens a tile, U rows of F."""
+    """Bits by which an upgrade widens a tile, U rows of F."""
     budgets: tuple[int, ...]
     """The words of each budget beyond those of tiles of the narrowest width."""
     narrowest: int

@@ -1,4 +1,4 @@
-"""What all comparators promise alike: memories, bias, devices, axes, derivatives, refusals.
+"""Promises of all comparators alike: memories, bias, devices, axes, derivatives, refusals.
 
 `test_every_method` has trees, wire bits and keys of all rows, `test_nonfinite` what is not finite
 and extreme magnitudes; a method's own file compares it with its definition in numpy.

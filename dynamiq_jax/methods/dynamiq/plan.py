@@ -109,9 +109,13 @@ def upgrades_of(
         wider[: len(own), i] = np.diff([narrowest, *(u.width for u in own)])
     narrowest = min(fmt.widths)
     least = fmt.tile_words(narrowest)
-    rows = (tuple(map(tuple, table.tolist())) for table in (words, wider))
-    budgets = tuple(own - tiles * least for own in payload_words)
-    return taken, Upgrades(*rows, budgets, narrowest, least)
+    return taken, Upgrades(
+        words=tuple(map(tuple, words.tolist())),
+        wider=tuple(map(tuple, wider.tolist())),
+        budgets=tuple(own - tiles * least for own in payload_words),
+        narrowest=narrowest,
+        tile_words=least,
+    )
 
 
 def make_plan(
@@ -155,7 +159,8 @@ def order_and_tiles(
     # Stages of equal budgets and floors share their tiles.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
-    taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, *zip(*different, strict=True))
+    payload_words, floors = zip(*different, strict=True)
+    taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, payload_words, floors)
     shape = layout.chunks, layout.chunk_super_groups
     energy = energy.reshape(layout.shards, -1)
     order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
