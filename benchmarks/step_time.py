@@ -89,7 +89,7 @@ class Row:
     wire_bytes: float
     """That a worker sends in a step."""
     link_share: float | None
-    """Of the rate that was given."""
+    """The share of the link's rate, where one was given."""
     temporary_bytes: int
     trace_s: float
     compile_s: float
@@ -230,7 +230,7 @@ def time_steps(
 
 
 def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
-    """What one step hid; prints the kernels that take the most time, and draws all of them."""
+    """Prints a step's kernels by time and draws all; returns how much of its transfers is hidden."""
 
     def call() -> Any:
         nonlocal state
@@ -268,7 +268,7 @@ class Run:
     steps: int
     """In a sample."""
     rate: float | None
-    """Of a worker's link, in Gb/s."""
+    """The rate of a worker's link, in Gb/s."""
     profiles: Path | None
     xla: dict[str, Any]
 

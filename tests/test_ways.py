@@ -129,7 +129,7 @@ def train(way: ways.Way, step: Any) -> tuple[list[float], Any, Any]:
 
 
 def assert_replicas_equal(tree: Any) -> None:
-    """What several devices hold of an array has the same bits on all of them."""
+    """Devices that hold the same part of an array hold the same bits."""
     for x in jax.tree.leaves(tree):
         first = {}
         for shard in x.addressable_shards:
