@@ -188,9 +188,9 @@ def tree_model(file: Path) -> ways.Model:
 
 
 @cache
-def _drawer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], Array]:
+def _drawer(shape: tuple[int, ...], ones: bool, sharding: Any) -> Callable[[Array], Array]:
     def draw(key: Array) -> Array:
-        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
+        return jnp.ones(shape) if ones else 0.02 * jax.random.normal(key, shape)
 
     return jax.jit(draw, out_shardings=sharding)
 
@@ -200,11 +200,14 @@ def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
 
     A program for every shape: initialising all layers in one takes a minute to compile.
     """
-    leaves, treedef = jax.tree.flatten(shapes)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return treedef.unflatten(
-        _drawer(x.shape, sharding)(key) for key, x in zip(keys, leaves, strict=True)
-    )
+
+    def draw(key: Array, path: Any, leaf: Any) -> Array:
+        ones = len(leaf.shape) < 2 or "norm" in jax.tree_util.keystr(path)  # of layers, stacked
+        return _drawer(leaf.shape, ones, sharding)(key)
+
+    return treedef.unflatten(draw(key, *leaf) for key, leaf in zip(keys, leaves, strict=True))
 
 
 def time_steps(
