@@ -233,7 +233,7 @@ def time_steps(
 
 
 def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
-    """Prints a step's kernels by time and draws all; returns how much of its transfers is hidden."""
+    """Prints a step's kernels by time, and draws all; returns what of its transfers is hidden."""
 
     def call() -> Any:
         nonlocal state
