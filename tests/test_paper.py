@@ -51,7 +51,7 @@ def coded(x, width, noise, rng, scales_up=False):
     groups = x.reshape(len(x), -1, GROUP)
     group_scale = np.abs(groups).max(2)
     steps = 256 if scales_up else 255
-    share = np.divide(group_scale, super_scale, where=super_scale > 0, out=0 * group_scale)
+    share = group_scale / np.maximum(super_scale, 1e-30)
     sent = np.ceil(steps * share) if scales_up else np.floor(255 * share + rng.random(share.shape))
     decoded_scale = (sent / steps * super_scale)[..., None]
     group_scale = decoded_scale if scales_up else group_scale[..., None]
@@ -71,8 +71,7 @@ def coded(x, width, noise, rng, scales_up=False):
 @functools.cache
 def distortion(width):
     """The mean squared error of one encoding over the energy, for Gaussian groups."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((2000, SUPER))
+    x = (rng := np.random.default_rng(0)).standard_normal((2000, SUPER))
     decoded = coded(x, np.full(len(x), width), rng.random(x.shape), rng, scales_up=True)
     return relative_error(decoded, x)
 
@@ -169,7 +168,7 @@ KINDS = ("plain", "layers", "means", "shared", "heavy", "sparse", "mixed tiles")
 CASES = [(kind, bits) for kind in KINDS for bits in CODE_BITS]
 
 
-@pytest.mark.parametrize(("kind", "bits"), daily(CASES, [(kind, 5.0) for kind in KINDS]))
+@pytest.mark.parametrize(("kind", "bits"), daily(CASES, [c for c in CASES if c[1] == 5]))
 def test_errors_and_widths_are_the_papers(kind, bits):
     """Within 7% and with equal widths if numpy has the library's differences, else a factor of 2.
 
@@ -194,8 +193,7 @@ def test_bias_is_as_small_as_the_papers():
     """The share of squared bias in the error: K samples without bias show 1/K."""
     x, keys = gradients("layers"), 6
     exact = x.astype(np.float64).sum(0)
-    run = library(5.0)
-    ours = [run(x, jax.random.key(seed))[0][0] - exact for seed in range(keys)]
+    ours = [library(5.0)(x, jax.random.key(seed))[0][0] - exact for seed in range(keys)]
     paper = [paper_psum(x, 5.0, np.random.default_rng(seed))[0] - exact for seed in range(keys)]
     for errors in (ours, paper):
         share = np.sum(np.mean(errors, 0) ** 2) / np.mean(np.sum(np.square(errors), 1))
