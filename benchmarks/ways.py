@@ -106,7 +106,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model and the devices on which every way trains it."""
+    """The model, optimizer and devices that all ways share."""
 
     make_model: Callable[[bool, bool], Model]
     """(scan, checkpoint) -> the model, its blocks in a loop, or computed again."""
@@ -144,7 +144,7 @@ class Training:
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 
     def copies(self, params: Any) -> Any:
-        """Makes a copy in memory of its own."""
+        """Parameters as functions take them, in memory of their own."""
         return jax.tree.map(partial(jnp.array, dtype=self.dtype, copy=True), params)
 
     def map(self, f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
@@ -494,7 +494,7 @@ KINDS = {
 
 
 class Parsed(NamedTuple):
-    """A name, taken apart."""
+    """A way's name, in parts."""
 
     kind: Kind
     scan: bool
