@@ -148,6 +148,7 @@ class Hosts:
         self.switch = f"{run}-switch"
         self.coordinator = f"{self.address(0)}:{PORT}"
         self._passes_packets: subprocess.Popen[bytes] | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def address(self, i: int) -> str:
         """The IPv4 address of a host."""
@@ -172,6 +173,8 @@ class Hosts:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
+        for process in self._started:
+            process.wait()
 
     def _build(self) -> None:
         for name in self.names:
@@ -231,10 +234,12 @@ class Hosts:
             command, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        assert process.stdout is not None
         self._passes_packets = process
-        if process.stdout.readline() != b"ready\n":
-            raise RuntimeError("the process between the hosts did not start")
+        self._started.append(process)
+        assert process.stdout is not None
+        with process.stdout as said:
+            if said.readline() != b"ready\n":
+                raise RuntimeError("the process between the hosts did not start")
 
     def check(self) -> None:
         """Raises `RuntimeError` if the hosts are not connected any more."""
@@ -291,11 +296,13 @@ class Hosts:
         enter = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "sh", "-c", named, "sh"]
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("wb")) if log else None
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*enter, *(word.replace("%i", str(i)) for word in command)],
                 env=self.environment(i) | (env or {}), stdin=subprocess.DEVNULL,
                 stdout=out, stderr=subprocess.STDOUT if out else None, start_new_session=True,
             )  # fmt: skip
+        self._started.append(process)
+        return process
 
     def kill(self, i: int) -> None:
         """Ends all processes of host i at once."""

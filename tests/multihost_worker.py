@@ -1,6 +1,7 @@
 """Runs one process of `test_multihost` or `test_hosts`.
 
     python multihost_worker.py MODE FOLDER [COORDINATOR NUM_PROCESSES PROCESS_ID]
+    python multihost_worker.py steps_on_hosts FOLDER HEARTBEAT_TIMEOUT
 
 It prints a line whenever something is done, and leaves its results in the folder.
 """
@@ -12,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,6 +107,7 @@ CONFIG = replace(
     vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
 )  # fmt: skip
 STEPS, CHECKPOINT_EVERY, DIES_BEFORE_STEP = 10, 3, 7
+STEPS_ON_HOSTS = 16
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 
 
@@ -234,7 +237,7 @@ def by_value_and_grad(mesh):
 
 def by_sharded_updates(mesh):
     """Two steps of Adam, each worker for its slices."""
-    request = small(METHOD.method, topology=LOOP)
+    request = small(METHOD.method, topology=dq.Direct())
     rule = dq.optax.sharded(optax.adam(1e-2), AXES, method=request, differences=request)
     params, x = problem(mesh)
     state = dq.optax.init(rule, params, mesh)
@@ -324,17 +327,35 @@ def ways_alone(folder):
     ways(folder, Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2))
 
 
-def on_hosts(folder, *, forever):
-    """On hosts: what they say of each other, results, and then steps for ever, if they shall."""
-    names = "COORDINATOR", "NUM_HOSTS", "HOST_ID"
-    coordinator, n, i = (os.environ[name] for name in names)
-    train_multihost.join(coordinator, int(n), int(i), HEARTBEAT_TIMEOUT)
+def this_host():
+    """Coordinator, number of hosts and number of this one, as `benchmarks/hosts.py` tells them."""
+    return os.environ["COORDINATOR"], int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
+
+
+def on_hosts(folder):
+    """On hosts: what they say of each other, results, and then steps for ever."""
+    train_multihost.join(*this_host(), HEARTBEAT_TIMEOUT)
     mesh = train_multihost.make_mesh()
-    said = told_apart(mesh)
-    (folder / f"{i}.json").write_text(json.dumps(said))
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(told_apart(mesh)))
     ways(folder, mesh)
-    if forever:
-        endless(mesh)
+    endless(mesh)
+
+
+def steps_on_hosts(folder, heartbeat_timeout):
+    """On hosts: steps for ever."""
+    train_multihost.join(*this_host(), int(heartbeat_timeout))
+    endless(train_multihost.make_mesh())
+
+
+def training_on_hosts(folder):
+    """The example on hosts, as `command_line` runs it, but without memory and longer."""
+    method = small(METHOD.method, topology=dq.Hierarchical(outer=LOOP))
+    fields = {"model": CONFIG, "recipe": RECIPE._replace(steps=STEPS_ON_HOSTS), "seed": 0}
+
+    def make_run(mesh):
+        return Run(mesh=mesh, method=method, **fields)
+
+    example(folder, *this_host(), make_run, lambda step: time.sleep(0.2))  # a test watches
 
 
 def endless(mesh):
@@ -388,17 +409,16 @@ def together(folder, coordinator, num_processes, process_id):
         multihost_utils.sync_global_devices("in vain")
 
 
-def command_line(folder, coordinator, num_processes, process_id, *, dies):
-    """The example as its users run it, but for a smaller run; one process may die in its midst."""
+def example(folder, coordinator, num_processes, process_id, make_run, before):
+    """The example as its users run it, but for a smaller run; ``before(step)`` comes first."""
     windows = train_multihost.windows
 
-    def windows_or_death(corpus, step, *args):
-        if dies and step == DIES_BEFORE_STEP and process_id == VICTIM:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def windows_of(corpus, step, *args):
+        before(step)
         say(f"step {step}")
         return windows(corpus, step, *args)
 
-    train_multihost.windows = windows_or_death
+    train_multihost.windows = windows_of
     train_multihost.Run = lambda **fields: make_run(fields["mesh"])
     train_multihost.load_corpus = lambda vocab_size: corpus()
     train_multihost.main(
@@ -408,18 +428,29 @@ def command_line(folder, coordinator, num_processes, process_id, *, dies):
     )  # fmt: skip
 
 
+def command_line(folder, coordinator, num_processes, process_id, *, dies):
+    """The example; one process may die in its midst."""
+
+    def or_death(step):
+        if dies and step == DIES_BEFORE_STEP and process_id == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    example(folder, coordinator, num_processes, process_id, make_run, or_death)
+
+
 MODES = {
     "alone": alone,
     "together": together,
     "command_line": partial(command_line, dies=False),
     "command_line_dies": partial(command_line, dies=True),
     "ways_alone": ways_alone,
-    "on_hosts": partial(on_hosts, forever=False),
-    "on_hosts_forever": partial(on_hosts, forever=True),
+    "on_hosts": on_hosts,
+    "steps_on_hosts": steps_on_hosts,
+    "training_on_hosts": training_on_hosts,
 }
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # JAX ends by abort
     mode, folder, *group = sys.argv[1:]
-    who = [group[0], int(group[1]), int(group[2])] if group else []
+    who = [group[0], int(group[1]), int(group[2])] if len(group) == 3 else group
     MODES[mode](Path(folder), *who)

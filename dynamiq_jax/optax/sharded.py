@@ -522,10 +522,13 @@ def _check(
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:
     """The norm of all parameters' gradients: slices are summed over the axes that split them."""
-    squares: dict[frozenset[str], Array] = {}
+    # By names in their order, which a set would change: the sum's groups of devices are those of
+    # the other collectives, in all processes. Else XLA may run both at once, and neither ends.
+    squares: dict[tuple[str, ...], Array] = {}
     for x, spec in zip(slices, placed, strict=True):
-        squares[axes_of(spec)] = squares.get(axes_of(spec), 0.0) + jnp.sum(jnp.square(x))
-    sums = [lax.psum(x, tuple(axes)) if axes else x for axes, x in squares.items()]
+        axes = tuple(name for entry in spec for name in names_of(entry))
+        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(x))
+    sums = [lax.psum(x, axes) if axes else x for axes, x in squares.items()]
     return jnp.sqrt(sum(sums, jnp.float32(0)))
 
 

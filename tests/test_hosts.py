@@ -1,0 +1,339 @@
+"""Hosts of `benchmarks/hosts.py`: results of one process, and what deaths and cut links lead to.
+
+Hosts have two devices each and run `multihost_worker`. Their links are late and lose packets.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import multihost_worker as worker
+import numpy as np
+import pytest
+from cases import assert_same_bits, daily
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import hosts
+from hosts import Hosts
+
+try:
+    hosts.check_machine()
+    REASON = None
+except hosts.Unavailable as error:
+    REASON = str(error)
+
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+POOR: dict[str, Any] = {"rate": "100mbit", "delay": "5ms", "loss": "2%", "devices": 2}
+ABORTED = -signal.SIGABRT
+PATIENCE, SILENCE = 30, 90
+"""Seconds until survivors have ended, and until a host that says nothing counts as hanging."""
+ENVIRONMENT = {"JAX_NUMPY_RANK_PROMOTION": "allow"}
+"""Besides, each host has its own seed of hashes: 0 and 2 order a set of the axes otherwise."""
+
+
+# --- Groups of hosts ------------------------------------------------------------------------------
+
+
+class Group:
+    """Processes of one mode on all hosts of ``made``, and their logs."""
+
+    def __init__(self, made, folder, mode, *arguments):
+        folder.mkdir(exist_ok=True, parents=True)
+        command = [sys.executable, "-u", worker.__file__, mode, str(folder), *map(str, arguments)]
+        self.made, self.logs = made, [folder / f"{mode}.{i}.log" for i in range(made.n)]
+        self.processes = [
+            made.start(i, command, env=ENVIRONMENT | {"PYTHONHASHSEED": str(2 * i)}, log=log)
+            for i, log in enumerate(self.logs)
+        ]
+
+    def said(self, i):
+        return self.logs[i].read_text()
+
+    def step(self, i):
+        """The last step that host i has told."""
+        return max([-1, *map(int, re.findall(r"^step (\d+)$", self.said(i), re.MULTILINE))])
+
+    def until(self, true, *, seconds=None):
+        """Waits; without ``seconds`` until no host has said anything new for `SILENCE`."""
+        heard, news = time.monotonic(), None
+        while not true():
+            before, news = news, [log.stat().st_size for log in self.logs]
+            heard = time.monotonic() if news != before and seconds is None else heard
+            if time.monotonic() - heard > (seconds or SILENCE):
+                tails = [f"{log.name}:\n{log.read_text()[-1500:]}" for log in self.logs]
+                pytest.fail("this did not happen in time\n" + "\n\n".join(tails))
+            time.sleep(0.1)
+
+    def until_step(self, count):
+        """Waits until all hosts have told this step."""
+
+        def reached():
+            assert not self.ended(), self.said(0)[-3000:] + self.said(1)[-3000:]
+            return all(self.step(i) >= count for i in range(self.made.n))
+
+        self.until(reached)
+
+    def ended(self):
+        return [i for i, process in enumerate(self.processes) if process.poll() is not None]
+
+    def statuses(self, *, seconds=None):
+        """Waits for the end of all processes."""
+        self.until(lambda: len(self.ended()) == self.made.n, seconds=seconds)
+        return [process.returncode for process in self.processes]
+
+    def lose(self, victim):
+        """Ends a host in the middle of a step; the others end in time, and say which it was."""
+        self.made.kill(victim)
+        statuses = self.statuses(seconds=PATIENCE)
+        assert statuses[victim] == -signal.SIGKILL
+        for i in set(range(self.made.n)) - {victim}:
+            assert statuses[i] == ABORTED, self.said(i)[-3000:]
+            assert re.search(rf"Task {victim} heartbeat|heartbeats\):\n{victim}\n", self.said(i))
+
+
+# --- Results, differences, deaths -----------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    expected: dict[str, np.ndarray]
+    """Results of one process, {"way/leaf/worker": of that worker}."""
+    found: dict[str, np.ndarray]
+    """The same of all hosts."""
+    told: list[dict[str, str]]
+    """What each host was told about the last one, {what differs: message}."""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """n -> what n hosts found; at the end the last of them is lost."""
+
+    @functools.cache
+    def run(n):
+        folder, alone = (tmp_path_factory.mktemp(f"{name}{n}") for name in ("hosts", "alone"))
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={2 * n}"
+        env = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, worker.__file__, "ways_alone", str(alone)]
+        one = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        try:
+            with Hosts(n, **POOR) as made:
+                group = Group(made, folder, "on_hosts")
+                group.until_step(3)
+                group.lose(n - 1)
+            assert one.wait(SILENCE) == 0
+        finally:
+            one.kill()
+            one.wait()
+        rows = [dict(np.load(folder / f"{i}.npz")) for i in range(n)]
+        assert sum(map(len, rows)) == len({name for row in rows for name in row})
+        told = [json.loads((folder / f"{i}.json").read_text()) for i in range(n)]
+        return Outcome(
+            dict(np.load(alone / "0.npz")), {k: v for r in rows for k, v in r.items()}, told
+        )
+
+    return run
+
+
+NUMBERS = pytest.mark.parametrize("n", daily([2, 3], [2]))
+
+
+@needs_hosts
+@NUMBERS
+@pytest.mark.parametrize("way", worker.WAYS)
+def test_hosts_find_the_bits_of_one_process(outcome, n, way):
+    expected, found, _ = outcome(n)
+    own = {name for name in expected if name.startswith(f"{way}/")}
+    assert own == {name for name in found if name.startswith(f"{way}/")}
+    assert len(own) >= 4 * n
+    for name in own:
+        if not name.split("/")[1] == "loss":
+            assert np.ptp(expected[name]) > 0
+            assert_same_bits(found[name], expected[name])
+        else:  # a mean in f32, added up in another order
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+
+
+@needs_hosts
+@NUMBERS
+def test_the_first_call_says_what_a_host_has_that_others_have_not(outcome, n):
+    differences = {
+        "topology": ("RuntimeError", "Direct(", "Ring("),
+        "method": ("RuntimeError", "DynamiQ()", "DynamiQ(bits=4.5)"),
+        "tree": ("UserWarning", "float32[200]", "float32[300]"),
+    }
+    for told in outcome(n).told:
+        for what, (kind, first, last) in differences.items():
+            assert told[what].startswith(kind)
+            found = re.search(rf"{what}: process 0 has (.*?), process (\d) has (.*)", told[what])
+            assert first in found[1] and last in found[3] and found[2] == str(n - 1)
+
+
+@needs_hosts
+@pytest.mark.release
+@pytest.mark.parametrize(("heartbeats", "goes_on"), [(100, True), (5, False)])
+def test_a_link_cut_for_ten_seconds(tmp_path, heartbeats, goes_on):
+    """Longer than heartbeats may fail to come it ends both hosts; else they go on."""
+    with Hosts(2, rate="1gbit", devices=2) as made:
+        group = Group(made, tmp_path, "steps_on_hosts", heartbeats)
+        group.until_step(3)
+        made.cut(1)
+        time.sleep(10)
+        if goes_on:
+            assert not group.ended()
+            reached = group.step(0)
+            made.mend(1)
+            group.until_step(reached + 20)
+        else:
+            made.mend(1)
+            assert group.statuses(seconds=PATIENCE) == [ABORTED, ABORTED]
+            assert "Task 1 heartbeat timeout" in group.said(0) + group.said(1)
+
+
+# --- The example ----------------------------------------------------------------------------------
+
+
+def losses(folder):
+    return json.loads((folder / "out" / "tiny-multihost.json").read_text())["losses"]
+
+
+@needs_hosts
+@pytest.mark.release
+def test_training_goes_on_with_the_hosts_that_are_left_and_again_with_all(tmp_path):
+    """All runs have the schedule of `STEPS_ON_HOSTS` steps."""
+    whole, broken, again = (tmp_path / name for name in ("whole", "broken", "again"))
+    mode = "training_on_hosts"
+    with Hosts(3, devices=2) as three:
+        assert Group(three, whole, mode).statuses() == [0, 0, 0]
+        uninterrupted = losses(whole)
+        group = Group(three, broken, mode)
+        group.until_step(7)
+        group.lose(1)
+        for i in (0, 2):  # whoever looks at the end alone knows who it was
+            assert "task 1" in group.said(i).rstrip().splitlines()[-1].lower()
+        shutil.copytree(broken, again)
+        # With as many hosts: the curve of the run that was not interrupted.
+        assert Group(three, again, mode).statuses() == [0, 0, 0]
+        assert losses(again) == uninterrupted
+    with Hosts(2, devices=2) as two:
+        group = Group(two, broken, mode)
+        group.until_step(13)
+        group.lose(1)
+    (first,) = re.findall(r"starting after step (\d+)\n", group.said(0))
+    with Hosts(3, devices=2) as three:
+        group = Group(three, broken, mode)
+        assert group.statuses() == [0, 0, 0]
+    (second,) = re.findall(r"starting after step (\d+)\n", group.said(0))
+    assert 0 < int(first) < int(second) < worker.STEPS_ON_HOSTS
+    curve = losses(broken)
+    assert curve[: int(first)] == uninterrupted[: int(first)]
+    assert curve != uninterrupted  # batches of two hosts are smaller
+    np.testing.assert_allclose(curve, uninterrupted, atol=0.25)
+    assert uninterrupted[-1] < uninterrupted[0] - 0.5
+
+
+# --- The tool -------------------------------------------------------------------------------------
+
+
+def left_behind():
+    """Namespaces of hosts, and files."""
+    folder = Path("/etc/netns")
+    return {*os.listdir("/run/netns"), *(os.listdir(folder) if folder.exists() else ())}
+
+
+@needs_hosts
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_run_that_is_ended(tmp_path, number):
+    before, seconds = left_behind(), f"1000.{os.getpid()}"
+    stubborn = f"trap '' INT TERM; sleep {seconds} & echo on $(hostname) of $NUM_HOSTS; wait"
+    command = ["--hosts", "3", "--delay", "1ms", "--logs", str(tmp_path), "--"]
+    process = subprocess.Popen([sys.executable, hosts.__file__, *command, "sh", "-c", stubborn])
+    log = tmp_path / "host2.log"
+    deadline = time.monotonic() + 30
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert log.read_text() == "on host2 of 3\n"
+    assert len(left_behind() - before) == 4  # three hosts and a switch
+    process.send_signal(number)
+    assert process.wait(30) == (128 + number if number == signal.SIGTERM else -number)
+    while left_behind() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found = subprocess.run(["pgrep", "-f", f"sleep {seconds}"], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+@needs_hosts
+def test_a_failing_host_ends_the_run_with_its_status(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(hosts, "GRACE", 0.5)
+    script = "[ $HOST_ID = %i ] && [ %i = 1 ] && echo because && exit 7; sleep 1000"
+    with Hosts(2) as made:
+        assert hosts.run(made, ["sh", "-c", script], tmp_path) == [None, 7]
+    with pytest.raises(hosts.typer.Exit) as ended:
+        hosts.main(["sh", "-c", script], logs=tmp_path)
+    assert ended.value.exit_code == 7
+    assert "because" in capfd.readouterr().err
+
+
+@needs_hosts
+def test_links_carry_what_they_are_told(tmp_path):
+    """10 Mb at 20 Mb/s take half a second, and are counted."""
+    script = """
+import os, socket, sys, time
+if os.environ["HOST_ID"] == "0":
+    with socket.create_server(("host0", 5000)) as server:
+        peer, _ = server.accept()
+        with peer:
+            start, left = time.monotonic(), 1_250_000
+            while left: left -= len(peer.recv(left))
+            print(time.monotonic() - start)
+else:
+    for _ in range(100):
+        try: peer = socket.create_connection(("host0", 5000)); break
+        except OSError: time.sleep(0.05)
+    peer.sendall(bytes(1_250_000)); peer.recv(1)
+"""
+    with Hosts(2, rate="20mbit") as made:
+        logs = [tmp_path / f"{i}.log" for i in range(2)]
+        command = [sys.executable, "-c", script]
+        started = [made.start(i, command, log=log) for i, log in enumerate(logs)]
+        assert [process.wait(30) for process in started] == [0, 0], logs[1].read_text()
+        assert 1_250_000 < made.bytes_sent(1) < 1.1 * 1_250_000
+        assert made.bytes_sent(0) < 100_000
+    assert float(logs[0].read_text()) == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 1}, "hosts=1: give 2 to 250"),
+        ({"rate": "25"}, "rate '25': give a number and a unit"),
+        ({"delay": "5"}, "delay '5': give a number and a unit"),
+        ({"loss": "0.02"}, "loss '0.02': give a percentage"),
+        ({"devices": 2, "gpus": 1}, "devices=2 and gpus=1: give one of them"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Hosts(**{"n": 2} | options)
+
+
+def test_a_machine_without_the_tools_is_told_so_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(hosts.typer.Exit) as ended:
+        hosts.main(["true"])
+    assert ended.value.exit_code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hosts are made by tc, not found in PATH: install iproute2")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(hosts.Unavailable, match="take Linux and root"):
+        hosts.check_machine()
