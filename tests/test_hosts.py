@@ -43,6 +43,11 @@ ENVIRONMENT = {"JAX_NUMPY_RANK_PROMOTION": "allow"}
 # --- Groups of hosts ------------------------------------------------------------------------------
 
 
+def blamed(victim):
+    """JAX's messages about a host that is silent."""
+    return rf"Task {victim} heartbeat|heartbeats\):\n{victim}\n"
+
+
 class Group:
     """Processes of one mode on all hosts of ``made``, and their logs."""
 
@@ -97,7 +102,7 @@ class Group:
         assert statuses[victim] == -signal.SIGKILL
         for i in set(range(self.made.n)) - {victim}:
             assert statuses[i] == ABORTED, self.said(i)[-3000:]
-            assert re.search(rf"Task {victim} heartbeat|heartbeats\):\n{victim}\n", self.said(i))
+            assert re.search(blamed(victim), self.said(i))
 
 
 # --- Results, differences, deaths -----------------------------------------------------------------
@@ -194,7 +199,7 @@ def test_a_link_cut_for_ten_seconds(tmp_path, heartbeats, goes_on):
         else:
             made.mend(1)
             assert group.statuses(seconds=PATIENCE) == [ABORTED, ABORTED]
-            assert "Task 1 heartbeat timeout" in group.said(0) + group.said(1)
+            assert re.search(blamed(1), group.said(0))
 
 
 # --- The example ----------------------------------------------------------------------------------
@@ -216,8 +221,6 @@ def test_training_goes_on_with_the_hosts_that_are_left_and_again_with_all(tmp_pa
         group = Group(three, broken, mode)
         group.until_step(7)
         group.lose(1)
-        for i in (0, 2):  # whoever looks at the end alone knows who it was
-            assert "task 1" in group.said(i).rstrip().splitlines()[-1].lower()
         shutil.copytree(broken, again)
         # With as many hosts: the curve of the run that was not interrupted.
         assert Group(three, again, mode).statuses() == [0, 0, 0]
