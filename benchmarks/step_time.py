@@ -89,7 +89,7 @@ class Row:
     wire_bytes: float
     """That a worker sends in a step."""
     link_share: float | None
-    """Of the rate that was given."""
+    """The share of the link's rate, where one was given."""
     temporary_bytes: int
     trace_s: float
     compile_s: float
@@ -188,9 +188,9 @@ def tree_model(file: Path) -> ways.Model:
 
 
 @cache
-def _drawer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], Array]:
+def _drawer(shape: tuple[int, ...], ones: bool, sharding: Any) -> Callable[[Array], Array]:
     def draw(key: Array) -> Array:
-        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
+        return jnp.ones(shape) if ones else 0.02 * jax.random.normal(key, shape)
 
     return jax.jit(draw, out_shardings=sharding)
 
@@ -200,11 +200,14 @@ def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
 
     A program for every shape: initialising all layers in one takes a minute to compile.
     """
-    leaves, treedef = jax.tree.flatten(shapes)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return treedef.unflatten(
-        _drawer(x.shape, sharding)(key) for key, x in zip(keys, leaves, strict=True)
-    )
+
+    def draw(key: Array, path: Any, leaf: Any) -> Array:
+        ones = len(leaf.shape) < 2 or "norm" in jax.tree_util.keystr(path)  # of layers, stacked
+        return _drawer(leaf.shape, ones, sharding)(key)
+
+    return treedef.unflatten(draw(key, *leaf) for key, leaf in zip(keys, leaves, strict=True))
 
 
 def time_steps(
@@ -230,7 +233,7 @@ def time_steps(
 
 
 def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
-    """What one step hid; prints the kernels that take the most time, and draws all of them."""
+    """Prints a step's kernels by time, and draws all; returns what of its transfers is hidden."""
 
     def call() -> Any:
         nonlocal state
@@ -268,7 +271,7 @@ class Run:
     steps: int
     """In a sample."""
     rate: float | None
-    """Of a worker's link, in Gb/s."""
+    """The rate of a worker's link, in Gb/s."""
     profiles: Path | None
     xla: dict[str, Any]
 

@@ -106,7 +106,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What every way trains, and on which devices."""
+    """The model, optimizer and devices that all ways share."""
 
     make_model: Callable[[bool, bool], Model]
     """(scan, checkpoint) -> the model, its blocks in a loop, or computed again."""
@@ -144,7 +144,7 @@ class Training:
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 
     def copies(self, params: Any) -> Any:
-        """The same in memory of their own."""
+        """Parameters as functions take them, in memory of their own."""
         return jax.tree.map(partial(jnp.array, dtype=self.dtype, copy=True), params)
 
     def map(self, f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
@@ -494,7 +494,7 @@ KINDS = {
 
 
 class Parsed(NamedTuple):
-    """What a name means."""
+    """A way's name, in parts."""
 
     kind: Kind
     scan: bool
@@ -507,7 +507,7 @@ class Parsed(NamedTuple):
 
 
 def parse(text: str, training: Training) -> Parsed:
-    """What the name of a way means; see the module.
+    """Takes the name of a way apart; see the module.
 
     Raises:
       ValueError: there is no such way or method, or the name has more methods than the way.

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import reference
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.energy import (
     ENERGY_LEVELS,
@@ -203,6 +204,11 @@ def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, size, rows_per_pr
     plgpu.store(sqnorm_ref.at[at], jnp.sum(x * x, axis=1), mask=inside)
 
 
+_MOST_TO_DEAL = 2**17
+"""Super-groups that the counting sort orders. On an H100 (JAX 0.11.2) an order takes 19 us by it
+and 46 by XLA's sort for 2^15 super-groups, 43 us by both for 2^17, 243 and 50 for 2^20."""
+
+
 def _options(name: str, interpret: bool) -> dict[str, Any]:
     """The options of every launch of the kernel ``name``."""
     options = {"name": f"dynamiq_{name}", "interpret": interpret}
@@ -337,7 +343,9 @@ class Triton:
         return _statistics(x, super_group_size, self.interpret)
 
     def deal(self, energy, taken, upgrades, shape):
-        """See `pallas_kernels.deal`."""
+        """See `pallas_kernels.deal`; XLA's sort is faster for many super-groups."""
+        if energy.size > _MOST_TO_DEAL:
+            return reference.deal(energy, taken, upgrades, shape)
         names = "count", "begin", "width"
         sizes = tuple(tuning_for(f"deal_{name}").rows_per_program for name in names)
         return _deal(energy, taken, upgrades, shape, sizes, self.interpret)

@@ -129,7 +129,7 @@ def train(way: ways.Way, step: Any) -> tuple[list[float], Any, Any]:
 
 
 def assert_replicas_equal(tree: Any) -> None:
-    """What several devices hold of an array has the same bits on all of them."""
+    """Devices that hold the same part of an array hold the same bits."""
     for x in jax.tree.leaves(tree):
         first = {}
         for shard in x.addressable_shards:
@@ -157,11 +157,11 @@ def check_exact(way: ways.Way, step: Any, t: ways.Training, within: float) -> No
     assert max(distances(way, params, last)) < within
     assert_replicas_equal((params, copies))
     if copies is not None:
-        rounded = 0.0 if t.dtype == jnp.float32 else 2.0**-7
+        apart = 1e-6 if t.dtype == jnp.float32 else 2.0**-8  # relative, as roundings are
         for copy, master in zip(*map(jax.tree.leaves, (copies, params)), strict=True):
             assert copy.dtype == t.dtype and master.dtype == jnp.float32
             copy, master = np.float32(jax.device_get(copy)), jax.device_get(master)
-            np.testing.assert_allclose(copy, master, rtol=rounded + 1e-6, atol=1e-6)
+            assert np.linalg.norm(copy - master) <= apart * np.linalg.norm(master)
 
 
 def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
@@ -202,7 +202,7 @@ class Cheap(ways.Training):
         return dataclasses.replace(CHEAP, topology=self.topology, **LIMITS)
 
 
-@pytest.mark.parametrize("text", ["fsdp-scan:5/8"])
+@pytest.mark.parametrize("text", ["zero-pipeline-scan:5/2.5"])
 def test_with_one_width_a_way_trains_and_replicas_have_equal_bits(text):
     t = Cheap(**vars(training(auto_mesh(N))))
     way, program = lowered(text, t)

@@ -409,7 +409,7 @@ def read_times(file: str, model: str, topology: str) -> dict[str, dict[str, Row]
     kinds: dict[str, str] = {}
     for run in load(file)["runs"]:
         rows = {
-            row["method"]: row
+            row["method"].removeprefix("psum:"): row
             for row in run["rows"]
             if row["model"] == model and row["topology"] in (topology, "native")
         }

@@ -25,9 +25,8 @@ _EARLY: dict[str, Any] = {
     # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
-"""With one collective at a time, the default, those of different buckets wait for each other: a
-profile of two hosts has 4 % of the transfers beside kernels (docs/multihost.md). All processes must
-run the same program, with these options and without them."""
+"""In one process. Two hosts of one H100, 25 Gb/s between them, gained nothing from these options
+(docs/multihost.md): users who want them pass them."""
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 """Whether the program that is traced will be compiled so that permutes are copies by engines."""
 
@@ -39,9 +38,9 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
         def step(state, batch): ...
 
     Use it for the outermost `jax.jit` of a program that reduces. On GPUs the options keep the light
-    all-reduces of different buckets apart, so that a bucket need not wait for all gradients.
-    Transfers start as early as they may, several at a time: `sequential` needs that. Where the GPUs
-    of one process may read each other's memory, payloads are copied by engines. A topology whose
+    all-reduces of different buckets apart, so that a bucket need not wait for all gradients. In one
+    process transfers start as early as they may, several at a time: `sequential` needs that. Where
+    its GPUs may read each other's memory, payloads are copied by engines. A topology whose
     ``transport`` is `None` then sends by permutes, if it is traced inside of this function
     (`dynamiq_jax.topologies.choice`).
 
@@ -81,7 +80,7 @@ def compiler_options() -> dict[str, Any]:
     """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
-    wanted = _APART | _EARLY | (_COPIES if _peers() else {})
+    wanted = _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
     return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 

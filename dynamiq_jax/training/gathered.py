@@ -36,7 +36,7 @@ _numbers = itertools.count(2)
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 
-SCOPE = "dynamiq_jax.gather"
+SCOPE = "gathered_by_dynamiq_jax"
 """The scope of every gather in a program, by which `gathered_inputs` finds it."""
 
 
