@@ -112,9 +112,9 @@ class Outcome(NamedTuple):
     expected: dict[str, np.ndarray]
     """Results of one process, {"way/leaf/worker": of that worker}."""
     found: dict[str, np.ndarray]
-    """The same of all hosts."""
+    """Results of all hosts, by the same names."""
     told: list[dict[str, str]]
-    """What each host was told about the last one, {what differs: message}."""
+    """Messages of each host about the last one, {what differs: message}."""
 
 
 @pytest.fixture(scope="module")
