@@ -129,7 +129,9 @@ def test_layers_travel_at_the_bits_asked_for():
 
     walk(jax.make_jaxpr(step)(*state, tokens))
     assert 0.998 * 5 * BLOCK < sent["all_to_all"] < (5 + 5 / 16) * BLOCK  # padding
-    assert 0.998 * 16 * BLOCK < sent["all_gather"] < (16 + 1) * BLOCK  # forward and again
+    assert (
+        0.998 * 16 * BLOCK < sent["all_gather"] < (16 + 2) * BLOCK
+    )  # twice; 1 tile in 6 is padding
 
 
 @pytest.mark.release

@@ -229,7 +229,7 @@ class Compression(Options):
             found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
             exact += found.exact
             for bucket in found.buckets:
-                bits = bits_of(route, bucket)
+                bits = bits_of(route, bucket) if method.most_bits < math.inf else 0.0
                 if bits < method.most_bits:
                     buckets.append(bucket._replace(route=route))
                     continue
