@@ -117,10 +117,11 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     given = jnp.asarray(-np.sort(-energy))
     level = steps_below(given, octave_end(given))
     words = [fmt.tile_words(w) for w in range(11)]
-    for spare in range(-tiles * (words[4] - words[2]), 3 * words[4], 37):
-        budgets = (tiles * words[floor] + spare,)
-        taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,))
-        (found,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    spares = range(-tiles * (words[4] - words[2]), 3 * words[4], 37)
+    budgets = tuple(tiles * words[floor] + spare for spare in spares)
+    taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,) * len(budgets))
+    assigned = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    for spare, found in zip(spares, assigned, strict=True):
         widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
             assert widths.max() <= floor
