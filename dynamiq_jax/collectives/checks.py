@@ -120,14 +120,17 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
     native = sum(leaf.nbytes for leaf, _ in small)
     if native > (moved + native) / 10:
         leaves, reasons = zip(*small, strict=True)
-        remedy = "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
-        remedy += "these limits"
         if PADDED in reasons[0]:
             remedy = "more leaves at a time, or reduce among fewer workers"
+        else:
+            remedy = (
+                "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
+                "these limits"
+            )
         warnings.warn(
             f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
             f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
-            f"{remedy}",
+            + remedy,
             stacklevel=4,
         )
 
