@@ -149,7 +149,7 @@ def deal(
     key = steps_below(energy, end) + ENERGY_LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
     key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
     index = jnp.arange(energy.size, dtype=jnp.int32)
-    _, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
+    key, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
     tiles = size // TILE_ROWS
     ranked = energy.reshape(-1)[order].reshape(shards * tiles, -1)
     count = ranked.shape[1]
@@ -160,7 +160,10 @@ def deal(
         spare = shards * rows + shard * (per_shard - rows) + local - rows
         order = jnp.where(local < rows, shard * rows + local, spare)
     order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
-    widths = widened(steps_below(tile_energy, end), taken, upgrades, chunks)
+    members = key.reshape(shards, tiles, count).astype(jnp.int32) % ENERGY_LEVELS
+    # A mean lies between the members but for its rounding, without which levels ascend.
+    level = jnp.clip(steps_below(tile_energy, end), members[..., 0], members[..., -1])
+    widths = widened(level, taken, upgrades, chunks)
     return Dealt(order, widths, tile_energy)
 
 

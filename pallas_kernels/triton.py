@@ -207,6 +207,9 @@ def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, size, rows_per_pr
 _MOST_TO_DEAL = 2**17
 """Super-groups that the counting sort orders. On an H100 (JAX 0.11.2) an order takes 19 us by it
 and 46 by XLA's sort for 2^15 super-groups, 43 us by both for 2^17, 243 and 50 for 2^20."""
+_MOST_MEMBERS = 512
+"""Super-groups whose energies a program joins to those of tiles. Halving 4,096 of them six times
+takes Triton's compiler 70 s; 512 take one second."""
 
 
 def _options(name: str, interpret: bool) -> dict[str, Any]:
@@ -344,7 +347,8 @@ class Triton:
 
     def deal(self, energy, taken, upgrades, shape):
         """See `pallas_kernels.deal`; XLA's sort is faster for many super-groups."""
-        if energy.size > _MOST_TO_DEAL:
+        members = TILE_ROWS * shape[0] // energy.shape[0]
+        if energy.size > _MOST_TO_DEAL or members > _MOST_MEMBERS:
             return reference.deal(energy, taken, upgrades, shape)
         names = "count", "begin", "width"
         sizes = tuple(tuning_for(f"deal_{name}").rows_per_program for name in names)
@@ -409,9 +413,7 @@ def _count_kernel(energy_ref, below_ref, end_ref, *, size, per_shard):
     end_ref[shard, block] = end
 
 
-def _begin_kernel(
-    below_ref, ends_ref, begin_ref, end_ref, zero_ref, *, size, per_shard, at_once, levels
-):  # fmt: skip
+def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, at_once, levels):
     """Where super-groups begin: of ``levels`` levels, and of all blocks, ``at_once`` of them."""
     column, shard = pl.program_id(0), pl.program_id(1)
     blocks = below_ref.shape[1]
@@ -451,7 +453,6 @@ def _begin_kernel(
 
     zeros = jnp.zeros(levels, jnp.int32)
     fold(place, fold(lambda part, so_far: so_far + jnp.sum(below(part, 0), axis=0), zeros))
-    plgpu.store(zero_ref.at[shard, pl.ds(column * levels, levels)], zeros)
     end_ref[shard, 0] = end
 
 
@@ -474,20 +475,41 @@ def _place_kernel(
     plgpu.store(sorted_ref.at[shard, rank], energy, mask=at < per_shard)
 
 
-def _level_kernel(sorted_ref, end_ref, zero_ref, energy_ref, tiles_of_ref, *, size, at_once):
-    """Mean energies of ``at_once`` tiles of ``size`` super-groups, and how many of each level."""
+def _level_kernel(sorted_ref, end_ref, energy_ref, tiles_of_ref, *, size, at_once):
+    """Mean energies of ``at_once`` tiles of ``size`` super-groups, and how many lie before levels.
+
+    A program stores the counts of the levels above the last tile before its own, up to that of its
+    last tile: tiles ascend.
+    """
     part, shard = pl.program_id(0), pl.program_id(1)
-    tiles, shape = energy_ref.shape[1], (at_once, padded_count(size))
-    tile = part * at_once + lax.broadcasted_iota(jnp.int32, shape, 0)
-    member = lax.broadcasted_iota(jnp.int32, shape, 1)
-    inside = (tile < tiles) & (member < size)
-    at = tile * size + member
-    energy = mean_of(plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0), size)
-    level = jnp.clip(end_ref[shard, 0] - octave_parts(energy), 0, ENERGY_LEVELS - 1)
-    tile = part * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
+    tiles, end, start = energy_ref.shape[1], end_ref[shard, 0], part * at_once
+
+    def level_of(energy):
+        return jnp.clip(end - octave_parts(energy), 0, ENERGY_LEVELS - 1)
+
+    def tiles_from(first, count):
+        """Energies and levels of ``count`` tiles, those beyond the last one of the last level."""
+        tile = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
+        member = lax.broadcasted_iota(jnp.int32, (count, padded_count(size)), 1)
+        inside = (tile >= 0) & (tile < tiles)
+
+        def load(member, inside):
+            at = jnp.expand_dims(tile * size, range(1, member.ndim)) + member
+            return plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0)
+
+        energy = mean_of(load(member, inside[:, None] & (member < size)), size)
+        ends = (level_of(load(jnp.full_like(tile, at), inside)) for at in (0, size - 1))
+        return energy, jnp.clip(level_of(energy), *ends)
+
+    energy, level = tiles_from(start, at_once)
+    tile = start + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
     plgpu.store(energy_ref.at[shard, tile], energy, mask=tile < tiles)
-    count = _counts_below(level, tile < tiles)
-    plgpu.atomic_add(tiles_of_ref, (shard, pl.ds(0, ENERGY_LEVELS)), count)
+    before = jnp.where(start == 0, -1, jnp.max(tiles_from(start - 1, 1)[1]))
+    last = jnp.where(start + at_once >= tiles, ENERGY_LEVELS, jnp.max(level))
+    levels = lax.broadcasted_iota(jnp.int32, (ENERGY_LEVELS,), 0)
+    count = start + _counts_below(level, tile < tiles)
+    own = (before < levels) & (levels <= last)
+    plgpu.store(tiles_of_ref.at[shard, pl.ds(0, ENERGY_LEVELS)], count, mask=own)
 
 
 def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_once):
@@ -533,9 +555,9 @@ def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> D
     blocks, levels = pl.cdiv(per_shard, size), 8  # of a column: 32 bytes
     column, part = (min(pl.next_power_of_2(n), m) for n, m in ((blocks, column), (tiles, part)))
     members = TILE_ROWS * chunks // shards
-    together = min(max(4096 // padded_count(members), 1), 128)
+    together = min(_MOST_MEMBERS // padded_count(members), 128)
 
-    def call(kernel, grid, outs, *operands, aliases=None, **static):
+    def call(kernel, grid, outs, *operands, **static):
         whole = pl.BlockSpec(memory_space=pl.ANY)
         name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
         return pl.pallas_call(
@@ -544,7 +566,6 @@ def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> D
             grid=grid,
             in_specs=[whole] * len(operands),
             out_specs=[whole] * len(outs),
-            input_output_aliases=aliases or {},
             **_options(f"deal_{name}", interpret),
         )(*operands)
 
@@ -553,8 +574,8 @@ def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> D
     blocked = {"size": size, "per_shard": per_shard}
     outs = [counts, ((shards, blocks), jnp.int32)]
     below, ends = call(_count_kernel, (blocks, shards), outs, energy, **blocked)
-    grid, outs = (ENERGY_LEVELS // levels, shards), [counts, end_shape, of_levels]
-    begin, end, zero = call(
+    grid, outs = (ENERGY_LEVELS // levels, shards), [counts, end_shape]
+    begin, end = call(
         _begin_kernel, grid, outs, below, ends, at_once=column, levels=levels, **blocked
     )
     outs = [(shape, jnp.int32), ((shards, per_shard), jnp.float32)]
@@ -563,7 +584,7 @@ def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> D
     )
     grid, outs = (pl.cdiv(tiles, together), shards), [((shards, tiles), jnp.float32), of_levels]
     tile_energy, tiles_of = call(
-        _level_kernel, grid, outs, ranked, end, zero, aliases={2: 1}, size=members, at_once=together
+        _level_kernel, grid, outs, ranked, end, size=members, at_once=together
     )
     grid, outs = (pl.cdiv(tiles, part), chunks), [((chunks, tiles), jnp.int32)] * len(upgrades[2])
     widths = call(_width_kernel, grid, outs, tiles_of, taken, upgrades=upgrades, at_once=part)

@@ -83,6 +83,7 @@ def energies(shards: int, rows: int) -> dict[str, np.ndarray]:
         "falling": rising[:, ::-1],
         "equal": np.full_like(spread, 0.7),
         "zero": np.zeros_like(spread),
+        "edges": np.float32(1.75) * 2.0 ** rng.integers(0, 3, spread.shape).astype(np.float32),
         "one": np.where(np.arange(rows) == rows // 2, 5.0, 0.0).astype(np.float32)[None]
         * np.ones((shards, 1), np.float32),
         "poisoned": np.where(rng.random((shards, rows)) < 0.2, 0.0, spread),

@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh
 from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
-from pallas_kernels import kernels
+from pallas_kernels import kernels, triton
 from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels.energy import padded_count
 from pallas_kernels.mosaic import Mosaic
 from pallas_kernels.triton import Triton
 from pallas_kernels.tuning import _HOPPER
@@ -59,9 +60,10 @@ SHARDS = [(1, 3, 80, 0), (1, 1, 8, 3), (2, 2, 96, 5)]
 
 @pytest.mark.parametrize(("shards", "chunks", "size", "padding"), SHARDS)
 def test_interpreted_kernels_deal_as_the_reference(shards, chunks, size, padding, monkeypatch):
-    # So that programs are many: blocks of 32 super-groups, columns of 2 blocks, 4 tiles.
+    # So that programs are many: blocks of 32 super-groups, columns of 2 blocks, 2 and 4 tiles.
     for kernel, rows in {"deal_count": 32, "deal_begin": 2, "deal_width": 4}.items():
         monkeypatch.setitem(_HOPPER, kernel, _HOPPER[kernel]._replace(rows_per_program=rows))
+    monkeypatch.setattr(triton, "_MOST_MEMBERS", 2 * padded_count(8 * chunks))
     deal = jax.jit(lambda e: [dealt(e, chunks, size, of) for of in ("jnp", "interpret")])
     for kind, energy in energies(shards, chunks * size - padding).items():
         expected, actual = deal(energy)
