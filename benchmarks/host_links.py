@@ -10,7 +10,7 @@ runs. ``error`` is |estimate - sum|² / |sum|² between the hosts, and ``simulat
 ``dynamiq-jax simulate`` finds for one of this gradient's chunks. The chunks have equal magnitudes.
 
 The inner axis of `Hierarchical` has the devices of a host. Hosts of one device form sets of two,
-and the native sums of a set cross links; XLA:CPU sends them in f32.
+and the native sums of a set cross links.
 """
 
 import json
