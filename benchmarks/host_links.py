@@ -1,13 +1,16 @@
 """Times and bytes of all-reduces between hosts whose links are so slow that only bytes count.
 
-    python benchmarks/hosts.py --hosts 4 --rate 20mbit --devices 1 -- \
-      python benchmarks/host_links.py --rate 20mbit
+    python benchmarks/hosts.py --hosts 4 --rate 3mbit --devices 1 -- \
+      python benchmarks/host_links.py --rate 3mbit
 
-Each host has one device. ``sent`` is what the most loaded link carried for one all-reduce, headers
-included, by the NIC's own count; ``explained`` is what `dq.explain` says. ``wire s`` are the sent
-bytes over the rate, and ``s`` is the fastest of the runs. ``error`` is |estimate - sum|² / |sum|²
-between the hosts, and ``simulated`` is what ``dynamiq-jax simulate`` finds for this gradient.
-`Hierarchical` works on two sets of two hosts.
+``sent`` is what the most loaded link carried for one all-reduce, headers included, by the NIC's own
+count. ``explained`` is what all devices of a host send by `dq.explain`; of `Hierarchical` it counts
+the outer axis alone. ``wire s`` are the sent bytes over the rate, and ``s`` is the fastest of the
+runs. ``error`` is |estimate - sum|² / |sum|² between the hosts, and ``simulated`` is what
+``dynamiq-jax simulate`` finds for one of this gradient's chunks. The chunks have equal magnitudes.
+
+The inner axis of `Hierarchical` has the devices of a host. Hosts of one device form sets of two,
+and the native sums of a set cross links.
 """
 
 import json
@@ -21,14 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from hosts import NIC, bits_per_second
+from hosts import NIC
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.simulate import Case, simulate
 from dynamiq_jax.commands.simulate.gradients import SUPER_GROUP, mixture_source, worker_gradient
+from dynamiq_jax.request.ways import bytes_per_second
 
 METHOD = dq.DynamiQ()
 TOPOLOGIES = {
@@ -44,15 +48,17 @@ def sent() -> int:
     return int(Path(f"/sys/class/net/{NIC}/statistics/tx_bytes").read_text())
 
 
-def measure(name: str, super_groups: int, repeats: int, rate: float) -> dict[str, Any]:
+def measure(name: str, super_groups: int, repeats: int, per_second: float) -> dict[str, Any]:
     """One row of the table; all hosts call it."""
-    n, topology = jax.process_count(), TOPOLOGIES[name]
-    sizes = (n // 2, 2) if name == "hierarchical" else (n,)
-    axes = ("set", "host")[-len(sizes) :]
-    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes))
+    n, local, topology = jax.device_count(), jax.local_device_count(), TOPOLOGIES[name]
+    inner = max(local, 2) if name == "hierarchical" else local
+    sizes, axes = (n // inner, inner), ("outer", "inner")
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), axes, axis_types=(AxisType.Auto,) * 2)
     key = jax.random.key(0)
-    source = mixture_source(jax.random.split(key)[0], super_groups)
-    own = np.asarray(worker_gradient(source, jax.process_index()))[None]
+    source = mixture_source(jax.random.split(key)[0], super_groups // n)
+    source = source._replace(deviation=jnp.tile(source.deviation, n))
+    first = local * jax.process_index()
+    own = np.stack([np.asarray(worker_gradient(source, first + i)) for i in range(local)])
     whole = jax.make_array_from_process_local_data(NamedSharding(mesh, P(axes)), own)
     reduce = partial(dq.psum, axis_name=axes, method=METHOD, topology=topology)
 
@@ -75,14 +81,16 @@ def measure(name: str, super_groups: int, repeats: int, rate: float) -> dict[str
     exact = np.sum([np.asarray(worker_gradient(source, i), np.float64) for i in range(n)], axis=0)
     told = {"method": METHOD, "topology": topology, "verbose": False}
     cost = dq.explain(jnp.zeros(exact.shape), sizes, **told)
-    inner = {"n_inner": 2} if name == "hierarchical" else {}
-    case = Case(n_workers=n, super_groups=super_groups, method=METHOD, topology=topology, **inner)
+    crosses = cost.wire_bytes if local == 1 else local * cost.outer_wire_bytes
+    chunk = {"super_groups": super_groups // n, "method": METHOD, "topology": topology}
+    case = Case(n_workers=n, n_inner=inner, **chunk)
     return {
         "topology": name,
         "sent MB": carried / 1e6,
-        "explained MB": cost.wire_bytes / 1e6,
-        "wire s": 8 * carried / rate,
+        "explained MB": crosses / 1e6,
+        "wire s": carried / per_second,
         "s": float(np.min(seconds)),
+        "s / wire s": float(np.min(seconds)) * per_second / carried,
         "error": float(np.sum((result - exact) ** 2) / np.sum(exact**2)),
         "simulated": simulate(case, key),  # on all hosts: none is late for the next row
     }
@@ -98,10 +106,12 @@ def main(
     """Measures all-reduces between the hosts of `hosts.py`."""
     host, n = int(os.environ["HOST_ID"]), int(os.environ["NUM_HOSTS"])
     jax.distributed.initialize(os.environ["COORDINATOR"], n, host)
-    title = f"{n} hosts, {rate}, {super_groups * SUPER_GROUP:,} f32 coordinates"
+    super_groups -= super_groups % jax.device_count()
+    size = f"{super_groups * SUPER_GROUP:,} f32 coordinates"
+    title = f"{n} hosts of {jax.local_device_count()} device(s), {rate}, {size}"
     rows: list[dict[str, Any]] = []
     for name in topologies.split(","):
-        rows.append(measure(name, super_groups, repeats, bits_per_second(rate)))
+        rows.append(measure(name, super_groups, repeats, bytes_per_second(rate)))
         if host == 0:
             if len(rows) == 1:
                 print(f"{title}, {METHOD!r}, jax {jax.__version__}")

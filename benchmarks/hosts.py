@@ -85,13 +85,11 @@ def sh(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def bits_per_second(rate: str) -> float:
-    """The number that a rate like 25gbit stands for."""
-    units = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
-    if not found or not float(found[1]):
-        raise ValueError(f"rate {rate!r}: give a number and a unit, as in 20mbit, 2.5gbit, 25gbit")
-    return float(found[1]) * units[found[2]]
+def _bytes_per_second(rate: str) -> float:
+    """The number that a rate like 25gbit stands for, as everywhere in the library."""
+    from dynamiq_jax.request.ways import bytes_per_second  # only here, since it imports JAX
+
+    return bytes_per_second(rate)
 
 
 def seconds(delay: str) -> float:
@@ -142,7 +140,7 @@ class Hosts:
             raise ValueError(f"devices={devices} and gpus={gpus}: give one of them")
         self.n, self.devices, self.gpus = n, devices, gpus
         self.rate, self.delay, self.loss = rate, seconds(delay), fraction(loss)
-        self.bits_per_second = bits_per_second(rate) if rate else None
+        self.bytes_per_second = _bytes_per_second(rate) if rate else None
         run = f"dq{secrets.token_hex(3)}"
         self.names = [f"{run}-{i}" for i in range(n)]
         self.switch = f"{run}-switch"
@@ -221,9 +219,12 @@ class Hosts:
             rate = ("rate", self.rate) if self.rate else ()
             delay, loss = f"{1e6 * self.delay:.0f}us", f"{100 * self.loss}%"
             sh(*tc, "root", "netem", *rate, "delay", delay, "loss", loss, "limit", 100_000)
-        elif self.bits_per_second:
-            burst = max(16_384, int(self.bits_per_second / 8 / 1000))  # a millisecond
-            sh(*tc, "root", "tbf", "rate", self.rate, "burst", f"{burst}b", "latency", "50ms")
+        elif per_second := self.bytes_per_second:
+            queue = max(2**18, int(0.05 * per_second))  # a shorter one loses packets
+            # Hosts send at the rate. What several send to one at a time may come in bursts.
+            burst = max(2**14, int(0.001 * per_second)) if device == NIC else queue
+            queue += burst
+            sh(*tc, "root", "tbf", "rate", self.rate, "burst", f"{burst}b", "limit", f"{queue}b")
 
     def _start_switch(self, ports: list[str]) -> None:
         code = "import sys, hosts; hosts.pass_packets(*sys.argv[1:])"

@@ -1,7 +1,7 @@
 r"""Times training steps by the ways of `ways.py`: what a step computes, sends and waits for.
 
     python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
-    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200
+    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200gbit
     python benchmarks/step_time.py --model-tree model.json --ways bf16-psum,psum:5
 
 One process with all GPUs, or several (``--processes``, ``--process-id``, ``--coordinator``, or the
@@ -47,6 +47,7 @@ from rich.console import Console
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
 from dynamiq_jax.commands.model_tree import load_model_tree
+from dynamiq_jax.request.ways import bytes_per_second
 
 from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
     CONFIGS,
@@ -271,7 +272,7 @@ class Run:
     steps: int
     """In a sample."""
     rate: float | None
-    """The rate of a worker's link, in Gb/s."""
+    """The rate of a worker's link, in bytes per second."""
     profiles: Path | None
     xla: dict[str, Any]
 
@@ -361,7 +362,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
         n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
         exposed_ms=None if alone_ms is None else median - alone_ms,
         mfu=flops / (median / 1e3) / peak if flops and peak else None,
-        wire_bytes=sent, link_share=8 * sent / (run.rate * 1e6) / median if run.rate else None,
+        wire_bytes=sent, link_share=1e3 * sent / run.rate / median if run.rate else None,
         temporary_bytes=step.memory_analysis().temp_size_in_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
         transfer_ms=hidden and hidden.transfer_ms, hidden_ms=hidden and hidden.hidden_ms,
@@ -381,7 +382,7 @@ def main(
     ] = "direct",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
-    rate: Annotated[float | None, typer.Option(help="Of a worker's link, in Gb/s.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Of a worker's link, as 25gbit.")] = None,
     bucket_mib: Annotated[
         float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
     ] = None,
@@ -431,6 +432,7 @@ def main(
     xla: dict[str, Any] = {}
     try:
         xla = parse_options(option or ())
+        per_second = bytes_per_second(rate) if rate else None
         limits = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
         training = make_training(
             model, make_mesh(jax.devices(), nodes), make_model=make_model, lag=lag, limits=limits,
@@ -439,10 +441,10 @@ def main(
         for text in texts:
             ways.parse(text, training)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--ways, --topology") from error
+        raise typer.BadParameter(str(error), param_hint="--ways, --topology, --rate") from error
     run = Run(
         model=model_tree.stem if model_tree else model, training=training, config=config,
-        batch=batch, samples=samples, steps=steps, rate=rate, profiles=profiles, xla=xla,
+        batch=batch, samples=samples, steps=steps, rate=per_second, profiles=profiles, xla=xla,
     )  # fmt: skip
     first, rows, alone_ms = jax.process_index() == 0, [], None
     say = Console(stderr=True).log if first else lambda text: None

@@ -286,6 +286,8 @@ class TestCommand:
             assert expected in output
         assert dq.Compression.load(folder / "choice.toml") == dq.Compression(**parse(said.config))
         assert "Train with sharded updates (dq.optax.sharded)" in plain(output)
+        rate = advice.LinkRow(**document["links"][-1]).rate
+        assert f"At {rate} the wire takes" in plain(output)
 
     @pytest.mark.parametrize(
         ("memory", "says"),
@@ -330,6 +332,8 @@ class TestCommand:
             (["--params", "1M", "--topology", "hierarchical"], "two axes"),
             (["--params", "1M", "--devices", "3", "--topology", "butterfly"], "the axis has 3"),
             (["--params", "1M", "--devices", "99"], "99 devices asked for, 8 found"),
+            (["--params", "1M", "--rate", "25"], "rate='25': give a text of a number and a unit"),
+            (["--params", "1M", "--rate", "25gbit", "--nodes", "2"], "leave out --nodes 2"),
             (["--params", "1M", "--nodes", "3"], "8 devices are not 3 equal nodes"),
             (["--params", "1M", "--config", "choice.yaml"], "must end in .json or .toml"),
             (["--params", "1M", "--config", "nowhere/choice.json"], "there is no folder nowhere"),
@@ -359,7 +363,10 @@ class TestCommand:
             )
             return [native(1), *directs(3, 3, 3)]
 
-        monkeypatch.setattr(advice, "bench_links", lambda *_, **__: [])
+        link = advice.LinkRow(
+            exchange="all to all", size_bytes=1, time_us=1, p10_us=1, p90_us=1, gb_per_s=3.125
+        )
+        monkeypatch.setattr(advice, "bench_links", lambda *_, **__: [link])
         monkeypatch.setattr(advice, "bench_settings", measure)
         result = invoke("--params", "1M", *arguments)
         assert result.exit_code == 0, result.output

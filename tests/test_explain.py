@@ -287,3 +287,46 @@ def test_ways_to_train_are_compared():
     half = dataclasses.replace(method, method=dq.comparators.MXFP8())
     assert half.explain(tree, n, verbose=False).ways == ()
     assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()
+
+
+def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
+    """By hand: at 25 Gb/s a million bytes take .32 ms."""
+    found = dq.explain(LARGE, 8, topology=dq.Direct(), rate="25gbit")
+    for way in found.ways:
+        assert way.wire_ms == pytest.approx(way.sent_bytes / 1e6 * 0.32)
+    fewer = dq.explain(LARGE, 8, method=dq.DynamiQ(bits=4), topology=dq.Direct(), rate="12.5gbit")
+    sharded, native = found.ways[1].wire_ms, 2 * 7 / 8 * 2 * 2**24 / 1e6 * 0.32
+    said = f"{sharded:,.1f} ms a step least, by sharded updates (dq.optax.sharded); bf16 psum takes"
+    assert f"At 25gbit the wire takes {said} {native:,.1f}." in found.fastest
+    assert f"Fewer bits take {fewer.ways[1].wire_ms / 2:,.1f} at 4 bits, " in found.fastest
+    assert found.fastest in capsys.readouterr().out
+    assert "4 bits" not in fewer.fastest and "3.5 bits with dither" in fewer.fastest
+    plain = dq.explain(LARGE, 8, topology=dq.Direct(), verbose=False)
+    assert plain.fastest is None and plain.ways[0].wire_ms is None
+    # A method that does not scatter has no ways to compare, but a time.
+    method = dq.comparators.MXFP8()
+    alone = dq.explain(LARGE, 8, method=method, verbose=False, rate="25gbit")
+    assert f"At 25gbit the wire takes {alone.wire_bytes / 1e6 * 0.32:,.1f} ms" in alone.fastest
+
+
+@pytest.mark.parametrize("rate", ["25", "0mbit", "3 gbit", 25, "25GB"])
+def test_a_rate_has_one_spelling(rate):
+    with pytest.raises(ValueError, match="give a text of a number and a unit, as in 20mbit"):
+        dq.explain(LARGE, 8, rate=rate)
+
+
+def test_workers_that_share_a_link_are_refused_with_a_rate():
+    """The remedy holds: a host of eight sends between four hosts what one of four workers does."""
+    with pytest.raises(ValueError, match=r"n_workers=\(4, 8\): .* pass n_workers=4, the hosts"):
+        dq.explain(LARGE, (4, 8), rate="25gbit")
+    method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
+    told = {"method": method, "verbose": False}
+    whole = dq.explain(LARGE, 4, topology=dq.Butterfly(), rate="25gbit", **told)
+    hosts = dq.explain(LARGE, (4, 8), **told)
+    assert 8 * hosts.outer_wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
+
+
+def test_sharded_updates_over_two_axes_send_their_halves_flat():
+    """A reduce-scatter has no hierarchy: as over one axis of as many workers."""
+    by_axes, flat = (dq.explain(LARGE, n, verbose=False).ways[1] for n in ((4, 8), 32))
+    assert by_axes.sent_bytes == pytest.approx(flat.sent_bytes, rel=0.02)

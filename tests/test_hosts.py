@@ -318,7 +318,7 @@ else:
     ("options", "message"),
     [
         ({"n": 1}, "hosts=1: give 2 to 250"),
-        ({"rate": "25"}, "rate '25': give a number and a unit"),
+        ({"rate": "25"}, "rate='25': give a text of a number and a unit"),
         ({"delay": "5"}, "delay '5': give a number and a unit"),
         ({"loss": "0.02"}, "loss '0.02': give a percentage"),
         ({"devices": 2, "gpus": 1}, "devices=2 and gpus=1: give one of them"),

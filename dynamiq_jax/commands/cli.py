@@ -493,6 +493,10 @@ def advise(
         float | None,
         typer.Option(callback=_positive, help="A training step with bf16 psum, milliseconds."),
     ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Of a worker's link, as 25gbit, for wire times (default: as measured)."),
+    ] = None,
     bits: Annotated[
         str | None,
         typer.Option(help="Wire bits per coordinate to try (default: 5,4,3.5; on CPU 5,4)."),
@@ -544,6 +548,10 @@ def advise(
         )
     if config and sizes and "," in sizes:
         raise typer.BadParameter(f"--config holds one choice: pass one of the sizes {sizes}")
+    if rate is not None:
+        _checked("--rate", ways.bytes_per_second, rate)
+        if nodes > 1:
+            raise typer.BadParameter(f"--rate {rate} is of one axis: leave out --nodes {nodes}")
     trees = _trees(model_tree, params, sizes, dtype)
     _join(processes, process_id, coordinator)
     if not processes and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -605,10 +613,14 @@ def advise(
             + textwrap.indent(said.snippet(mesh.axis_names if nodes > 1 else ("data",)), "    ")
         )
         chosen = Compression(**parse(said.config))
-        if compared := chosen.explain(tree, shape, verbose=False).ways:
+        given = None if nodes > 1 else rate or links[-1].rate
+        explained = chosen.explain(tree, shape, verbose=False, rate=given)
+        if explained.ways:
             stats = workers[0].memory_stats() or {}
-            sentence = advice.choose_way(compared, stats.get("bytes_limit"))
-            typer.echo("\n" + "\n".join([*ways.lines(compared), textwrap.fill(sentence, 100)]))
+            sentence = advice.choose_way(explained.ways, stats.get("bytes_limit"))
+            sentences = [text for text in (sentence, explained.fastest) if text]
+            wrapped = [textwrap.fill(text, 100) for text in sentences]
+            typer.echo("\n" + "\n".join([*ways.lines(explained.ways), *wrapped]))
         if config:
             chosen.save(config)
             typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")

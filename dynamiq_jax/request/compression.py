@@ -23,6 +23,7 @@ from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route
+from dynamiq_jax.request.ways import bytes_per_second, fewer_bits
 from dynamiq_jax.topologies import (
     AnyTopology,
     Transport,
@@ -286,6 +287,7 @@ class Compression(Options):
         verbose: bool = True,
         mesh: Mesh | None = None,
         specs: Any = None,
+        rate: str | None = None,
     ) -> Explanation:
         """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless told not to.
 
@@ -299,14 +301,34 @@ class Compression(Options):
           verbose: whether to print.
           mesh: as for `init_state`.
           specs: as for `init_state`; shapes and bytes are then those of one device's parts.
+          rate: of a worker's link in each direction, such as "25gbit". The explanation then has the
+            wire's times, and names the fastest way to train. Of hosts with several devices pass the
+            number of hosts: with `Hierarchical` a host's link carries as much.
+
+        Raises:
+          ValueError: an argument is not understood.
         """
+        per_second = None if rate is None else bytes_per_second(rate)
         sizes = axis_counts(n_workers)
+        if rate is not None and sum(size > 1 for size in sizes) > 1:
+            raise ValueError(
+                f"rate={rate!r} with n_workers={sizes}: workers of a host share its link; pass "
+                f"n_workers={math.prod(sizes[:-1])}, the hosts, as Hierarchical sends between them "
+                "what as many workers would"
+            )
         elsewhere = assumed(sizes)
         leaves, _ = placed_leaves(tree, mesh, specs)
         grouping = self.group(leaves, sizes, here=elsewhere is None)
         routes = dict.fromkeys(bucket.route for bucket in grouping.buckets)
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
         explanation = explain_grouping(grouping, routes, elsewhere)
+        if per_second:
+            where = {"mesh": mesh, "specs": specs, "verbose": False}
+            fewer = {
+                name: dataclasses.replace(self, method=method).explain(tree, n_workers, **where)
+                for name, method in fewer_bits(self.method or DynamiQ()).items()
+            }
+            explanation = explanation.at_rate(str(rate), per_second, fewer)
         if verbose:
             print(explanation)
         return explanation
@@ -439,9 +461,10 @@ def explain(
     verbose: bool = True,
     mesh: Mesh | None = None,
     specs: Any = None,
+    rate: str | None = None,
 ) -> Explanation:
     """Explains `psum` of ``tree`` with these arguments: see `Compression.explain`."""
-    options = {"verbose": verbose, "mesh": mesh, "specs": specs}
+    options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
     return as_compression(method, topology).explain(tree, n_workers, **options)
 
 

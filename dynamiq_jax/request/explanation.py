@@ -1,8 +1,10 @@
 """Explanations of `psum`: which leaf travels how, and how many bytes that takes."""
 
 import collections
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.request.routes import Route
@@ -52,7 +54,9 @@ class Explanation:
         `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
       advice: what to do where that is too much; `None` if it is not.
       ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
-        nothing is compressed.
+        nothing is compressed, or where a method does not scatter. With a rate, wire times, too.
+      fastest: which of the ways and which bits take least time on the wire, in words; `None`
+        without a rate.
     """
 
     rows: tuple[Row, ...]
@@ -67,6 +71,7 @@ class Explanation:
     relative_error: float | None
     advice: str | None
     ways: tuple[Way, ...] = ()
+    fastest: str | None = None
 
     def __str__(self) -> str:
         title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
@@ -91,7 +96,32 @@ class Explanation:
         ]
         if self.ways:
             caption += ["", *lines(self.ways)]
+        if self.fastest:
+            caption += ["", self.fastest]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
+
+    def at_rate(self, rate: str, per_second: float, fewer: Mapping[str, Self]) -> Self:
+        """The explanation with the wire's times and the fastest way.
+
+        Args:
+          rate: of the link, as the caller spells it.
+          per_second: the same in bytes.
+          fewer: explanations of the same tree with fewer bits, by their names.
+        """
+
+        def ms(sent: float) -> float:
+            return 1e3 * sent / per_second
+
+        ways = tuple(dataclasses.replace(way, wire_ms=ms(way.sent_bytes)) for way in self.ways)
+        least, by, rest = self.wire_bytes, "", ""
+        if ways:
+            best = min(range(len(ways)), key=lambda i: ways[i].sent_bytes)
+            least, by = ways[best].sent_bytes, f" least, by {ways[best].name} ({ways[best].call})"
+            times = [f"{ms(x.ways[best].sent_bytes):,.1f} at {bits}" for bits, x in fewer.items()]
+            rest = f" Fewer bits take {', '.join(times)}." if times else ""
+        native = f"bf16 psum takes {ms(self.bf16_wire_bytes):,.1f}"
+        said = f"At {rate} the wire takes {ms(least):,.1f} ms a step{by}; {native}.{rest}"
+        return dataclasses.replace(self, ways=ways, fastest=said)
 
     def _bits_per_coord(self, sent: float) -> float:
         """Bytes in the unit of ``bits_per_coord``."""

@@ -1,5 +1,8 @@
-"""Bytes of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
+"""Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
+import contextlib
+import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +34,7 @@ class Way:
       sent_bytes: per step; FSDP gathers parameters twice, in the forward and the backward pass.
       kept_bytes: from step to step: parameters, masters where they are not the parameters, moments.
       gradient_bytes: at the end of the backward pass.
+      wire_ms: milliseconds of ``sent_bytes`` at the link's rate; `None` if no rate is known.
     """
 
     name: str
@@ -38,6 +42,38 @@ class Way:
     sent_bytes: float
     kept_bytes: float
     gradient_bytes: float
+    wire_ms: float | None = None
+
+
+def bytes_per_second(rate: str) -> float:
+    """The bytes per second of a link's rate.
+
+    Args:
+      rate: a number and a unit of `tc`: bit, kbit, mbit or gbit (per second), as in "25gbit".
+
+    Raises:
+      ValueError: it is not such a rate.
+    """
+    units = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate) if isinstance(rate, str) else None
+    if not found or not float(found[1]):
+        raise ValueError(
+            f"rate={rate!r}: give a text of a number and a unit, as in 20mbit, 2.5gbit, 25gbit"
+        )
+    return float(found[1]) * units[found[2]] / 8
+
+
+def fewer_bits(method: object) -> dict[str, DynamiQ]:
+    """The methods that `explain` compares with DynamiQ in a sentence about bits, by their names."""
+    if not isinstance(method, DynamiQ):
+        return {}
+    found = {}
+    for bits, dither in ((4.0, False), (3.5, True)):
+        with contextlib.suppress(ValueError):  # its widths do not serve them
+            if bits < method.bits:
+                name = f"{bits:g} bits{' with dither' if dither else ''}"
+                found[name] = dataclasses.replace(method, bits=bits, dither=dither)
+    return found
 
 
 def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, ...]:
@@ -59,7 +95,7 @@ def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, .
     split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
     size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
     scattered = sum(
-        _half(bucket, bucket.route.runner, bucket.route.flat, n) for bucket in grouping.buckets
+        _half(bucket, bucket.route.method, bucket.route.flat, n) for bucket in grouping.buckets
     )
     differences = sum(_half(bucket, DIFFERENCES, None, n) for bucket in grouping.buckets)
     parameters = sum(_half(bucket, PARAMETERS, None, n) for bucket in grouping.buckets)
@@ -98,10 +134,14 @@ def _half(bucket: Bucket, method: Method, topology: Topology | None, n_workers: 
 
 def lines(found: Sequence[Way]) -> list[str]:
     """A plain text table, in MB of a million bytes."""
-    head = f"{'way to train':16}{'sends MB/step':>14}{'keeps MB':>12}{'gradients MB':>14}  by"
+    timed = found[0].wire_ms is not None
+    head = f"{'way to train':16}{'sends MB/step':>14}{'keeps MB':>12}{'gradients MB':>14}"
     body = [
         f"{way.name:16}{way.sent_bytes / 1e6:14,.1f}{way.kept_bytes / 1e6:12,.1f}"
-        f"{way.gradient_bytes / 1e6:14,.1f}  {way.call}"
+        f"{way.gradient_bytes / 1e6:14,.1f}"
         for way in found
     ]
-    return [head, *body]
+    if timed:
+        head += f"{'wire ms':>10}"
+        body = [f"{text}{way.wire_ms:10,.1f}" for text, way in zip(body, found, strict=True)]
+    return [f"{head}  by", *(f"{text}  {w.call}" for text, w in zip(body, found, strict=True))]

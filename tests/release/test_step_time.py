@@ -109,7 +109,7 @@ class TestStepTime:
             model = step_time.tree_model(file)
             assert len(model.functions) == 4
             chosen = "none,dp:f32,zero:f32/f32,fsdp:f32/f32"
-            options = ["--samples", 1, "--steps", 1, "--rate", 1, "--json", tmp_path / "rows"]
+            options = ["--samples", 1, "--steps", 1, "--rate", "1gbit", "--json", tmp_path / "rows"]
             ran = invoke(step_time.main, "--model-tree", file, "--ways", chosen, *options)
         assert ran.exit_code == 0, ran.output
         (run,) = json.loads((tmp_path / "rows").read_text())["runs"]

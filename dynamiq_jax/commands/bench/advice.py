@@ -70,6 +70,12 @@ class LinkRow:
     gb_per_s: float
     """The bandwidth of one worker, in 10^9 bytes per second."""
 
+    @property
+    def rate(self) -> str:
+        """The bandwidth as `dq.explain` takes it, in whole mbit or gbit."""
+        mbit = max(8e3 * self.gb_per_s, 1)
+        return f"{mbit:.0f}mbit" if mbit < 1e4 else f"{mbit / 1e3:.0f}gbit"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
