@@ -84,13 +84,14 @@ def measure(name: str, super_groups: int, repeats: int, per_second: float) -> di
     crosses = cost.wire_bytes if local == 1 else local * cost.outer_wire_bytes
     chunk = {"super_groups": super_groups // n, "method": METHOD, "topology": topology}
     case = Case(n_workers=n, n_inner=inner, **chunk)
+    fastest, wire = float(np.min(seconds)), carried / per_second
     return {
         "topology": name,
         "sent MB": carried / 1e6,
         "explained MB": crosses / 1e6,
-        "wire s": carried / per_second,
-        "s": float(np.min(seconds)),
-        "s / wire s": float(np.min(seconds)) * per_second / carried,
+        "wire s": wire,
+        "s": fastest,
+        "s / wire s": fastest / wire,
         "error": float(np.sum((result - exact) ** 2) / np.sum(exact**2)),
         "simulated": simulate(case, key),  # on all hosts: none is late for the next row
     }

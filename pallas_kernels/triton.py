@@ -209,7 +209,7 @@ _MOST_TO_DEAL = 2**17
 and 46 by XLA's sort for 2^15 super-groups, 43 us by both for 2^17, 243 and 50 for 2^20."""
 _MOST_MEMBERS = 512
 """Super-groups whose energies a program joins to those of tiles. Halving 4,096 of them six times
-takes Triton's compiler 70 s; 512 take one second."""
+takes Triton's compiler 70 s on an H100's host (JAX 0.11.2); 512 take one second."""
 
 
 def _options(name: str, interpret: bool) -> dict[str, Any]:
@@ -385,16 +385,20 @@ def _statistics(x, super_group_size: int, interpret: bool):
 # The difference moves all levels of the block by as much, down to the last.
 
 
+def _level(energy, end):
+    """`steps_below` of one end for all."""
+    return jnp.clip(end - octave_parts(energy), 0, ENERGY_LEVELS - 1)
+
+
 def _steps(energy_ref, at, shard, end=None):
     """Energies of super-groups ``at``, their levels below ``end``, and the end.
 
     The default end is that of their own largest octave.
     """
     energy = plgpu.load(energy_ref.at[shard, at], mask=at < energy_ref.shape[1], other=0.0)
-    parts = octave_parts(energy)
     if end is None:
-        end = jnp.max(parts) | ((1 << MANTISSA_BITS) - 1)
-    return energy, jnp.clip(end - parts, 0, ENERGY_LEVELS - 1), end
+        end = jnp.max(octave_parts(energy)) | ((1 << MANTISSA_BITS) - 1)
+    return energy, _level(energy, end), end
 
 
 def _counts_below(level, inside):
@@ -484,27 +488,20 @@ def _level_kernel(sorted_ref, end_ref, energy_ref, tiles_of_ref, *, size, at_onc
     part, shard = pl.program_id(0), pl.program_id(1)
     tiles, end, start = energy_ref.shape[1], end_ref[shard, 0], part * at_once
 
-    def level_of(energy):
-        return jnp.clip(end - octave_parts(energy), 0, ENERGY_LEVELS - 1)
-
     def tiles_from(first, count):
         """Energies and levels of ``count`` tiles, those beyond the last one of the last level."""
         tile = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
         member = lax.broadcasted_iota(jnp.int32, (count, padded_count(size)), 1)
-        inside = (tile >= 0) & (tile < tiles)
-
-        def load(member, inside):
-            at = jnp.expand_dims(tile * size, range(1, member.ndim)) + member
-            return plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0)
-
-        energy = mean_of(load(member, inside[:, None] & (member < size)), size)
-        ends = (level_of(load(jnp.full_like(tile, at), inside)) for at in (0, size - 1))
-        return energy, jnp.clip(level_of(energy), *ends)
+        inside = (tile < tiles)[:, None] & (member < size)
+        at = tile[:, None] * size + member
+        energy = mean_of(plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0), size)
+        ends = (_steps(sorted_ref, tile * size + at, shard, end)[1] for at in (0, size - 1))
+        return energy, jnp.clip(_level(energy, end), *ends)
 
     energy, level = tiles_from(start, at_once)
     tile = start + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
     plgpu.store(energy_ref.at[shard, tile], energy, mask=tile < tiles)
-    before = jnp.where(start == 0, -1, jnp.max(tiles_from(start - 1, 1)[1]))
+    before = jnp.where(start == 0, -1, jnp.max(tiles_from(jnp.maximum(start - 1, 0), 1)[1]))
     last = jnp.where(start + at_once >= tiles, ENERGY_LEVELS, jnp.max(level))
     levels = lax.broadcasted_iota(jnp.int32, (ENERGY_LEVELS,), 0)
     count = start + _counts_below(level, tile < tiles)

@@ -54,8 +54,11 @@ def test_interpreted_statistics_agree_to_rounding():
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6)
 
 
-SHARDS = [(1, 3, 80, 0), (1, 1, 8, 3), (2, 2, 96, 5)]
-"""Shards, the chunks of each, super-groups of a chunk, and how many of a shard are padding."""
+SHARDS = [(1, 3, 80, 0), (1, 61, 80, 5), (1, 1, 8, 3), (2, 2, 96, 5)]
+"""Shards, the chunks of each, super-groups of a chunk, and how many of a shard are padding.
+
+Means of 8 * 61 super-groups of the kind "edges" are rounded below their level.
+"""
 
 
 @pytest.mark.parametrize(("shards", "chunks", "size", "padding"), SHARDS)
