@@ -102,6 +102,7 @@ def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
         assert same in example or same.replace("params[", "start[") in example
 
 
+@pytest.mark.release
 def test_quickstart(execute, capsys):
     found = execute("".join(blocks("docs/quickstart.md")), "quickstart.md")
     assert re.search(r"^vNMSE 1\.\de-02, 5\.\d\d bits per", capsys.readouterr().out, re.MULTILINE)
@@ -112,6 +113,7 @@ def test_quickstart(execute, capsys):
     assert found["sent"] == 286_720
 
 
+@pytest.mark.release
 def test_faq(execute, capsys):
     found = execute("".join(blocks("docs/faq.md")), "faq.md")
     exact = np.asarray(found["x"]).mean(0)
@@ -172,6 +174,7 @@ def test_optax(run, capsys):
     assert 1e-5 < float(found["opt_state"][0].metrics.vnmse) < 0.05
 
 
+@pytest.mark.release
 def test_accumulation(run, capsys):
     found = run("optax", "accumulation")
     assert capsys.readouterr().out.endswith("\n3 reductions in 12 steps\n")

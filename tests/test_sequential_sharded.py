@@ -189,7 +189,7 @@ def test_bf16_copies_have_f32_masters():
         assert np.linalg.norm(np.asarray(own) - np.asarray(theirs)) < 0.1 * moved
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("bad", daily([np.nan, -np.inf], [-np.inf]))
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     params, batches = problem()
     state, step = stepper(make(SOME), params, in_loop, SOME)

@@ -14,6 +14,7 @@ from cases import (
     assert_same_bits,
     auto_mesh,
     bias,
+    daily,
     gradient,
     small,
 )
@@ -166,7 +167,7 @@ def test_finished_sums_are_not_rounded_again(name):
     assert 1e-7 < relative_error(found.reshape(-1), rough) < 5e-5 * (N - 1)
 
 
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", daily(OF_FOUR, ["direct"]))
 def test_slices_at_five_bits(name):
     """Unequal slices each keep to their budget and error; keys decide; bad ones stay alone."""
     x, run = gradient(0, N, SIZE), scatter(DEFAULT, TOPOLOGIES[name][0])
