@@ -288,9 +288,7 @@ def test_rows_weigh_the_answer_and_its_end(tiny, tmp_path):
     ]  # fmt: skip
     learned = [list(t[1:][w > 0]) for t, w in zip(rows.tokens, rows.weights, strict=True)]
     assert learned == [make(*example)[1] for example in examples[:3]]
-    with pytest.raises(
-        ValueError, match="no token '<.start_header_id.>'; choose"
-    ):
+    with pytest.raises(ValueError, match="no token '<.start_header_id.>'; choose"):
         encoder(tiny, "llama3")
 
 

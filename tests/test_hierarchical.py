@@ -152,6 +152,7 @@ def test_levels_of_one_worker():
     assert_same_bits(np.asarray(one).reshape(1, -1), np.asarray(x[:1]))
 
 
+@pytest.mark.release
 def test_mean_tree_and_leaves_that_stay_exact():
     """Each leaf goes its way and comes back in its dtype; pmean is psum over n."""
     rng, sizes = np.random.default_rng(0), (2, 2)

@@ -148,12 +148,14 @@ def test_a_trainer_written_for_jit(execute, run):
     assert found["aux"]["errors"].shape == (2, 64)
 
 
+@pytest.mark.release
 def test_a_loss_on_each_workers_examples(run, capsys):
     found = run("auto")
     assert re.fullmatch(r"loss 0\.\d{3} of \d\d tokens, 64 rows\n", capsys.readouterr().out)
     assert int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())
 
 
+@pytest.mark.release
 def test_accumulation_on_auto_axes(run):
     found = run("auto", "auto window")
     batch = found["masked"]
@@ -181,6 +183,7 @@ def test_accumulation(run, capsys):
     assert int(found["opt_state"].inner_opt_state[0].step) == 3
 
 
+@pytest.mark.release
 def test_checkpoint(run):
     with pytest.warns(UserWarning) as caught:
         found = run("checkpoint")
@@ -190,6 +193,7 @@ def test_checkpoint(run):
     assert residual.shape[0] == 4
 
 
+@pytest.mark.release
 def test_sharded_updates(run, capsys):
     """Both ways train alike; outside of maps the loss is that of all rows."""
     outside = run("optax", "sharded", "sharded jit")
@@ -209,6 +213,7 @@ def test_flax(run, capsys, names):
     assert len(losses) == len(names) and all(0 < loss < 0.5 for loss in losses)
 
 
+@pytest.mark.release
 def test_meshes(run):
     found = run("meshes")
     plain = exact(found)
@@ -275,6 +280,7 @@ def test_sharded_updates_beside_the_backward_pass(run, capsys):
     assert masters.addressable_shards[0].data.shape == (6, 32, 256)
 
 
+@pytest.mark.release
 def test_a_worker_that_is_left_out(run, capsys):
     run("weight")
     assert capsys.readouterr().out == "all finite: True\n"
@@ -321,6 +327,7 @@ def test_a_grid(run, capsys):
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
 
 
+@pytest.mark.release
 def test_by_path(run, capsys):
     found = run("by path")
     table = capsys.readouterr().out

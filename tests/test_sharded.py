@@ -80,8 +80,8 @@ def close(found, expected, own, terms):
     assert np.any(error > 0)
 
 
-@pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dimension", daily([0, 1], [1]))
+@pytest.mark.parametrize("tiled", daily([True, False], [True]))
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
     n, method = (
@@ -117,9 +117,10 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
         close(ours, exact, own, terms=n)
 
 
-@pytest.mark.parametrize(
-    ("axis", "tiled"), [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
-)
+GATHERED = [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
+
+
+@pytest.mark.parametrize(("axis", "tiled"), daily(GATHERED, [(1, True), (0, False)]))
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
     n, method = (
         3,
@@ -151,7 +152,7 @@ N, SIZE = 4, 4 * (2 * 8 * 256 - 77)
 OF_FOUR = ["ring, two streams", "butterfly", "direct"]
 
 
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", daily(OF_FOUR, ["butterfly"]))
 def test_finished_sums_are_not_rounded_again(name):
     x, run = anchored(8, "piecewise", N), scatter(EIGHT_BITS, TOPOLOGIES[name][0])
     found = np.asarray(run(x, jax.random.key(0)))
@@ -288,6 +289,7 @@ def test_derivatives_are_those_of_lax():
             np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.release
 def test_derivatives_under_shard_map():
     """A loss of gathered parameters, as in sharded training, has derivatives that JAX checks."""
     n = 4
@@ -334,6 +336,7 @@ def test_shard_map_gives_the_bits_of_vmap():
     assert_same_bits(np.asarray(gathered), np.asarray(gather(DEFAULT)(shards, key)))
 
 
+@pytest.mark.release
 def test_a_tuple_of_axes_counts_as_one():
     """Slices and shards are numbered row by row, on any map."""
     names, types = ("node", "gpu"), (AxisType.Auto,) * 2
