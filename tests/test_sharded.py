@@ -242,6 +242,8 @@ def test_gathered_shards_follow_keys_and_stay_alone_if_bad():
     assert_same_bits(first, again)
     assert np.mean(np.asarray(run(x, jax.random.key(2))) != first) > 0.3
     assert np.mean(np.asarray(run(x, None)) != first) > 0.3
+    equal = np.asarray(run(jnp.tile(x[:1], (3, 1)), jax.random.key(1)))[0]  # noise by slice
+    assert min(np.mean(equal[0] != equal[1]), np.mean(equal[1] != equal[2])) > 0.3
     bad = x.at[1, 300].set(jnp.nan).at[2, SHARD - 1].set(jnp.inf)
     found = np.asarray(run(bad, jax.random.key(1)))
     assert_replicas_equal(found)
