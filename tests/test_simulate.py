@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import dynamiq_jax as dq
 from dynamiq_jax.commands import cli
 from dynamiq_jax.commands.bench import tables
-from dynamiq_jax.commands.simulate import PUBLISHED, Case, simulate
+from dynamiq_jax.commands.simulate import Case, simulate
 from dynamiq_jax.commands.simulate.gradients import (
     Source,
     contribution,
@@ -290,19 +290,6 @@ class TestCommand:
         for row in rows:
             assert 0 < row["lowest"] < row["vnmse"] < row["highest"] < 0.05
             assert f"{row['vnmse']:.3g}" in result.output
-            assert row["published"] is None
-
-    def test_the_papers_table(self, monkeypatch):
-        cases = []
-        monkeypatch.setattr(cli, "study", lambda case, seeds, progress: cases.append(case))
-        monkeypatch.setattr(tables, "print_table", lambda rows, columns, title: None)
-        assert self.invoke("--table").exit_code == 0
-        found = {
-            (type(c.topology).__name__.lower(), type(c.method).__name__.lower(), c.bits)
-            for c in cases
-        }
-        assert found == set(PUBLISHED)
-        assert {c.n_workers for c in cases} == {8192}
 
     @pytest.mark.parametrize(
         ("arguments", "complaint"),

@@ -388,18 +388,9 @@ def simulate(
         int, typer.Option(min=1, help="Workers of a hierarchy's native inner axis.")
     ] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of the data and the rounding.")] = 1,
-    table: Annotated[
-        bool,
-        typer.Option(
-            "--table", help="The paper's table: its topologies and bits, least squared error."
-        ),
-    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate the error of an all-reduce among thousands of workers on one device."""
-    if table:
-        topology, method, bits = "ring,butterfly", "dynamiq,mxfp8", "5,6,8.5"
-        floor, levels = "none", "piecewise"
     device = jax.devices()[:1]
     super_groups = super_groups or (256 if device[0].platform == "cpu" else 32768)
     options = {

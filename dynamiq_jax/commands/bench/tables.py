@@ -75,7 +75,6 @@ SIMULATION_COLUMNS = (
     Column("widths", lambda r: ",".join(map(str, r.widths))),
     Column("vNMSE", lambda r: f"{r.vnmse:.3g}"),
     Column("lowest-highest", lambda r: f"{r.lowest:.3g}-{r.highest:.3g}"),
-    Column("paper", lambda r: f"{r.published:.3g}" if r.published else ""),
     Column("seconds", lambda r: f"{r.seconds:.1f}"),
     Column("backend", lambda r: r.backend),
 )
