@@ -283,8 +283,8 @@ def slow_exchanges(links: Sequence[LinkRow]) -> str | None:
         return None
     return (
         f"The link carries {links[-1].rate}, the delay of one message included. Less than "
-        f"{MIN_LINK:.0%} of it are reached by: {', '.join(slow)}. Workers of a process share its link, and gloo lets two processes that "
-        "exchange messages take turns."
+        f"{MIN_LINK:.0%} of it are reached by: {', '.join(slow)}. Workers of a process share its "
+        "link, and gloo lets two processes that exchange messages take turns."
     )
 
 
