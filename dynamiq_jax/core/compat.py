@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax._src import config
+from jax._src.pjit import reshard_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
@@ -131,6 +132,15 @@ def is_batched(x: Any) -> bool:
 def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+reshard_primitive = reshard_p
+"""The primitive of `jax.reshard`, which has no public name."""
+
+
+def linear_program(back: Any) -> Jaxpr:
+    """The linear program that `jax.vjp` transposes; its last inputs are the primals' tangents."""
+    return with_constants(back.jaxpr)[0]
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:

@@ -121,11 +121,12 @@ def value_and_grad(
       leading axis is that of the workers.
 
     Raises:
-      ValueError: there is no mesh, it has axes of both types, ``axis_name`` is not in it or is that
-        of a map around the call, nothing of the batch is sharded over it (Explicit axes), a batch
-        axis does not divide by its size, ``specs`` are missing or do not fit, a leaf of aux has no
-        word, the loss closes over traced arrays (Auto axes), a constant has no hash, or a
-        derivative is taken outside of `jax.jit` where no mesh is set (Explicit axes).
+      ValueError: metrics, a state or a key come with ``reduce=False``, there is no mesh, it has
+        axes of both types, ``axis_name`` is not in it or is that of a map around the call, nothing
+        of the batch is sharded over it (Explicit axes), a batch axis does not divide by its size,
+        ``specs`` are missing or do not fit, a leaf of aux has no word, the loss closes over traced
+        arrays (Auto axes), a constant has no hash, or a derivative is taken outside of `jax.jit`
+        where no mesh is set (Explicit axes).
       TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
         such.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
@@ -193,6 +194,13 @@ def value_and_grad(
 
     def reduced(*args, key=None, state=None, **kwargs):
         _check_names(loss_fn, args, key=key, state=state)
+        own = {"metrics": metrics or None, "state": state, "key": key}
+        given = [name for name, value in own.items() if value is not None]
+        if given and not reduce:
+            raise ValueError(
+                f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
+                f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
+            )
         if axis.mapped:
             raise ValueError(
                 f"value_and_grad is called inside of a map over axis {axis.name!r}; call "
