@@ -317,6 +317,13 @@ def scanned(params, x):
     return jnp.mean(jnp.square(lax.scan(step, x, layers)[0]))
 
 
+def rows(params, x):
+    """JAX reads rows by `jax.sharding.auto_axes`, whose axes have no types."""
+    own = jax.reshard(params, P())
+    read = own["in"].at[jnp.int32(jnp.abs(x) * 8)[:, 0]].get(out_sharding=P("data"))
+    return two(own, read)
+
+
 def mapped(params, x):
     """The shards of ``columns`` enter a map; no other worker has terms of their gradient."""
 
@@ -333,6 +340,7 @@ IN_PLAIN_JAX = {
     "resharded": (ALL, "", ""),
     "resharded in jit": (jax.jit(ALL), "", ""),
     "resharded in scan": (scanned, "", ""),
+    "rows, resharded": (rows, "", ""),
     "one resharded": (resharded(two, P(), names=["in"]), "", ""),
     "passed": (passed("in", "out"), "", ""),
     "passed, resharded": (
@@ -360,7 +368,7 @@ IN_PLAIN_JAX = {
     ("name", "sharded"),
     daily(
         itertools.product(IN_PLAIN_JAX, (True, False)),
-        [("resharded", True), ("split, resharded", False), ("beside a map", True)],
+        [("rows, resharded", True), ("split, resharded", False), ("beside a map", True)],
     ),
 )
 def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):

@@ -29,7 +29,8 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
     a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
     the loss says. Constraints over other axes stay. On Explicit axes constraints are assertions,
     and those that name one of the axes are dropped. There `jax.reshard` leaves a parameter typed as
-    reduced over the axes, whole as it is: its gradient stays unreduced.
+    reduced over the axes, whole as it is: its gradient stays unreduced. `jax.sharding.auto_axes`,
+    by which JAX reads rows, turns axes into Auto ones: they have no such types.
     """
     global _users
     token = _forgotten.set(frozenset(names))
@@ -75,12 +76,13 @@ def _constrain(x: Any, shardings: Any, *args: Any, **options: Any) -> Any:
 
 def _reshard(x: Any, *, dst_sharding: NamedSharding, **options: Any) -> Any:
     """Binds JAX's primitive; the result is reduced over forgotten axes that do not split it."""
-    spec = dst_sharding.spec
+    spec, mesh = dst_sharding.spec, dst_sharding.mesh
     split = {*jax.tree.leaves(spec.partitions)}
-    kept = jax.typeof(x).sharding.spec.reduced & (_forgotten.get() - split)
+    typed = {*mesh.explicit_axes} - split
+    kept = jax.typeof(x).sharding.spec.reduced & _forgotten.get() & typed
     if kept:
         own = PartitionSpec(*spec.partitions, reduced=spec.reduced | kept, unreduced=spec.unreduced)
-        dst_sharding = NamedSharding(dst_sharding.mesh, own)
+        dst_sharding = NamedSharding(mesh, own)
     return _reshard_of_jax(x, dst_sharding=dst_sharding, **options)
 
 

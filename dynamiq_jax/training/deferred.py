@@ -258,11 +258,15 @@ class Deferred(NamedTuple):
         return ((value, aux) if self.has_aux else value), grads, native
 
     def _untyped(self, equation: JaxprEqn) -> list[Any]:
-        """The operand of a reshard, if it is typed as reduced over data axes and the result not."""
+        """The operand of a reshard, if it is typed as reduced over data axes and the result not.
+
+        Auto axes have no types: what a reshard to them hands back is unreduced.
+        """
         if equation.primitive.name != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
-        before, after = (_spec_of(x).reduced for x in (*equation.invars, *equation.outvars))
-        return equation.invars if (before - after) & {*self.axis.names} else []
+        (operand,), (result,) = equation.invars, equation.outvars
+        typed = {*result.aval.sharding.mesh.explicit_axes} & {*self.axis.names}
+        return [operand] if (_spec_of(operand).reduced - _spec_of(result).reduced) & typed else []
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.
