@@ -518,8 +518,21 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
         norm(params)
     with jax.set_mesh(mesh_of()):
         assert_close(norm(params), expected)
-    with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
-        jax.vmap(f, in_axes=(None, 0))(params, jax.tree.map(lambda x: x[None], batch))
+
+
+@pytest.mark.parametrize("form", [lambda f: f, jax.jit], ids=["vmap", "vmap of jit"])
+def test_vmap_of_unreduced_gradients_is_refused(form):
+    (params, batch), mesh = placed(), mesh_of()
+    several = jax.tree.map(lambda x: jax.reshard(x[None], NamedSharding(mesh, P())), params)
+    for method in (F32, None):  # unreduced, and summed by JAX
+        f = form(dq.value_and_grad(masked, axis_name="data", method=method))
+        with jax.set_mesh(mesh):
+            if method is None:
+                found = jax.vmap(f, in_axes=(0, None))(several, batch)
+                assert_close(jax.tree.map(lambda x: x[0], found), f(params, batch))
+                continue
+            with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
+                jax.vmap(f, in_axes=(0, None))(several, batch)
 
 
 def test_a_batch_over_more_axes_than_those_reduced_is_refused():

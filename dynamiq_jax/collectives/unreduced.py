@@ -141,6 +141,7 @@ def reduce_unreduced(
 
     @jax.custom_jvp
     def total(tree: Any, key: Array | None, state: State | None) -> Reduced:
+        tree = _not_batched(tree)
         if not scattered:
             parts = tree, moving(terms), moving(unreduced)
             return _mapped(*parts, axis, compression, mesh, key, state, metrics)
@@ -176,6 +177,21 @@ def reduce_unreduced(
     sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
     pairs = zip(sums, targets, strict=True)
     return found._replace(tree=treedef.unflatten([resharded(x, mesh, spec) for x, spec in pairs]))
+
+
+@jax.custom_batching.custom_vmap
+def _not_batched(tree: Any) -> Any:
+    """``tree``, of which `jax.vmap` takes one alone, in a function under `jax.jit`, too."""
+    return tree
+
+
+@_not_batched.def_vmap
+def _(size: int, batched: Any, tree: Any) -> Any:
+    raise NotImplementedError(
+        f"jax.vmap over {size} sums of unreduced gradients, by value_and_grad or psum on Explicit "
+        "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
+        "axes"
+    )
 
 
 def large_leaves(

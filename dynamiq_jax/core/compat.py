@@ -121,12 +121,7 @@ def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
     # A batch tracer's slot is private. No public way was found: an axis has a name and a size
     # whichever map it belongs to, and batching rules are asked only after a collective is bound.
-    return is_batched(lax.axis_index(name))
-
-
-def is_batched(x: Any) -> bool:
-    """Whether ``x`` is one of many under `jax.vmap`, outside of `jax.jit`."""
-    return hasattr(x, "batch_dim")
+    return hasattr(lax.axis_index(name), "batch_dim")
 
 
 def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.compat import is_batched
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
@@ -226,11 +225,6 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
 
     def runs(params: Any, data: Any, **options: Any) -> Any:
         leaves = jax.tree.leaves((params, data, options))
-        if any(map(is_batched, leaves)):
-            raise NotImplementedError(
-                "jax.vmap of value_and_grad on Explicit axes: JAX does not batch the sum of "
-                "unreduced gradients; call it once for each, in a loop, or take a mesh of Auto axes"
-            )
         traced = any(isinstance(x, Tracer) for x in leaves)
         if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
             with jax.sharding.use_abstract_mesh(abstract):
@@ -239,8 +233,8 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
         if traced:
             if get_abstract_mesh().empty:
                 raise ValueError(
-                    "value_and_grad is differentiated outside of jax.jit, and no mesh is set for "
-                    "the derivative; call it in jax.jit, or in jax.set_mesh(mesh)"
+                    "value_and_grad is transformed outside of jax.jit, and no mesh is set for the "
+                    "derivative or the batch; call it in jax.jit, or in jax.set_mesh(mesh)"
                 )
             around = jax.sharding.use_abstract_mesh(abstract)
         else:
