@@ -506,6 +506,22 @@ def test_what_is_no_parameter_and_no_constant_is_refused():
         f(params, batch, {1})
 
 
+@pytest.mark.parametrize("sizes", [(8,), (8, 1)])
+def test_mistakes_of_a_loss_come_out(sizes):
+    """JAX refuses some types with errors of a few kinds; other errors are not taken for these."""
+
+    def loss(params, batch):
+        if jax.typeof(params["up"]).sharding.spec.reduced:
+            raise KeyError("a mistake")
+        return masked(params, batch)
+
+    mesh = mesh_of(*sizes)
+    args = (put(x, mesh, *spec) for x, spec in zip(arrays(), ((), ("data",)), strict=True))
+    f = dq.value_and_grad(loss, axis_name="data", method=F32)
+    with jax.set_mesh(mesh), pytest.raises(KeyError, match="a mistake"):
+        jax.eval_shape(f, *args)
+
+
 def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     """JAX's own transpose of a map of unreduced arrays is 8 times too large."""
     params, batch = placed()

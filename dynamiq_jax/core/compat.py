@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax._src import config
+from jax._src.core import ShardingTypeError
 from jax._src.pjit import reshard_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
@@ -128,6 +129,9 @@ def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
+
+REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError, ShardingTypeError)
+"""What JAX raises where it has no rule for an array's type; other errors are mistakes."""
 
 reshard_primitive = reshard_p
 """The primitive of `jax.reshard`, which has no public name."""

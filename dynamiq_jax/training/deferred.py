@@ -27,7 +27,7 @@ from dynamiq_jax.collectives.unreduced import (
     unreduced_axes,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import equations, linear_program, traced_for
+from dynamiq_jax.core.compat import REFUSALS, equations, linear_program, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -82,10 +82,10 @@ class Deferred(NamedTuple):
         if 1 not in self.mesh.axis_sizes:
             return call(params, data)
         # Types name axes of size 1, too: those of the arrays, of the loss and of ours may differ.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*REFUSALS):
             return call(params, data, strict=True)
         specs = jax.tree.map(_spec, params)
-        with contextlib.suppress(Exception), jax.remove_size_one_mesh_axis_from_type(True):
+        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
             value, found = call(*jax.tree.map(self._without_ones, (params, data)))
             with jax.remove_size_one_mesh_axis_from_type(False):
                 if isinstance(found, Reduced):
@@ -115,7 +115,7 @@ class Deferred(NamedTuple):
         value, grads, native, why = None, [], set(), None
         try:
             value, grads, native = trace(self._held(leaves, placed, chosen, own))
-        except Exception as error:
+        except REFUSALS as error:
             if strict or not chosen:
                 raise
             why = error
@@ -153,7 +153,7 @@ class Deferred(NamedTuple):
             def run(leaves: list[Array]) -> Any:
                 return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
 
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*REFUSALS):
                 return jax.make_jaxpr(run)(leaves)
             return None
 
@@ -306,7 +306,7 @@ class Deferred(NamedTuple):
         def traces(deferred: Collection[int]) -> bool:
             try:
                 shapes(deferred)
-            except Exception:
+            except REFUSALS:
                 return False
             return True
 
