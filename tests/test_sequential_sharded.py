@@ -140,7 +140,10 @@ def assert_close(found, expected, rtol=1e-4):
 SGD = optax.sgd(0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize(("way", "check_vma"), [*zip(WAYS, (True, False, True), strict=True)])
+CHECKED = [*zip(WAYS, (True, False, True), strict=True)]
+
+
+@pytest.mark.parametrize(("way", "check_vma"), daily(CHECKED, CHECKED[:1]))
 def test_with_exact_sums_a_step_is_that_of_sharded_alone(way, check_vma):
     params, batches = problem()
     optimizer = make(rule=SGD, max_norm=0.05 if way == "in a loop" else None)
@@ -175,6 +178,7 @@ def test_compressed_copies_stay_equal_and_train():
     assert state.masters[1]["kernel"].addressable_shards[1].data.shape == (LAYERS, DIM // N, DIM)
 
 
+@pytest.mark.release
 def test_bf16_copies_have_f32_masters():
     params, batches = problem(jnp.bfloat16)
     found, state = train(params, batches, make(), in_loop)
@@ -189,6 +193,7 @@ def test_bf16_copies_have_f32_masters():
         assert np.linalg.norm(np.asarray(own) - np.asarray(theirs)) < 0.1 * moved
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     params, batches = problem()
@@ -202,6 +207,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     assert (int(state.step), int(state.skipped)) == (2, 1)
 
 
+@pytest.mark.release
 def test_several_axes_of_workers():
     axes = ("node", "gpu")
     devices = {"devices": jax.devices()[:N], "axis_types": (AxisType.Auto,) * 2}
@@ -212,6 +218,7 @@ def test_several_axes_of_workers():
     assert_close(found, train(params, batches, optimizer, mesh=mesh, axes=axes))
 
 
+@pytest.mark.release
 def test_data_by_model():
     """Products over a part of the parameters; the workers' axis splits that part."""
     axes, rng = ("data", "model"), np.random.default_rng(0)
@@ -419,6 +426,30 @@ def test_exact_shards_have_the_gradients_of_one_device(functions, lag, check_vma
     np.testing.assert_allclose([value, alone], [expected] * 2, rtol=1e-5)
     for own, other in zip(*map(jax.tree.leaves, (found, grads)), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("unrolled", daily([False, True], [False]))
+def test_payloads_that_stay_are_not_gathered_again(unrolled):
+    """The gradients keep their bits."""
+    (params, batches), specs, functions = problem(), SHARDS, REMAT
+    if unrolled:
+        layers = [jax.tree.map(lambda w, i=i: w[i], params[1]) for i in range(LAYERS)]
+        params, functions = [params[0], *layers, params[2]], [embed, *[block] * LAYERS, head]
+        specs = [SHARDS[0], *[{"kernel": P("data"), "bias": P()}] * LAYERS, SHARDS[2]]
+
+    def traced(reshard):
+        options = {"method": SOME, "gather": SOME, "specs": specs, "reshard_after_forward": reshard}
+        loss = lambda p, x: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
+        maps = {"in_specs": (specs, P("data")), "out_specs": specs, "check_vma": False}
+        run = jax.shard_map(jax.grad(loss), mesh=auto_mesh(N), **maps)
+        return jax.jit(run).trace(params, batches[0])
+
+    kept, again = traced(reshard=False), traced(reshard=True)
+    found, expected = (own.lower().compile()(params, batches[0]) for own in (kept, again))
+    assert_same_bits(jax.device_get(found), jax.device_get(expected))
+    gathers, twice = (str(own.jaxpr).count(" all_gather[") for own in (kept, again))
+    begun = LAYERS + 2 if unrolled else 4  # the embedding, the first layer, the loop's, the head
+    assert gathers == 2 * begun and twice > gathers  # scales and payloads
 
 
 def test_functions_may_return_more_or_fewer_arrays_than_they_take():
