@@ -184,7 +184,7 @@ class Deferred(NamedTuple):
         """The operands of a `jax.shard_map` that data axes split."""
         if equation.primitive.name != "shard_map":
             return []
-        specs = (P(*_spec_of(x).partitions) for x in equation.invars)
+        specs = (P(*_sharding_of(x).spec.partitions) for x in equation.invars)
         own = {*self.axis.names}
         return [x for x, spec in zip(equation.invars, specs, strict=True) if axes_of(spec) & own]
 
@@ -264,9 +264,9 @@ class Deferred(NamedTuple):
         """
         if equation.primitive.name != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
-        (operand,), (result,) = equation.invars, equation.outvars
-        typed = {*result.aval.sharding.mesh.explicit_axes} & {*self.axis.names}
-        return [operand] if (_spec_of(operand).reduced - _spec_of(result).reduced) & typed else []
+        before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
+        lost = before.spec.reduced - after.spec.reduced
+        return equation.invars if lost & {*after.mesh.explicit_axes} & {*self.axis.names} else []
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.
@@ -425,8 +425,8 @@ def _spec(x: Any) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def _spec_of(variable: Any) -> P:
-    return variable.aval.sharding.spec
+def _sharding_of(variable: Any) -> Any:
+    return variable.aval.sharding
 
 
 def _first_line(error: Exception) -> str:
