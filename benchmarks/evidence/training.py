@@ -1,7 +1,7 @@
 r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
-    python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd \
+    python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd,muon,lion \
         --topologies direct,ring,butterfly --seeds 16    # one GPU
 
 Trains small language models (`MODELS`) with several simulated workers on one
@@ -27,6 +27,7 @@ Every finished row is kept in ``--json`` at once. Rows that the file has are not
 that an interrupted command goes on where it was.
 """
 
+import inspect
 import json
 import math
 import os
@@ -48,10 +49,12 @@ import numpy as np
 import optax
 import typer
 from jax import Array, lax
+from optax import contrib
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.comparators.local_error import LocalError
+from dynamiq_jax.optax import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -64,6 +67,8 @@ RATES = {
     ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,
     ("adamw", "gpt2", "125m"): 6e-4, ("adamw", "unit", "125m"): 6e-4,
     ("sgd", "gpt2"): 0.3, ("sgd", "unit"): 0.3,
+    ("muon", "gpt2"): 8e-3, ("muon", "unit"): 8e-3,
+    ("lion", "gpt2"): 8e-4, ("lion", "unit"): 8e-4,
 }  # fmt: skip
 """Peak learning rates by (optimiser, initialisation), or by those and the model."""
 
@@ -261,7 +266,17 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "liec": _liec,
 }
 
-OPTIMISERS = ("adamw", "sgd")
+PERIODS: Mapping[str, int] = {"liec": 32}
+"""Methods whose result is another one on every worker, so that every worker has a model of its own,
+and after how many steps the mean of these models, in f32, takes their place."""
+
+
+def period_of(method: str) -> int:
+    """The entry of `PERIODS` for a method's name, with or without bits; 0 without local steps."""
+    return PERIODS.get(method.strip().partition(":")[0], 0)
+
+
+OPTIMISERS = ("adamw", "sgd", "muon", "lion")
 
 
 # --- Ways to average gradients --------------------------------------------------------------------
@@ -280,6 +295,13 @@ class Mean(NamedTuple):
     """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
     init: Callable[[Tree, int], Any] = lambda grads, n_workers: ()
     """(gradients, workers) -> all workers' first state."""
+    period: int = 0
+    """As in `PERIODS`; 0: all workers have the same model."""
+    spread: Callable[[Tree, Array, int], Tree] | None = None
+    """(masters - copy, key, workers) -> what all add to the copy; `None`: there is no copy."""
+    copy_dtype: Any = jnp.float32
+    copy_kept: bool = True
+    """Whether the copy starts from that of the step before, or from zero."""
 
 
 def exact_mean() -> Mean:
@@ -337,11 +359,73 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
     def init_state(grads: Tree, n_workers: int) -> Any:
         return request.init_state(grads, n_workers, stacked=True)
 
-    def bits_per_coord(grads: Tree, n_workers: int) -> float:
-        return request.explain(grads, n_workers, verbose=False).bits_per_coord
+    period = period_of(name)
 
-    options = f"{contenders.in_full(method)} {contenders.in_full(route)}"
-    return Mean(name, topology, options, average, bits_per_coord, init_state)
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        own = request.explain(grads, n_workers, verbose=False).bits_per_coord
+        return own + (32 / period if period else 0)
+
+    options = f"{contenders.in_full(method)} {contenders.in_full(route)}" + (
+        f" period={period}" if period else ""
+    )
+    return Mean(name, topology, options, average, bits_per_coord, init_state, period)
+
+
+def sharded_mean(text: str, topology: str, backend: str) -> Mean:
+    """Sharded updates, GRADIENTS/DIFFERENCES, with /bf16 or /whole after it.
+
+    A method, or "exact", scatters gradients to the owners of slices. Another one gathers how much
+    the owners' masters differ from the copy that all workers have, in f32 or bf16. With "whole" it
+    gathers the parameters themselves, as FSDP does.
+
+    Raises:
+      ValueError: a part is not known.
+    """
+    scattered, gathered, *copy = text.strip().split("/")
+    if copy not in ([], ["bf16"], ["whole"]):
+        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES, and /bf16 or /whole")
+    requests: list[Any] = []
+    for part in (scattered, gathered):
+        if part == EXACT:
+            requests.append(None)
+            continue
+        method = parse_method(part, backend)[1]
+        route = None if len(requests) else contenders.parse_topology(topology)
+        limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+        requests.append(dq.Compression(method, topology=route, **limits))
+    scatter, gather = requests
+
+    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
+        if scatter is None:
+            return lax.pmean(grads, AXIS), state
+        own = dq.psum_scatter(grads, AXIS, tiled=True, method=scatter, key=key)
+        whole = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
+        return jax.tree.map(lambda x: x / lax.axis_size(AXIS), whole), state
+
+    def spread(differences: Tree, key: Array, n_workers: int) -> Tree:
+        if gather is None:
+            return differences
+
+        def own(_: Array) -> Tree:
+            def mine(x: Array) -> Array:
+                rows = x.shape[0] // n_workers
+                return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * rows, rows)
+
+            slices = jax.tree.map(mine, differences)
+            return dq.all_gather(slices, AXIS, tiled=True, method=gather, key=key)
+
+        every = jax.vmap(own, axis_name=AXIS)(jnp.arange(n_workers))
+        return jax.tree.map(lambda x: x[0], every)
+
+    def bits_per_coord(grads: Tree, n_workers: int) -> float:
+        return sum(32.0 if r is None else r.method.bits for r in requests) / 2
+
+    options = " / ".join(contenders.in_full(r and r.method) for r in requests)
+    dtype = jnp.bfloat16 if copy == ["bf16"] else jnp.float32
+    return Mean(
+        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype,
+        copy_kept=copy != ["whole"],
+    )  # fmt: skip
 
 
 def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
@@ -355,10 +439,11 @@ def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str)
         if text == BF16:
             found.append(bf16_mean())
         elif text != EXACT:
-            if text.partition(":")[0] == "liec":
-                raise ValueError("liec gives every worker a model of its own; see commit a059358")
-            routes = ["native"] if contenders.native_only(text) else topologies
-            found += [library_mean(text, route, backend) for route in routes]
+            routes = topologies
+            if "/" not in text and (contenders.native_only(text) or period_of(text)):
+                routes = ["native"]
+            mean = sharded_mean if "/" in text else library_mean
+            found += [mean(text, route, backend) for route in routes]
     return found
 
 
@@ -369,14 +454,35 @@ def make_optimizer(name: str, steps: int) -> optax.GradientTransformation:
     """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to norm 1.
 
     The caller multiplies its updates by the peak learning rate, in which they are linear. AdamW
-    decays matrices by 0.1, SGD decays nothing.
+    and Lion decay matrices by 0.1, SGD decays nothing. Muon takes the matrices of the blocks,
+    with decay and with updates as large as Adam's; the rest is left to Adam, without decay.
     """
     rate = optax.warmup_cosine_decay_schedule(0.0, 1.0, max(steps // 10, 1), steps, 0.1)
+    decay: dict[str, Any] = {"weight_decay": 0.1, "mask": is_matrix}
+
+    def stacked_matrices(params: Tree) -> Tree:
+        numbers = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return jax.tree.map(lambda p: numbers if p.ndim == 3 else None, params)
+
+    def muon() -> optax.GradientTransformation:
+        return contrib.muon(
+            rate, weight_decay=0.1, consistent_rms=0.2, adam_b1=0.9, adam_b2=0.95,
+            muon_weight_dimension_numbers=stacked_matrices,
+        )  # fmt: skip
+
     makers = {
-        "adamw": lambda: optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix),
+        "adamw": lambda: optax.adamw(rate, b1=0.9, b2=0.95, **decay),
         "sgd": lambda: optax.sgd(rate, momentum=0.9),
+        "muon": muon,
+        "lion": lambda: optax.lion(rate, **decay),
     }
     return optax.chain(optax.clip_by_global_norm(1.0), makers[name]())
+
+
+def has_muon() -> bool:
+    """Whether the installed optax has a Muon that takes stacked matrices."""
+    options = inspect.signature(contrib.muon).parameters if hasattr(contrib, "muon") else ()
+    return {"consistent_rms", "muon_weight_dimension_numbers"} <= set(options)
 
 
 def large_leaves(tree: Tree) -> dict[str, Any]:
@@ -408,9 +514,16 @@ def make_trainer(
     starts i32[S, steps, n_workers * sequences], the training text i32[tokens], the validation
     windows i32[windows, seq_len + 1]. It returns the validation loss [S], the training losses
     [S, steps], and of every leaf that methods compress the squared error and the squared norm of
-    the mean, [S, steps, leaves].
+    the mean, [S, steps, leaves]. Where every worker has a model of its own the validation loss is
+    that of the models' mean, and the error that of the mean of results.
     """
     optimizer = make_optimizer(optimiser, steps)
+
+    def mean_of(copies: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), copies)
+
+    def copied(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), tree)
 
     def worker(params: Tree, tokens: Array, key: Array, memory: Any):
         own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
@@ -418,7 +531,12 @@ def make_trainer(
         averaged = mean.average(grads, key, memory)
         return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
 
-    workers = jax.vmap(worker, (None, 0, None, 0), (None, None, 0), axis_name=AXIS)
+    def meet(step: Array, params: Tree) -> Tree:
+        every = partial(liec.average_every, mean.period, step, axis_name=AXIS)
+        return jax.vmap(every, axis_name=AXIS)(params)
+
+    apart = 0 if mean.period else None  # the axis of workers' own models
+    workers = jax.vmap(worker, (apart, 0, None, 0), (None, None, 0), axis_name=AXIS)
 
     def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
         start_key, key = jax.random.split(jax.random.key(seed))
@@ -427,14 +545,36 @@ def make_trainer(
             updates, state = optimizer.update(stack(grads), state, params)
             return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
 
+        def moved(masters, copy, key):
+            if not mean.copy_kept:
+                copy = jax.tree.map(jnp.zeros_like, copy)
+
+            narrow = mean.copy_dtype
+            left = jax.tree.map(
+                lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy
+            )
+            added = stack(mean.spread(unstack(left), jax.random.fold_in(key, 1), n_workers))
+            return jax.tree.map(lambda c, a: c + a, copy, added)
+
         def step(carry, now):
             params, state, memory = carry
             number, own = now
             tokens = worker_tokens(text, own, shape, n_workers)
             step_key = jax.random.fold_in(key, number)
-            mean_loss, exact, (copies, memory) = workers(params, tokens, step_key, memory)
-            found = jax.tree.map(lambda x: x[0], copies)
-            params, state = update(params, state, found)
+            used = params
+            if mean.spread is not None:
+                params, copy = params
+                used = jax.tree.map(lambda x: x.astype(jnp.float32), copy)
+            mean_loss, exact, (copies, memory) = workers(used, tokens, step_key, memory)
+            if mean.period:
+                found = mean_of(copies)
+                params, state = jax.vmap(update)(params, state, copies)
+                params = meet(number + 1, params)
+            else:
+                found = jax.tree.map(lambda x: x[0], copies)
+                params, state = update(params, state, found)
+            if mean.spread is not None:
+                params = params, moved(params, copy, step_key)
             error = jax.tree.map(jnp.subtract, found, exact)
             measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
             return (params, state, memory), measured
@@ -442,7 +582,16 @@ def make_trainer(
         params = init(shape, start_key, kind)
         memory = mean.init(unstack(params), n_workers)
         carry = params, optimizer.init(params), memory
+        if mean.period:
+            carry = *copied(carry[:2]), memory
+        if mean.spread is not None:
+            copy = jax.tree.map(lambda x: x.astype(mean.copy_dtype), params)
+            carry = (params, copy), *carry[1:]
         (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
+        if mean.period:
+            params = mean_of(params)
+        if mean.spread is not None:
+            params = params[1]
         rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
         validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
         return measured | {"validation": validation}
@@ -707,6 +856,8 @@ def main(
     for option, (text, names) in known.items():
         if unknown := [name for name in contenders.parts(text) if name not in names]:
             raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(names)}")
+    if "muon" in optimisers and not has_muon():
+        raise typer.BadParameter(f"--optimisers muon: optax {version('optax')} lacks it; upgrade")
     tasks = [load_task(name, workers, steps) for name in contenders.parts(models)]
     try:
         means = parse_means(contenders.parts(methods), contenders.parts(topologies), backend)

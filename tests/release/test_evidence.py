@@ -21,8 +21,8 @@ import training
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
-STEPS, SEEDS = 8, 2
-COMMAND = ["--models", "micro", "--methods", "dynamiq:5,f32", "--steps", STEPS]
+STEPS, SEEDS, SHARDED = 8, 2, "dynamiq:8/dynamiq:8"
+COMMAND = ["--models", "micro", "--methods", f"dynamiq:5,f32,liec,{SHARDED}", "--steps", STEPS]
 
 
 def invoke(*arguments):
@@ -49,8 +49,10 @@ def rows(file):
 
 @pytest.mark.parametrize("kind", training.INITS)
 def test_runs_are_paired_and_learn_and_errors_are_those_of_the_method(rows, kind):
-    assert len(rows) == 6
-    exact, ours, f32 = (rows[kind, name] for name in ("exact", "dynamiq:5", "f32"))
+    assert len(rows) == 10
+    exact, ours, f32, liec, sharded = (
+        rows[kind, name] for name in ("exact", "dynamiq:5", "f32", "liec", SHARDED)
+    )
     assert exact["summary"]["validation"] == {"percent": 0.0, "error": 0.0}
     assert abs(f32["summary"]["validation"]["percent"]) < 1e-3
     ratio = np.divide(ours["validation_loss"], exact["validation_loss"])
@@ -59,13 +61,14 @@ def test_runs_are_paired_and_learn_and_errors_are_those_of_the_method(rows, kind
     assert found["error"] == pytest.approx(100 * np.abs(ratio[0] - ratio[1]) / 2)
     # Far less than seeds differ among each other: the runs are paired.
     assert 1e-4 < np.abs(ratio - 1).max() < 0.02 and np.ptp(exact["validation_loss"]) > 1e-3
-    assert max(max(row["validation_loss"]) for row in (exact, ours)) < 5.4
+    assert max(max(row["validation_loss"]) for row in (exact, ours, liec, sharded)) < 5.4
     assert exact["vnmse"] == exact["worst_leaf"] == [0.0, 0.0]
     assert 0 < max(f32["worst_leaf"]) < 1e-12
     assert 1e-5 < min(ours["vnmse"]) and max(ours["vnmse"]) < 0.1
     assert all(np.greater(ours["worst_leaf"], ours["vnmse"]))
     assert exact["bits_per_coord"] == f32["bits_per_coord"] == 32
-    assert 5 < ours["bits_per_coord"] < 5.2
+    assert 5 < ours["bits_per_coord"] < 5.2 and sharded["bits_per_coord"] == 8
+    assert 0 < abs(sharded["summary"]["validation"]["percent"]) < 1
 
 
 def test_rows_that_the_file_has_are_not_trained_again(file, monkeypatch):
@@ -129,7 +132,6 @@ def test_the_model_is_that_of_the_example():
         (["--models", "tny"], "--models 'tny': pass some of"),
         (["--optimisers", "adam"], "--optimisers 'adam': pass some of"),
         (["--methods", "dynamique:5"], "method 'dynamique:5' is not known"),
-        (["--methods", "liec"], "liec gives every worker a model of its own"),
         (["--methods", "mxfp8", "--topologies", "torus"], "topology 'torus' is not known"),
     ],
 )
