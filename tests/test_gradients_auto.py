@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.collectives import scattered
 from dynamiq_jax.core.constraints import constraints_without
 
 F32 = small(dq.F32())
@@ -414,3 +415,30 @@ def test_compressed_gradients_of_a_weighted_loss():
     _, grads = jax.jit(f)(params, batch)
     expected = jax.grad(masked)(params, batch)
     assert 1e-6 < float(dq.vnmse(jax.device_get(grads), expected)) < 0.1
+
+
+def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch):
+    """LoRA: frozen weights stay sharded, and the loss gathers them; whole ones are warned of."""
+    params, batch = arrays()
+    frozen = jax.random.normal(jax.random.key(4), (16, 16)) / 4
+    mesh = mesh_of(8)
+
+    def lora(params, x, *, frozen, gathers=True):
+        if gathers:
+            frozen = lax.all_gather(frozen, "data", tiled=True)
+        assert frozen.shape == (16, 16)
+        return loss(params, {"x": x @ frozen})
+
+    expected = jax.value_and_grad(loss)(params, {"x": batch["x"] @ frozen})
+    shards = jax.device_put(frozen, NamedSharding(mesh, P("data")))
+    f = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P("data")}, **OPTIONS)
+    assert_close(f(params, batch["x"], frozen=shards), expected)
+    whole = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P()}, **OPTIONS)
+    assert_close(whole(params, batch["x"], frozen=shards, gathers=False), expected)
+    monkeypatch.setattr(scattered, "LARGE_GATHER", 1000)
+    with pytest.warns(UserWarning, match="1 sharded arguments.*1,024 bytes.*dq.all_gather"):
+        whole(params, batch["x"], frozen=shards, gathers=False)
+    whole(params, batch["x"], frozen=frozen, gathers=False)  # on one device: nothing is gathered
+    unknown = dq.value_and_grad(lora, mesh=mesh, batch_specs={"froze": P()}, **OPTIONS)
+    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen'\].*by keyword"):
+        unknown(params, batch["x"], frozen=frozen)

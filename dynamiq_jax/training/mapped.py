@@ -202,6 +202,7 @@ def mapped_value_and_grad(
         told, arrays = Told.of(data)
         split, folded = _specs_of(data, batch_specs, axis)
         _check_batch(data, split, mesh, axis_name)
+        _warn_of_whole(data, split, mesh, several)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
         if any(split_of(spec, several) for spec in placed) and not reduces:
@@ -231,12 +232,25 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     """Each array's spec over the data axes, and whether it is a key that workers fold.
 
     Raises:
-      ValueError: an array without a spec looks like a key.
+      ValueError: an array without a spec looks like a key, or ``batch_specs`` names no keyword.
     """
-    positional, _ = data
+    positional, keywords = data
     leaves = jax.tree.leaves(data)
     given: list[P | None] = [None] * len(leaves)
-    if batch_specs is not None:
+    if isinstance(batch_specs, Mapping):
+        if unknown := batch_specs.keys() - keywords.keys():
+            raise ValueError(
+                f"batch_specs names {sorted(unknown)[0]!r}, and the loss got the keywords "
+                f"{sorted(keywords)}; pass that argument by keyword, or a tuple of specs of the "
+                "positional ones"
+            )
+        given = [None] * len(jax.tree.leaves(positional))
+        for name, x in sorted(keywords.items()):  # in the order of leaves
+            if name in batch_specs:
+                given += flat_specs(batch_specs[name], x, axis.names)
+            else:
+                given += [None] * len(jax.tree.leaves(x))
+    elif batch_specs is not None:
         spread = flat_specs(batch_specs, positional, axis.names)
         given[: len(spread)] = spread
     specs, folded, lengths = [], [], {}
@@ -270,6 +284,26 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
             stacklevel=3,
         )
     return tuple(specs), tuple(folded)
+
+
+def _warn_of_whole(
+    data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axes: tuple[str, ...]
+) -> None:
+    """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
+    leaves = jax.tree.leaves(data)
+    arrays = [x for x in leaves if isinstance(x, Array | np.ndarray | np.generic)]
+    pairs = [(x, split_of(_spec_of(x, mesh), axes)) for x in arrays]
+    whole = [
+        x
+        for (x, own), spec in zip(pairs, split, strict=True)
+        if own and not (axes_of(spec) or _is_key(x))
+    ]
+    warn_of_gather(
+        describe_leaves(whole),
+        [((0, axes),)] * len(whole),
+        f"pass P({axes!r}) in batch_specs, and call dq.all_gather in each layer of the loss",
+        what="arguments of the loss",
+    )
 
 
 def _is_key(x: Any) -> bool:

@@ -97,11 +97,13 @@ def value_and_grad(
         over automatic axes. There ``specs`` is needed if the mesh has such axes besides
         ``axis_name``. It is also needed for parameters that are sharded over ``axis_name`` (FSDP):
         without it every device gathers them and returns whole gradients.
-      batch_specs: how the other positional arguments are split over Auto data axes: a tuple of
-        PartitionSpecs, or of trees of them, one for each argument. P() leaves an argument whole,
-        and a PRNG key the same on all workers. Default, also for keywords: arrays are split along
-        their leading axis; scalars and keys are whole. Numbers, strings and `None` are constants of
-        the program.
+      batch_specs: how the other arguments are split over Auto data axes: a tuple of PartitionSpecs,
+        or of trees of them, one for each positional argument; or a dict of them, for keywords. P()
+        leaves an argument whole, and a PRNG key the same on all workers. Without a spec arrays are
+        split along their leading axis; scalars and keys are whole. Numbers, strings and `None` are
+        constants of the program. Frozen weights that are sharded over the data axes are gathered
+        before the loss if their spec is P(), with the warning of sharded parameters. With their own
+        spec every worker holds its shards, and `all_gather` in the layers gathers these.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
         worker's examples count, such as the number of their tokens. Loss, gradients and means of
         aux are then weighted, see `reduce`.
