@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, auto_mesh, small
+from cases import CHEAP, auto_mesh, low, small
 from flax import linen
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -420,25 +420,33 @@ def test_compressed_gradients_of_a_weighted_loss():
 def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch):
     """LoRA: frozen weights stay sharded, and the loss gathers them; whole ones are warned of."""
     params, batch = arrays()
-    frozen = jax.random.normal(jax.random.key(4), (16, 16)) / 4
+    up = jax.random.normal(jax.random.key(4), (16, 4096)) / 16
+    frozen = {"up": up, "down": jax.random.normal(jax.random.key(5), (4096, 16)) / 64}
     mesh = mesh_of(8)
+    eight = functools.partial(dq.all_gather, method=low(dq.DynamiQ(bits=8)))
+    gathers = {"exact": lax.all_gather, "8 bits": eight}
 
-    def lora(params, x, *, frozen, gathers=True):
-        if gathers:
-            frozen = lax.all_gather(frozen, "data", tiled=True)
-        assert frozen.shape == (16, 16)
-        return loss(params, {"x": x @ frozen})
+    def lora(params, x, *, frozen, how=None):
+        @jax.checkpoint
+        def layer(x, w):
+            return x @ (w if how is None else gathers[how](w, "data", tiled=True))
 
-    expected = jax.value_and_grad(loss)(params, {"x": batch["x"] @ frozen})
+        return loss(params, {"x": layer(layer(x, frozen["up"]), frozen["down"])})
+
+    x = batch["x"]
+    expected = jax.value_and_grad(lora)(params, x, frozen=frozen)
     shards = jax.device_put(frozen, NamedSharding(mesh, P("data")))
     f = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P("data")}, **OPTIONS)
-    assert_close(f(params, batch["x"], frozen=shards), expected)
+    assert_close(f(params, x, frozen=shards, how="exact"), expected)
+    value, grads = f(params, x, frozen=shards, how="8 bits")
+    assert float(value) == pytest.approx(float(expected[0]), rel=0.01)
+    assert 1e-6 < float(dq.vnmse(grads, expected[1])) < 1e-3
     whole = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P()}, **OPTIONS)
-    assert_close(whole(params, batch["x"], frozen=shards, gathers=False), expected)
+    assert_close(whole(params, x, frozen=shards), expected)
     monkeypatch.setattr(scattered, "LARGE_GATHER", 1000)
-    with pytest.warns(UserWarning, match="1 sharded arguments.*1,024 bytes.*dq.all_gather"):
-        whole(params, batch["x"], frozen=shards, gathers=False)
-    whole(params, batch["x"], frozen=frozen, gathers=False)  # on one device: nothing is gathered
+    with pytest.warns(UserWarning, match="2 sharded arguments.*524,288 bytes.*lax.all_gather"):
+        whole(params, x, frozen=shards)
+    whole(params, x, frozen=frozen)  # on one device: nothing is gathered
     unknown = dq.value_and_grad(lora, mesh=mesh, batch_specs={"froze": P()}, **OPTIONS)
-    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen'\].*by keyword"):
-        unknown(params, batch["x"], frozen=frozen)
+    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen', 'how'\].*by keyword"):
+        unknown(params, x, frozen=frozen, how="exact")

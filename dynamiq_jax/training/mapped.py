@@ -301,7 +301,8 @@ def _warn_of_whole(
     warn_of_gather(
         describe_leaves(whole),
         [((0, axes),)] * len(whole),
-        f"pass P({axes!r}) in batch_specs, and call dq.all_gather in each layer of the loss",
+        f"pass their specs over {axes} in batch_specs, and call jax.lax.all_gather in each layer, "
+        "or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
         what="arguments of the loss",
     )
 

@@ -103,7 +103,8 @@ def value_and_grad(
         split along their leading axis; scalars and keys are whole. Numbers, strings and `None` are
         constants of the program. Frozen weights that are sharded over the data axes are gathered
         before the loss if their spec is P(), with the warning of sharded parameters. With their own
-        spec every worker holds its shards, and `all_gather` in the layers gathers these.
+        spec every worker holds its shards. `jax.lax.all_gather` in the layers gathers these
+        exactly, and `all_gather` at 8 bits if the mesh has no other axes.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
         worker's examples count, such as the number of their tokens. Loss, gradients and means of
         aux are then weighted, see `reduce`.
