@@ -107,6 +107,7 @@ def test_keys_are_each_workers_own_unless_told():
     key = jax.random.key(5)
 
     def noise(params, batch, key):
+        assert len(batch["x"]) == 4  # its own examples, also where a spec is None
         return loss(params, batch), jax.random.normal(key, (1,))
 
     f = functools.partial(dq.value_and_grad, noise, mesh=auto_mesh(), has_aux=True, aux="rows")
@@ -317,11 +318,13 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
         return dq.value_and_grad(closing, mesh=auto_mesh(), **OPTIONS)(params, batch)
 
     assert_close(step(params, batch, False), jax.value_and_grad(loss)(params, batch))
-    keyed = jax.jit(
-        lambda p, b, key: dq.value_and_grad(
-            lambda p, b: loss(p, b) * jax.random.uniform(key), mesh=auto_mesh(), **OPTIONS
-        )(p, b)
-    )
+
+    @jax.jit
+    def keyed(params, batch, key):
+        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)  # noqa: E731
+        outer = lambda p, b: inner(p, b)  # noqa: E731
+        return dq.value_and_grad(outer, mesh=auto_mesh(), **OPTIONS)(params, batch)
+
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
         keyed(params, batch, jax.random.key(0))
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):

@@ -236,7 +236,8 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     """
     positional, keywords = data
     leaves = jax.tree.leaves(data)
-    given: list[P | None] = [None] * len(leaves)
+    untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
+    told, by_name = batch_specs, None
     if isinstance(batch_specs, Mapping):
         if unknown := batch_specs.keys() - keywords.keys():
             raise ValueError(
@@ -244,17 +245,12 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
                 f"{sorted(keywords)}; pass that argument by keyword, or a tuple of specs of the "
                 "positional ones"
             )
-        given = [None] * len(jax.tree.leaves(positional))
-        for name, x in sorted(keywords.items()):  # in the order of leaves
-            if name in batch_specs:
-                given += flat_specs(batch_specs[name], x, axis.names)
-            else:
-                given += [None] * len(jax.tree.leaves(x))
-    elif batch_specs is not None:
-        spread = flat_specs(batch_specs, positional, axis.names)
-        given[: len(spread)] = spread
+        told, by_name = None, {name: batch_specs.get(name) for name in keywords}
+    given = flat_specs(told, positional, axis.names, untold=untold)
+    given += flat_specs(by_name, keywords, axis.names, untold=untold)
     specs, folded, lengths = [], [], {}
-    for x, spec in zip(leaves, given, strict=True):
+    for x, own in zip(leaves, given, strict=True):
+        spec = None if own == untold else own
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
         key = _is_key(x)
@@ -312,15 +308,25 @@ def _is_key(x: Any) -> bool:
 
 
 def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function's closure may have values of a program that is being traced."""
-    function = inspect.unwrap(loss_fn)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    try:
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(cells))
-    except ValueError:  # a dict is no pytree unless its keys have an order
-        return True
+    """Whether a function's closure may have values of a program that is being traced.
+
+    Functions in the closure count with theirs.
+    """
+    waiting, seen = [loss_fn], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+        seen.add(id(function))
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        try:
+            leaves = jax.tree.leaves(cells)
+        except ValueError:  # a dict is no pytree unless its keys have an order
+            return True
+        if any(isinstance(x, Tracer) for x in leaves):
+            return True
+        waiting += [x for x in leaves if inspect.isfunction(x) and id(x) not in seen]
+    return False
 
 
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
