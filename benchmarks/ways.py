@@ -419,13 +419,13 @@ def fsdp(
         return t.start(params, mesh, specs)
 
     def pipeline(params: Any, tokens: Array) -> Array:
-        options = {"specs": specs, "lag": t.lag, **gathered}
+        options = {"specs": specs, "lag": t.lag, "reshard_after_forward": how != "keep", **gathered}
         return dq.sequential(model.functions, params, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:
         masters, inner = state
         layers = in_layers(model, axes, checkpoint, specs=specs, **gathered)
-        loss = pipeline if how == "pipeline" else layers
+        loss = layers if how == "layers" else pipeline
         loss, grads = jax.value_and_grad(lambda m: loss(t.cast(m), tokens))(masters)
         return t.update(masters, inner, grads, specs), lax.pmean(loss, axes)
 
@@ -448,7 +448,7 @@ def fsdp(
         return state, loss
 
     split = specs, of_inner
-    inside = how in ("pipeline", "layers")
+    inside = how in ("pipeline", "keep", "layers")
     step = t.map(own, (split, P(mesh.axis_names)), (split, P())) if inside else outside
     options = {} if how == "xla" else compiler_options()
     like = t.like(model.shapes, mesh, specs)
@@ -487,6 +487,7 @@ KINDS = {
         partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits"
     ),
     "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.sequential"),
+    "fsdp-keep": Kind(partial(fsdp, how="keep"), FSDP, "the same; payloads stay for the way back"),
     "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.reduce_in_backward"),
     "fsdp-explicit": Kind(partial(fsdp, how="explicit"), FSDP, "the same in dq.value_and_grad"),
     "fsdp-auto": Kind(partial(fsdp, how="auto"), ("5",), "dq.value_and_grad; gathers all, exactly"),
@@ -586,17 +587,22 @@ def sent_bytes(program: str, n_workers: int) -> float:
 
 
 def _sent(found: re.Match, n: int) -> float:
-    """Bytes that one worker of ``n`` sends in a collective, by the types of its results."""
-    total = 0.0
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", found["type"]):
-        if found["name"] == "collective-permute" and found["start"] and not shape:
+    """Bytes that one worker of ``n`` sends in a collective, by the types of its results.
+
+    A start's type has its operands, too: ``(operand, result)``, and from JAX 0.11 on
+    ``((operands), results)``.
+    """
+    total, (_, nested, results) = 0.0, found["type"].partition("), ")
+    both = found["start"] and not nested
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results or found["type"]):
+        if found["name"] == "collective-permute" and both and not shape:
             continue  # a context
         bits = BITS.get(dtype) or int(re.sub(r"\D*(\d+).*", r"\1", dtype))
         total += np.prod([int(x) for x in shape.split(",") if x]) * bits / 8
     whole = (n - 1) / n
     if found["name"] == "collective-permute":
-        return total / 2 if found["start"] else total
-    if found["name"] in ("all-gather", "reduce-scatter") and found["start"]:
+        return total / 2 if both else total
+    if found["name"] in ("all-gather", "reduce-scatter") and both:
         return total * (n - 1) / (n + 1)  # operands and results
     return total * {"all-reduce": 2 * whole, "reduce-scatter": n - 1.0}.get(found["name"], whole)
 

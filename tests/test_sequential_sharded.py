@@ -421,6 +421,30 @@ def test_exact_shards_have_the_gradients_of_one_device(functions, lag, check_vma
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("unrolled", daily([False, True], [False]))
+def test_payloads_that_stay_are_not_gathered_again(unrolled):
+    """The gradients keep their bits."""
+    (params, batches), specs, functions = problem(), SHARDS, REMAT
+    if unrolled:
+        layers = [jax.tree.map(lambda w, i=i: w[i], params[1]) for i in range(LAYERS)]
+        params, functions = [params[0], *layers, params[2]], [embed, *[block] * LAYERS, head]
+        specs = [SHARDS[0], *[{"kernel": P("data"), "bias": P()}] * LAYERS, SHARDS[2]]
+
+    def traced(reshard):
+        options = {"method": SOME, "gather": SOME, "specs": specs, "reshard_after_forward": reshard}
+        loss = lambda p, x: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
+        maps = {"in_specs": (specs, P("data")), "out_specs": specs, "check_vma": False}
+        run = jax.shard_map(jax.grad(loss), mesh=auto_mesh(N), **maps)
+        return jax.jit(run).trace(params, batches[0])
+
+    kept, again = traced(reshard=False), traced(reshard=True)
+    found, expected = (own.lower().compile()(params, batches[0]) for own in (kept, again))
+    assert_same_bits(jax.device_get(found), jax.device_get(expected))
+    gathers, twice = (str(own.jaxpr).count(" all_gather[") for own in (kept, again))
+    begun = LAYERS + 2 if unrolled else 4  # the embedding, the first layer, the loop's, the head
+    assert gathers == 2 * begun and twice > gathers  # scales and payloads
+
+
 def test_functions_may_return_more_or_fewer_arrays_than_they_take():
     params = [{"in": np.eye(8, dtype=np.float32)}, {"out": np.ones((8, 4), np.float32)}]
     x = np.linspace(-1, 2, N * 8, dtype=np.float32).reshape(N, 8)

@@ -51,14 +51,22 @@ class Parameters(NamedTuple):
     """The number of the part's first run."""
     words: Array | None
     traces: Traces
+    payloads: Any = None
+    """The payloads of all runs' gathers, if the forward pass has kept them."""
 
     def gather(self, layer: Array | int) -> Progress | None:
-        """The gather of one run's parameters, which has not begun; `None` if none are shards."""
+        """The gather of one run's parameters; `None` if none are shards.
+
+        It has not begun, or all of it has arrived where the payload was kept.
+        """
         reducer = self.part.reducer
         if not reducer.gathers:
             return None
         own, number = self.part.of_run(self.own, layer), self.first + layer
-        return self.traces.start(reducer.whole, own, self.words, number, reducer.specs)
+        progress = self.traces.start(reducer.whole, own, self.words, number, reducer.specs)
+        if self.payloads is None:
+            return progress
+        return progress.arrived(self.part.payload_of_run(self.payloads, layer))
 
     def whole(self, layer: Array | int) -> Any:
         """One run's parameters, gathered."""
@@ -79,17 +87,21 @@ class Part(Protocol):
         """The parameters of one run, of those of all."""
         ...
 
+    def payload_of_run(self, payloads: Any, layer: Array | int) -> Any:
+        """The payload of one run's gather, of those of all."""
+        ...
+
     def run(self, params: Parameters, x: Any, /) -> Any:
         """The function of parameters that vary."""
         ...
 
     def forward(
-        self, params: Parameters, whole: Any, x: Any, coming: Progress | None
-    ) -> tuple[Any, Any]:
-        """Runs the function; returns the result and the values that `backward` needs.
+        self, params: Parameters, first: Progress | None, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any, Any]:
+        """Runs the function; returns the result, what `backward` needs, and the gathers' payloads.
 
-        ``whole`` are the gathered parameters of the first run. The next part's gather is
-        ``coming``, beside the last run.
+        ``first`` is the gather of the first run's parameters, which is over. The next part's gather
+        is ``coming``, beside the last run.
         """
         ...
 
@@ -123,19 +135,23 @@ class Once:
         """See `Part`."""
         return own
 
+    def payload_of_run(self, payloads: Any, layer: Array | int) -> Any:
+        """See `Part`."""
+        return payloads
+
     def run(self, params: Parameters, x: Any) -> Any:
         """See `Part`."""
         return self._function(params.whole(0), x)
 
     def forward(
-        self, params: Parameters, whole: Any, x: Any, coming: Progress | None
-    ) -> tuple[Any, Any]:
+        self, params: Parameters, first: Progress | None, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any, Any]:
         """See `Part`."""
-        x = send(coming, x)
+        x, whole = send(coming, x), params.own if first is None else first.result
         found, pull = jax.vjp(self._function, whole, x)
-        if self.reducer.gathers:
+        if first is not None:
             pull = _without_parameters(self._function, pull, whole, x)
-        return arrive(coming, found), pull
+        return arrive(coming, found), pull, first and first.payload
 
     def backward(
         self,
@@ -195,6 +211,12 @@ class Loop:
         """See `Part`."""
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, keepdims=False), own)
 
+    def payload_of_run(self, payloads: Any, layer: Array | int) -> Any:
+        """See `Part`."""
+        stacked, last = payloads
+        is_last = isinstance(layer, int) and layer == self.count - 1
+        return last if is_last else self.of_run(stacked, layer)
+
     def run(self, params: Parameters, x: Any) -> Any:
         """See `Part`."""
         if not self.reducer.gathers:
@@ -204,10 +226,10 @@ class Loop:
         return lax.scan(run, x, numbers)[0]
 
     def forward(
-        self, params: Parameters, whole: Any, x: Any, coming: Progress | None
-    ) -> tuple[Any, Any]:
+        self, params: Parameters, first: Progress | None, x: Any, coming: Progress | None
+    ) -> tuple[Any, Any, Any]:
         """See `Part`."""
-        layer = whole if self.reducer.gathers else self.of_run(whole, 0)
+        layer = self.of_run(params.own, 0) if first is None else first.result
         treedef, origins = _origins(self._function, layer, x)
         kinds = [type(at) for at in origins]
         places = [at.place for at in origins if isinstance(at, _Given)]
@@ -218,20 +240,24 @@ class Loop:
             leaves = zip(jax.tree.leaves(pull), kinds, strict=True)
             return x, [leaf for leaf, kind in leaves if kind is type(None)]
 
-        def run_and_gather(carry: tuple[Any, Any], layer: Array) -> tuple[Any, list[Array]]:
-            x, whole = carry
+        def run_and_gather(carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, Any]:
+            x, whole, payload = carry
             following = params.gather(layer + 1)
             assert following is not None
             x, kept = run(send(following, x), whole)
-            return (arrive(following, x), following.result), kept
+            x = arrive(following, x)
+            return (x, following.result, following.payload), (kept, payload)
 
         last: list[Array] | None = None
-        if self.reducer.gathers:
-            numbers = jnp.arange(self.count - 1, dtype=jnp.int32)
-            (x, layer), stacked = lax.scan(run_and_gather, (x, whole), numbers)
+        own, payloads = params.own, None
+        if first is not None:
+            own, numbers = None, jnp.arange(self.count - 1, dtype=jnp.int32)
+            carry, (stacked, sent) = lax.scan(run_and_gather, (x, layer, first.payload), numbers)
+            x, layer, payload = carry
             x, last = run(send(coming, x), layer)
+            payloads = sent, payload
         else:
-            x, stacked = lax.scan(run, send(coming, x), whole)
+            x, stacked = lax.scan(run, send(coming, x), own)
 
         def pull_of(
             stacked: Any, last: Any, own: Any, values: Any, layer: Array | int, whole: Any
@@ -248,8 +274,8 @@ class Loop:
             rest = {type(None): iter(kept), _Given: iter(given), _Fixed: iter(values)}
             return treedef.unflatten(next(rest[kind]) for kind in kinds)
 
-        own = None if self.reducer.gathers else whole
-        return arrive(coming, x), jax.tree_util.Partial(pull_of, stacked, last, own, values)
+        pull = jax.tree_util.Partial(pull_of, stacked, last, own, values)
+        return arrive(coming, x), pull, payloads
 
     def backward(
         self,

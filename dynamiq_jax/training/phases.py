@@ -164,6 +164,8 @@ class Progress:
     def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
         self._traced, self._values, self._waits, self._round = traced, values, waits, round
         self.done = False
+        self.payload: dict[Slot, Array] = {}
+        """The values that the last kernels take, once these have run."""
 
     @classmethod
     def start(cls, traced: Traced, *args: Any) -> "Progress":
@@ -195,22 +197,26 @@ class Progress:
     @property
     def values(self) -> dict[Slot, Array]:
         """All that is known and that what has not run takes; before `exchange`."""
-        traced = self._traced
-        later = [op for op in traced.operations if (op.round, op.moves) >= (self._round, True)]
-        wanted = {*traced.sources, *(slot for op in later for slot in slots(op.takes))}
-        known = wanted & self._values.keys() - traced.constants.keys()
-        return {slot: self._values[slot] for slot in sorted(known)}
+        at = self._round, True
+        return self._known(op for op in self._traced.operations if (op.round, op.moves) >= at)
 
     def with_values(self, values: Mapping[Slot, Array]) -> "Progress":
         """Another call that has come as far as this one, whose `values` these are."""
         constants = self._traced.constants
         return Progress(self._traced, {**constants, **values}, self._waits, self._round)
 
+    def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
+        """An equal call, whose `payload` this is: its last kernels have not run."""
+        values = {**self._traced.constants, **payload}
+        return Progress(self._traced, values, [*payload], self._traced.rounds)
+
     def compute(self) -> None:
         """Runs all that needs no collective but those that have run."""
         computed = self._now(moves=False)
-        self._run(computed)
         self.done = not self.rounds_left
+        if self.done:
+            self.payload = self._known(computed)
+        self._run(computed)
         if self.done:
             made = {slot for op in computed for slot in op.makes}
             self._waits = [slot for slot in self._traced.sources if slot in made]
@@ -223,6 +229,12 @@ class Progress:
         self._run(self._now(moves=True))
         self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
         self._round += 1
+
+    def _known(self, later: Iterable[Operation]) -> dict[Slot, Array]:
+        """The values, constants aside, that these operations and the results take."""
+        wanted = {*self._traced.sources, *(slot for op in later for slot in slots(op.takes))}
+        known = wanted & self._values.keys() - self._traced.constants.keys()
+        return {slot: self._values[slot] for slot in sorted(known)}
 
     def _now(self, *, moves: bool) -> list[Operation]:
         return [

@@ -11,7 +11,7 @@ backward pass of one function, and reductions of several functions are under way
     of function 8                         stats   first  second
 
 Parameters that are shards are gathered in the forward pass beside the function before theirs, and
-again in the backward pass beside the function after theirs.
+again in the backward pass beside the function after theirs, unless the payloads were kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,7 @@ def sequential(
     specs: Sequence[Any] | None = None,
     gather: Compression | Method | ByPath | None = None,
     copies: Sequence[Any] | None = None,
+    reshard_after_forward: bool = True,
 ) -> Any:
     """Functions one after another; each one's gradients are reduced beside the backward pass.
 
@@ -75,9 +76,11 @@ def sequential(
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. Each function's are
     gathered while the function before it runs, and again, the same bits, while the backward pass
-    takes the function after it. So two functions' parameters are whole at a time. `jax.checkpoint`
-    around a function keeps none of what it makes of them. Cast shards before the call: whole
-    parameters and gradients have their dtype. A loss without a derivative gathers one by one.
+    takes the function after it. So two functions' parameters are whole at a time. With
+    ``reshard_after_forward=False`` the payloads of all gathers stay in memory until then, 8 bits a
+    coordinate by default, and nothing is gathered twice. `jax.checkpoint` around a function keeps
+    none of what it makes of its parameters. Cast shards before the call: whole parameters and
+    gradients have their dtype. A loss without a derivative gathers one by one.
 
     Args:
       functions: of (own parameters, x), each to the next one's x; any pytrees. `Scanned` ones run
@@ -98,6 +101,8 @@ def sequential(
       copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
         take these, and the gradients of ``params`` are this worker's slices (ZeRO-1). A scatter has
         two of an all-reduce's three rounds.
+      reshard_after_forward: whether shards are all that the forward pass leaves of parameters.
+        `False` saves the second gather, and takes the memory of all payloads.
 
     Returns:
       What the last function returns.
@@ -145,9 +150,11 @@ def sequential(
         pairs = zip(params, copies, strict=True)
         return axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
-    def parameters(own: Sequence[Any], words: Array | None) -> list[Parameters]:
-        given = zip(parts, own, firsts, strict=False)
-        return [Parameters(*each, words, gathers) for each in given]
+    def parameters(
+        own: Sequence[Any], words: Array | None, payloads: Sequence[Any] = (None,) * len(parts)
+    ) -> list[Parameters]:
+        given = zip(parts, own, firsts, payloads, strict=False)
+        return [Parameters(part, w, i, words, gathers, sent) for part, w, i, sent in given]
 
     @jax.custom_vjp
     def run(params: Any, copies: Any, x: Any, words: Array | None) -> Any:
@@ -160,23 +167,23 @@ def sequential(
         coming = given[0].gather(0)
         x = arrive(coming, send(coming, x))
         for part, own, following in zip(parts, given, [*given[1:], None], strict=True):
-            whole = own.own if coming is None else coming.result
-            coming = None if following is None else following.gather(0)
-            x, of_part = part.forward(own, whole, x, coming)
-            kept.append((of_part, own.own if part.reducer.gathers else None))
+            first, coming = coming, None if following is None else following.gather(0)
+            x, pull, payloads = part.forward(own, first, x, coming)
+            shards = own.own if part.reducer.gathers else None
+            kept.append((pull, shards, None if reshard_after_forward else payloads))
         return x, (kept, words)
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
-        kept, words = kept
+        (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
         pipeline, results = Pipeline(lag, words), []
-        given = parameters([own for _, own in kept], words)
+        given = parameters(shards, words, payloads)
         coming = given[-1].gather(parts[-1].count - 1)
         gradient = arrive(coming, send(coming, gradient))
         for number in reversed(range(len(parts))):
             whole = None if coming is None else coming.result
             coming = given[number - 1].gather(parts[number - 1].count - 1) if number else None
             result, gradient = parts[number].backward(
-                pipeline, kept[number][0], given[number], whole, coming, gradient
+                pipeline, pulls[number], given[number], whole, coming, gradient
             )
             results.append(result)
         pipeline.finish()
