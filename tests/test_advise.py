@@ -270,11 +270,17 @@ class TestCommand:
             assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
 
     def test_links_have_rates_by_bytes_and_time(self, measured):
-        ring, everyone = measured[2]["links"]
-        assert [ring["exchange"], everyone["exchange"]] == ["to the next on axis gpu", "all to all"]
-        assert ring["size_bytes"] == everyone["size_bytes"] == 2**20
-        for row, sent in ((ring, 2**20), (everyone, 2**20 * 7 / 8)):
-            assert row["gb_per_s"] == pytest.approx(sent / row["time_us"] / 1e3)
+        links = measured[2]["links"]
+        sent = {
+            "to the next on axis gpu": 2**20,
+            "all to all": 2**20 * 7 / 8,
+            "from the last to the first": 2**20,
+        }
+        assert [row["exchange"] for row in links] == list(sent)
+        for row in links:
+            assert row["size_bytes"] == 2**20
+            per_us = sent[row["exchange"]] / row["time_us"]
+            assert row["gb_per_s"] == pytest.approx(per_us / 1e3)
 
     def test_output_says_what_was_measured_and_what_to_do(self, measured):
         folder, output, document = measured
@@ -389,6 +395,19 @@ class TestCommand:
         assert joined == [("host:1", 2, 1), ()]
 
 
+def test_exchanges_below_the_link_s_rate_are_named():
+    def link(exchange, gb_per_s):
+        return advice.LinkRow(
+            exchange=exchange, size_bytes=1, time_us=1, p10_us=1, p90_us=1, gb_per_s=gb_per_s
+        )
+
+    swap, everyone, alone = ("next", 0.00625), ("all", 0.011), ("alone", 0.0125)
+    said = advice.slow_exchanges([link(*swap), link(*everyone), link(*alone)])
+    assert said is not None
+    assert said.startswith("The link carries 100mbit. Less than 80% of it are reached by: next. ")
+    assert advice.slow_exchanges([link(*everyone), link(*alone)]) is None
+
+
 def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     """Two of one device each, and a model that travels natively, which compiles at once."""
     with socket.socket() as probe:
@@ -414,6 +433,7 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     assert "links of 2 CPU device(s) of one machine" in ends[0][0]
     assert "2 process(es), over cpu" in ends[0][0]
     assert "everything would travel natively" in ends[0][0]
+    assert "bf16 psum takes twice its wire MB" in plain(ends[0][0])
     assert "links" not in ends[1][0] and "natively" not in ends[1][0]
     assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
 

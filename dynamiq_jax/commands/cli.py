@@ -584,6 +584,10 @@ def advise(
         carrier = all_reduce.transport(workers[0].platform)
         title = f"links of {_workers(workers)}, {jax.process_count()} process(es), over {carrier}"
         tables.print_table(links, tables.LINK_COLUMNS, title)
+        if on_cpu and jax.process_count() > 1:
+            widened = "XLA's CPU backend sends bf16 as f32: bf16 psum takes twice its wire MB."
+            said = " ".join(filter(None, (advice.slow_exchanges(links), widened)))
+            typer.echo("\n" + textwrap.fill(said, 100) + "\n")
     measured = []
     for name, tree in trees.items():
         settings = advice.settings(tree, shape, tried, routes, dithers)

@@ -48,6 +48,9 @@ MIN_GAIN = 0.05
 TIE = 0.02
 """Topologies whose times differ by no more than this share count as equally fast."""
 
+MIN_LINK = 0.8
+"""The share of the link's rate below which `slow_exchanges` names an exchange."""
+
 BACKWARD = 2 / 3
 """The part of a step's computation that an all-reduce can hide under."""
 
@@ -60,7 +63,7 @@ NATIVE = {"name": "BF16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRow:
-    """How fast bf16 data of ``size_bytes`` per worker move, summed by nobody."""
+    """How fast ``size_bytes`` per worker move."""
 
     exchange: str
     size_bytes: int
@@ -213,21 +216,29 @@ def _compressed(explanation: Explanation) -> float:
 
 
 def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
-    """Times ppermutes to the next worker along every axis, and the all-to-all of all workers.
+    """Times ppermutes along every axis, the all-to-all of all workers, and one message.
+
+    What travels are words, as in payloads: XLA's CPU backend sends bf16 as f32.
 
     Args:
       mesh: the workers; see `all_reduce.make_mesh`.
       size_bytes: what each of them has; it is cut to a multiple.
       repeats: samples per exchange.
+
+    Returns:
+      A row for every exchange. The last one has the link's bandwidth: its message is alone.
     """
     axes, n = mesh.axis_names, mesh.size
-    coords = max(size_bytes // 2 // n, 1) * n
-    size_bytes = 2 * coords
+    words = max(size_bytes // 4 // n, 1) * n
+    size_bytes = 4 * words
+
+    def permute(label: str, axis: Any, steps: Sequence[tuple[int, int]]) -> Contender:
+        move = lambda x, axis_name: lax.ppermute(x, axis, steps)  # noqa: E731
+        return Contender(label, "exchange", move, lambda *_: 0, "xla")
 
     def neighbours(axis: str) -> Contender:
         steps = [(i, (i + 1) % mesh.shape[axis]) for i in range(mesh.shape[axis])]
-        reduce = lambda x, axis_name: lax.ppermute(x, axis, steps)  # noqa: E731
-        return Contender(f"to the next on axis {axis}", "exchange", reduce, lambda *_: 0, "xla")
+        return permute(f"to the next on axis {axis}", axis, steps)
 
     everyone = Contender(
         "all to all",
@@ -237,8 +248,10 @@ def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
         "xla",
     )
     exchanges = [neighbours(axis) for axis in axes if mesh.shape[axis] > 1] + [everyone]
-    sent = [size_bytes] * (len(exchanges) - 1) + [size_bytes * (n - 1) // n]
-    data = heavy_tailed_gradients(mesh, coords, seed=0)
+    exchanges.append(permute("from the last to the first", axes, [(n - 1, 0)]))
+    sent = [size_bytes * (n - 1) // n if move is everyone else size_bytes for move in exchanges]
+    rows = NamedSharding(mesh, PartitionSpec(axes))
+    data = jax.jit(partial(jnp.zeros, (n, words), jnp.uint32), out_shardings=rows)()
     timings = _time(mesh, exchanges, data, size_bytes, repeats, None)
     return [
         LinkRow(
@@ -251,6 +264,28 @@ def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
         )
         for exchange, timing, bytes_sent in zip(exchanges, timings, sent, strict=True)
     ]
+
+
+def slow_exchanges(links: Sequence[LinkRow]) -> str | None:
+    """A sentence about the exchanges that take longer than their bytes between CPU processes.
+
+    Gloo keeps one connection for every pair of processes. A process whose peer is ready to receive
+    sends at once, and tells only behind this message that it is ready, too.
+
+    Args:
+      links: of `bench_links`, between processes of a CPU.
+
+    Returns:
+      `None` if all exchanges reach `MIN_LINK` of the link's bandwidth, which is the last one's.
+    """
+    slow = [row.exchange for row in links if row.gb_per_s < MIN_LINK * links[-1].gb_per_s]
+    if not slow:
+        return None
+    return (
+        f"The link carries {links[-1].rate}. Less than {MIN_LINK:.0%} of it are reached by: "
+        f"{', '.join(slow)}. Workers of a process share its link, and gloo lets two processes that "
+        "exchange messages take turns."
+    )
 
 
 def bench_settings(

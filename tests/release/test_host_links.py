@@ -1,0 +1,79 @@
+"""Links between hosts: bytes and times of topologies, and the rate that `advise` measures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import host_links
+import hosts
+from test_hosts import ENVIRONMENT, needs_hosts
+
+import dynamiq_jax as dq
+
+SLOWEST = {"ring": 1.2, "direct": 1.2, "butterfly": 1.6, "hierarchical": 1.6}
+"""Times over those of the bytes; processes take turns where two of them exchange messages."""
+
+
+def run_on_hosts(folder, n, devices, rate, *command):
+    words = ["--hosts", n, "--devices", devices, "--rate", rate, "--logs", folder, "--", *command]
+    done = subprocess.run(
+        [sys.executable, hosts.__file__, *map(str, words)], env=os.environ | ENVIRONMENT,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def links(folder, n, devices, rate):
+    """Rows of host_links.py by topology."""
+    file = folder / "rows.json"
+    options = ["--rate", rate, "--no-simulated", "--out", file]
+    run_on_hosts(folder, n, devices, rate, sys.executable, host_links.__file__, *options)
+    rows = {row["topology"]: row for row in json.loads(file.read_text())}
+    assert set(rows) == set(host_links.TOPOLOGIES)
+    return rows
+
+
+@pytest.mark.parametrize("name", host_links.TOPOLOGIES)
+def test_single_devices_send_all_that_explain_counts(name):
+    size = 64 * 256 * 64
+    told, as_f32 = host_links.explained(name, size, 4, 1)
+    cost = dq.explain(
+        jnp.zeros(size), host_links.axis_sizes(name, 4, 1), method=host_links.METHOD,
+        topology=host_links.TOPOLOGIES[name], verbose=False,
+    )  # fmt: skip
+    assert told == cost.wire_bytes < as_f32
+
+
+@needs_hosts
+def test_links_of_four_hosts_carry_the_bytes_explained_in_their_time(tmp_path):
+    for name, row in links(tmp_path, 4, 1, "3mbit").items():
+        assert 1 <= row["sent MB"] / row["as f32 MB"] < 1.08, row
+        assert 1 <= row["s / wire s"] < SLOWEST[name], row
+
+
+@needs_hosts
+def test_links_of_hosts_with_two_devices_carry_the_bytes_explained(tmp_path):
+    for row in links(tmp_path, 2, 2, "1gbit").values():
+        assert 1 <= row["sent MB"] / row["as f32 MB"] < 1.05, row
+        assert row["sent MB"] / row["explained MB"] < 1.05, row
+
+
+@needs_hosts
+@pytest.mark.parametrize("n", [2, 4])
+def test_advise_measures_the_rate_of_a_link(tmp_path, n):
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "dynamiq_jax", "advise", "--params", "10K", "--json", file]
+    command += ["--processes", n, "--process-id", "%i", "--coordinator", f"10.7.0.1:{hosts.PORT}"]
+    run_on_hosts(tmp_path, n, 1, "100mbit", *command)
+    found = json.loads(file.read_text())["links"]
+    assert found[-1]["gb_per_s"] == pytest.approx(0.0125, rel=0.2)
+    said = (tmp_path / "host0.log").read_text()
+    slow = any(row["gb_per_s"] < 0.8 * found[-1]["gb_per_s"] for row in found)
+    assert ("take turns" in " ".join(said.split())) == slow
