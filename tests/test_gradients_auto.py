@@ -2,7 +2,9 @@
 
 import functools
 import math
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -67,21 +69,21 @@ def test_arguments_are_those_of_jax_value_and_grad():
     params, batch = arrays()
     frozen = {"table": np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(3, 16)}
 
-    def own(up, frozen, batch, down, *, scale, squared):
-        assert isinstance(squared, bool)
+    def own(up, frozen, batch, down, *, scale, doubled):
+        assert isinstance(doubled, bool)
         assert frozen["table"].shape == (3, 16)
         found = loss({"up": up, "down": down}, batch) + jnp.sum(frozen["table"]) * scale
-        return found**2 if squared else found
+        return found * 2 if doubled else found
 
     args = params["up"], frozen, batch, params["down"]
-    kwargs = {"scale": np.float32(0.1), "squared": True}
+    kwargs = {"scale": np.float32(0.1), "doubled": True}
     for argnums in ((0, 3), 3, -1):
         expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
         rest = 2 if isinstance(argnums, tuple) else 3
         specs = (P(), None) if rest == 2 else (P(), P(), None)
         f = dq.value_and_grad(own, argnums=argnums, mesh=auto_mesh(), batch_specs=specs, **OPTIONS)
         assert_close(f(*args, **kwargs), expected)
-        with_flag = functools.partial(f, squared=True)
+        with_flag = functools.partial(f, doubled=True)
         assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
@@ -392,6 +394,25 @@ def test_constraints_are_jax_own_in_other_threads_and_afterwards():
     with pytest.raises(KeyError), constraints_without({"data"}):
         raise KeyError("in the loss")
     assert lax.with_sharding_constraint is of_jax
+
+
+def test_constraints_by_other_names(monkeypatch):
+    """A module's own name of JAX's function forgets axes, too; a name elsewhere is told of."""
+    params, batch = arrays()
+    mesh, of_jax = mesh_of(4, 2), lax.with_sharding_constraint
+    module = types.ModuleType("layers")
+    monkeypatch.setitem(sys.modules, "layers", module)
+    vars(module)["constrain"] = of_jax
+    spec = NamedSharding(mesh, P("data", "model"))
+    f = functools.partial(dq.value_and_grad, mesh=mesh, specs=P(), **OPTIONS)
+    constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})  # noqa: E731
+    assert_close(jax.jit(f(constrained))(params, batch), jax.value_and_grad(loss)(params, batch))
+    assert module.constrain is of_jax
+    for other in (spec, P("data")):
+        hidden = lambda p, b, other=other: loss(p, {"x": of_jax(b["x"], other)})  # noqa: E731
+        with pytest.raises(ValueError, match="data") as caught, jax.set_mesh(mesh):
+            jax.jit(f(hidden))(params, batch)
+        assert "under a map over ['data']. Its constraints" in "".join(caught.value.__notes__)
 
 
 def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
