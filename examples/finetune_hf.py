@@ -1,4 +1,4 @@
-"""Fine-tunes a LLaMA or Gemma checkpoint on prompts and answers, gradients compressed by DynamiQ.
+"""Fine-tunes a LLaMA checkpoint on prompts and answers, gradients compressed by DynamiQ.
 
     pip install -e '.[finetune]'
     python examples/finetune_hf.py make-tiny runs/tiny
@@ -11,30 +11,26 @@ x86-64 cores, jax 0.10.2):
 
     wire: dynamiq, 5.08 bits, 0.51 MB/step
     loss of answers before: 5.6392
-    loss of answers after: 0.0431
+    loss of answers after: 0.0307
     saved: runs/tuned
 
-With ``--method bf16`` the loss after is 0.0322 and the wire has 1.61 MB/step, with ``--method f32``
-0.0294 and 3.22. The loss after differs between processors: on x86-64 with other instruction sets it
-was 0.025 to 0.043 with DynamiQ, 0.032 to 0.037 in bf16 and 0.025 to 0.029 in f32. ``make-tiny
---family gemma`` writes a Gemma.
+With ``--method bf16`` the loss after is 0.0342 and the wire has 1.61 MB/step, with ``--method f32``
+0.0233 and 3.22. The loss after differs between processors.
 
-For other weights name their folder, in the layout of Hugging Face, and the template that they were
-trained with, such as ``--template llama3`` or ``gemma``. The families are "llama" (1 to 3.3) and
-"gemma" (the first one). Losses are means over the tokens of answers, in nats, of the examples in
-``--validation``. ``--out`` gets the folder's files, with new weights of the same dtypes in one
-file. Each device holds all parameters, gradients and Adam's moments in f32, 16 bytes for each
-parameter, and the activations.
+For other weights (LLaMA 1 to 3.3) name their folder, in the layout of Hugging Face, and the
+template that they were trained with, such as ``--template llama3``. Losses are means over the
+tokens of answers, in nats, of the examples in ``--validation``. ``--out`` gets the folder's files,
+with new weights of the same dtypes in one file. Each device holds all parameters, gradients and
+Adam's moments in f32, 16 bytes for each parameter, and the activations.
 """
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +41,19 @@ import typer
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_model import Config, Family, RopeScaling, init_params, make_forward
+from llm_model import Config, RopeScaling, init_params, make_forward
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from train_llm import AXIS, METHODS, TOPOLOGIES, check_choice, environment, read_choice
+from train_llm import AXIS, check_choice, environment
 
 import dynamiq_jax as dq
 
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+METHODS = {
+    "dynamiq": dq.Compression(dq.DynamiQ(bits=5)),
+    "bf16": dq.Compression(dq.BF16()),
+    "f32": dq.Compression(dq.F32()),
+}
 MAX_NORM = 1.0  # of the gradient
 
 # --- Checkpoints ----------------------------------------------------------------------------------
@@ -87,24 +87,19 @@ def read_config(file: Path) -> Config:
     """Reads the shape of a model from ``config.json``.
 
     Raises:
-        ValueError: it asks for what ``llm_model`` does not compute.
+        ValueError: the model needs something that ``llm_model`` does not compute.
     """
     raw = read_json(file)
-    family: Family = raw.get("model_type", "")
     newer = raw.get("rope_parameters") or {}
     scaling = newer or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    # Gemma's first files say "gelu", and always meant the tanh approximation.
-    activations = {"llama": ("silu",), "gemma": ("gelu_pytorch_tanh", "gelu")}
-    supported = activations.get(family, ())
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or (*supported, "")[0]
+    model, activation = raw.get("model_type"), raw.get("hidden_act", "silu")
     wrong = {
-        f"model_type={family!r}, supported: {', '.join(get_args(Family))}": not supported,
+        f"model_type={model!r}, supported: llama": model != "llama",
         f"rope_type={kind!r}, supported: default, llama3": kind not in ("default", "llama3"),
-        f"hidden_act={activation!r}, supported: {supported}": activation not in supported,
+        f"hidden_act={activation!r}, supported: silu": activation != "silu",
         "biases": raw.get("attention_bias") or raw.get("mlp_bias"),
         "quantized weights": raw.get("quantization_config"),
-        "attention in both directions": raw.get("use_bidirectional_attention"),
         "partial rotations": (scaling | raw).get("partial_rotary_factor", 1.0) != 1.0,
     }
     for what in (what for what, is_so in wrong.items() if is_so):
@@ -114,14 +109,12 @@ def read_config(file: Path) -> Config:
     if kind == "llama3":
         factor, low, high, length = (scaling[name] for name in names)
         rope = RopeScaling(factor=factor, low=low, high=high, original_length=length)
-    dim, n_heads = raw["hidden_size"], raw["num_attention_heads"]
+    n_heads = raw["num_attention_heads"]
     return Config(
         vocab_size=raw["vocab_size"], seq_len=raw["max_position_embeddings"],
-        n_layers=raw["num_hidden_layers"], dim=dim, n_heads=n_heads,
+        n_layers=raw["num_hidden_layers"], dim=raw["hidden_size"], n_heads=n_heads,
         n_kv_heads=raw.get("num_key_value_heads") or n_heads, hidden=raw["intermediate_size"],
-        dtype=jnp.float32, family=family,
-        head_dim=raw.get("head_dim") or {"llama": dim // n_heads, "gemma": 256}[family],
-        tied=bool(raw.get("tie_word_embeddings", family == "gemma")),
+        dtype=jnp.float32, head_dim=raw.get("head_dim"), tied=bool(raw.get("tie_word_embeddings")),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_base=float(newer.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
         rope_scaling=rope,
@@ -219,9 +212,6 @@ TEMPLATES = {
         "<|start_header_id|>user<|end_header_id|>\n\n",
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         "<|eot_id|>",
-    ),
-    "gemma": Template(
-        "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"
     ),
 }
 
@@ -329,21 +319,6 @@ def all_batches(data: Rows, *, rows: int) -> Iterator[Rows]:
 # --- Training -------------------------------------------------------------------------------------
 
 
-def make_method(
-    name: str | None, bits: float | None, topology: str | None, config: Path | None
-) -> dq.Compression:
-    """The request of the command line, or of ``config``; only DynamiQ takes a topology."""
-    if config is not None:
-        return read_choice(config, name, bits, topology)
-    name, topology = name or "dynamiq", topology or "ring"
-    check_choice(name, METHODS, "--method")
-    check_choice(topology, TOPOLOGIES, "--topology")
-    if name == "dynamiq":
-        dynamiq = dq.DynamiQ(bits=5.0 if bits is None else bits)
-        return dq.Compression(dynamiq, topology=TOPOLOGIES[topology])
-    return dq.Compression({"bf16": dq.BF16(), "f32": dq.F32()}[name])
-
-
 Loss = Callable[[nnx.State, jax.Array, jax.Array], jax.Array]
 
 
@@ -409,23 +384,15 @@ def place(mesh: jax.sharding.Mesh, batch: Rows) -> Rows:
 DIGITS = "zero one two three four five six seven eight nine".split()
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 TINY = {
-    "llama": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    },
-    "gemma": {
-        "model_type": "gemma", "architectures": ["GemmaForCausalLM"], **SIZES,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "gelu_pytorch_tanh",
-        "head_dim": 64, "tie_word_embeddings": True,
-    },
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128,
+    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
-"""``config.json`` of small models, but for what depends on the tokenizer."""
+"""``config.json`` of a small model, but for what depends on the tokenizer."""
 
 
-def write_tiny(folder: Path, family: str = "llama", *, seed: int = 0) -> None:
+def write_tiny(folder: Path) -> None:
     """Writes a random checkpoint, a tokenizer of single bytes, and questions to learn.
 
     ``train.jsonl`` has 900 numbers below 1000 to be spelled digit by digit, ``validation.jsonl``
@@ -444,10 +411,10 @@ def write_tiny(folder: Path, family: str = "llama", *, seed: int = 0) -> None:
     tokens = {"bos_token": first, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(folder / "tokenizer_config.json", tokens)
     ids = {"vocab_size": len(vocabulary), "bos_token_id": 0, "eos_token_id": 1}
-    write_json(folder / CONFIG, TINY[family] | ids)
+    write_json(folder / CONFIG, TINY | ids)
     config = read_config(folder / CONFIG)
-    save_params(init_params(config, jax.random.key(seed)), config, folder, None)
-    numbers = np.random.default_rng(seed).permutation(1000)
+    save_params(init_params(config, jax.random.key(0)), config, folder, None)
+    numbers = np.random.default_rng(0).permutation(1000)
     write_questions(folder / "train.jsonl", numbers[:900])
     write_questions(folder / "validation.jsonl", numbers[900:])
 
@@ -470,17 +437,13 @@ app = typer.Typer(add_completion=False, help="Fine-tunes a checkpoint, gradients
 
 
 @app.command("make-tiny")
-def make_tiny(
-    folder: Annotated[Path, typer.Argument(help="new or empty")],
-    family: Annotated[str, typer.Option(help=" or ".join(TINY))] = "llama",
-) -> None:
+def make_tiny(folder: Annotated[Path, typer.Argument(help="new or empty")]) -> None:
     """Writes a random checkpoint of half a million parameters, and questions to learn."""
-    check_choice(family, TINY, "--family")
     try:
-        write_tiny(folder, family)
+        write_tiny(folder)
     except OSError as error:
         raise typer.BadParameter(str(error)) from error
-    print(f"{folder}: a {family} checkpoint, train.jsonl, validation.jsonl")
+    print(f"{folder}: a checkpoint, train.jsonl, validation.jsonl")
 
 
 @app.command()
@@ -489,16 +452,10 @@ def train(
     data: Annotated[Path, typer.Argument(help='JSONL of {"prompt": "...", "answer": "..."}')],
     out: Annotated[Path, typer.Option(help="for the new checkpoint: a new or empty folder")],
     validation: Annotated[Path | None, typer.Option(help="JSONL; default: the data")] = None,
-    method: Annotated[str | None, typer.Option(help="dynamiq (the default), bf16 or f32")] = None,
-    bits: Annotated[
-        float | None, typer.Option(help="DynamiQ: wire bits per coordinate (default: 5)")
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)} (default: ring)")
-    ] = None,
+    method: Annotated[str, typer.Option(help=" or ".join(METHODS))] = "dynamiq",
     config_file: Annotated[
         Path | None,
-        typer.Option("--config", help="instead of these three, as dynamiq-jax advise writes it"),
+        typer.Option("--config", help="instead of --method, as dynamiq-jax advise writes it"),
     ] = None,
     template: Annotated[str, typer.Option(help=" or ".join(TEMPLATES))] = "plain",
     steps: Annotated[
@@ -507,15 +464,13 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="examples per device and step")] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="at its peak")] = 1e-5,
     max_length: Annotated[int, typer.Option(min=2, help="tokens of an example")] = 1024,
-    dtype: Annotated[str, typer.Option(help="of matrix products: f32 or bf16")] = "f32",
-    remat: Annotated[bool, typer.Option(help="less memory, a third more work")] = False,
     seed: Annotated[int, typer.Option(min=0, help="of the examples' order")] = 0,
 ) -> None:
     """Fine-tunes on the answers and saves a checkpoint of the same layout."""
     check_choice(template, TEMPLATES, "--template")
-    check_choice(dtype, DTYPES, "--dtype")
+    check_choice(method, METHODS, "--method")
     try:
-        chosen = make_method(method, bits, topology, config_file)
+        chosen = dq.Compression.load(config_file) if config_file else METHODS[method]
         config = read_config(folder / CONFIG)
         encoder = Encoder(folder, TEMPLATES[template], config.vocab_size)
         read = partial(read_rows, encoder, max_length=min(max_length, config.seq_len))
@@ -525,7 +480,7 @@ def train(
         new_folder(out)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    loss_fn = make_loss(replace(config, dtype=DTYPES[dtype], remat=remat))
+    loss_fn = make_loss(config)
     n_devices = jax.device_count()
     rows = batch_size * n_devices
     steps = steps or -(-3 * len(trained.tokens) // rows)
@@ -535,10 +490,10 @@ def train(
         print(f"{name}: {value}")
     cost = chosen.explain(params, n_devices, verbose=False)
     n_params = sum(p.size for p in jax.tree.leaves(params))
-    print(f"model: {folder}, {config.family}, {n_params:,} parameters")
+    print(f"model: {folder}, {n_params:,} parameters")
     print(f"batch: {rows} examples of at most {trained.tokens.shape[1]} tokens")
     sent = f"{cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step"
-    print(f"wire: {method or config_file or 'dynamiq'}, {sent}")
+    print(f"wire: {config_file or method}, {sent}")
     evaluate = make_evaluate(loss_fn, mesh, rows)
     print(f"loss of answers before: {evaluate(params, measured):.4f}", flush=True)
 

@@ -8,9 +8,6 @@ The examples train it as a pure function: parameters are a pytree (``nnx.State``
 and 0.02 / sqrt(2 layers) for the matrices that write into the residual stream. "unit" starts with
 activations of unit variance at every width: embedding 1, matrices 1 / sqrt(inputs), of which those
 into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
-
-``Config.family`` is "llama" or "gemma" (the first Gemma), which multiplies embeddings by sqrt(dim),
-has norms that multiply by 1 + scale, and GELU for SiLU. ``hf_checkpoint.py`` reads weights of both.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +24,6 @@ import dynamiq_jax as dq
 
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
-Family = Literal["llama", "gemma"]
 AttentionKernel = Literal["xla", "cudnn"]
 Loss = Callable[[nnx.State, jax.Array], jax.Array]
 Whole = Callable[[Any], Any]
@@ -68,7 +64,6 @@ class Config:
     dtype: jax.typing.DTypeLike = jnp.bfloat16
     init: Init = "gpt2"
     remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
-    family: Family = "llama"
     head_dim: int | None = None  # default: dim // n_heads
     tied: bool = False  # the head is the embedding, transposed
     norm_eps: float = 1e-6
@@ -132,24 +127,8 @@ def linear(n_in: int, n_out: int, config: Config, rngs: nnx.Rngs, scale: float =
     return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, dtype=config.dtype, rngs=rngs)
 
 
-class GemmaNorm(nnx.Module):
-    """RMSNorm in f32 that multiplies by 1 + scale; the scale starts at 0."""
-
-    def __init__(self, config: Config):
-        self.epsilon, self.dtype = config.norm_eps, config.dtype
-        self.scale = nnx.Param(jnp.zeros(config.dim))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, seq, dim]`` to the same shape."""
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.epsilon)
-        return (x * (1.0 + self.scale[...])[None, None]).astype(self.dtype)
-
-
-def make_norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm | GemmaNorm:
-    """The family's norm over the channels."""
-    if config.family == "gemma":
-        return GemmaNorm(config)
+def make_norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The norm over the channels."""
     return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
 
 
@@ -180,17 +159,16 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """The gated feed-forward layer: down(f(gate(x)) * up(x)), f SiLU or Gemma's GELU (by tanh)."""
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.activation = {"llama": nnx.silu, "gemma": nnx.gelu}[config.family]
         self.gate = linear(config.dim, config.hidden, config, rngs)
         self.up = linear(config.dim, config.hidden, config, rngs)
         self.down = linear(config.hidden, config.dim, config, rngs, (2 * config.n_layers) ** -0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[batch, seq, dim]`` to the same shape."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
@@ -213,7 +191,6 @@ class Llama(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.remat = config.remat
-        self.embed_scale = {"llama": None, "gemma": config.dim**0.5}[config.family]
         self.embed = nnx.Embed(
             config.vocab_size, config.dim, dtype=config.dtype, rngs=rngs,
             embedding_init=nnx.initializers.normal({"gpt2": 0.02, "unit": 1.0}[config.init]),
@@ -234,8 +211,6 @@ class Llama(nnx.Module):
             return whole(block)(x)
 
         x = whole(self.embed)(tokens)
-        if self.embed_scale is not None:
-            x = x * jnp.asarray(self.embed_scale, x.dtype)
         run = nnx.remat(run) if self.remat else run
         for block in self.blocks:
             x = run(block, x)
@@ -362,8 +337,6 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
 
     def embed(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = nnx.merge(graphs["embed"], params)(tokens[:, :-1])
-        if whole.embed_scale is not None:
-            x = x * jnp.asarray(whole.embed_scale, x.dtype)
         return x, tokens[:, 1:]
 
     def block(params: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -100,7 +100,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", daily(METHODS, ["6 bits", "scale axis", "mxfp8", "minmax"]))
+@pytest.mark.parametrize("name", daily(METHODS, ["6 bits", "scale axis"]))
 def test_methods_without_an_agreement(name):
     """Blocks of very different magnitude: none is decoded as another one."""
     method, least, most = METHODS[name]
@@ -248,6 +248,7 @@ def test_shard_map_and_pmap_give_the_bits_of_vmap():
     assert_same_bits(jax.tree.map(np.asarray, pmapped), jax.tree.map(np.asarray, expected))
 
 
+@pytest.mark.release
 def test_groups_of_workers_and_tuples_of_axes():
     """Numbers of workers are those within a group, and row-major over several axes."""
     x = normal(8, 40)
@@ -276,7 +277,10 @@ def test_groups_of_workers_and_tuples_of_axes():
     assert 1e-6 < relative_error(run(dq.all_to_all, names, over, method=EIGHT), expected) < 2e-4
 
 
-@pytest.mark.parametrize(("bits", "width"), [(8.5, 8), (6.5, 6), (5.4, 5), (6, 5)])
+WIDTHS = [(8.5, 8), (6.5, 6), (5.4, 5), (6, 5)]
+
+
+@pytest.mark.parametrize(("bits", "width"), daily(WIDTHS, WIDTHS[-1:]))
 def test_bytes_are_those_of_the_width(bits, width):
     """One collective forth and one back; scales and flags take 11/32 bits of a coordinate."""
     n, size = 8, 8 * 16 * 2048

@@ -224,9 +224,8 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "n"), daily([*itertools.product(NAMED, (2, 4, 8))], [("direct", 8), ("ring", 4)])
-)
+@pytest.mark.release
+@pytest.mark.parametrize(("name", "n"), [*itertools.product(NAMED, (2, 4, 8))])
 def test_what_is_said_of_errors_holds_for_four_distributions(name, n):
     """On average and in the worst of 448 super-groups; an eighth more takes what bits are left."""
     rows, method, topology = 8 * TILE_ROWS * 8, dq.Compression(dq.DynamiQ(), **SMALL), NAMED[name]

@@ -26,7 +26,6 @@ from dynamiq_jax.commands.bench import (
 )
 from pallas_kernels import TILE_ROWS
 
-PNG = b"\x89PNG"
 REPEATS = ["--repeats", "3"]
 MIX = ["4,8", "4", "8"]
 
@@ -51,7 +50,7 @@ def plain(text):
 @pytest.fixture(scope="module")
 def all_reduce_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("all_reduce")
-    files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
+    files = ["--json", folder / "rows.json"]
     chosen = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8", "--devices", 2]
     result = invoke("all-reduce", *chosen, *REPEATS, *files)
     assert result.exit_code == 0, result.output
@@ -132,9 +131,6 @@ class TestAllReduce:
             algbw = row["size_bytes"] / row["time_us"] / 1e3
             assert row["busbw_gb_per_s"] == pytest.approx(algbw / 2)
 
-    def test_plot_is_an_image(self, all_reduce_run):
-        assert (all_reduce_run[0] / "rows.png").read_bytes().startswith(PNG)
-
     def test_json_says_where_it_ran(self, all_reduce_run):
         about = all_reduce_run[2]["about"]
         assert about["jax"] == jax.__version__
@@ -186,22 +182,13 @@ def test_wrong_options_are_refused_with_the_reason(arguments, complaint):
     assert complaint in plain(result.output)
 
 
-def test_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
-    for command in ("all-reduce", "kernels"):
-        result = invoke(command, "--plot", tmp_path / "rows.png")
-        assert result.exit_code == 2
-        assert "pip install 'dynamiq_jax[cli]'" in plain(result.output)
-
-
 @pytest.fixture(scope="module")
 def kernels_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    files = ["--json", folder / "rows.json", "--plot", folder / "rows.png"]
+    files = ["--json", folder / "rows.json"]
     chosen = ["--coords", "2^14", "--widths", "4,8", "--single-widths", *REPEATS]
     result = invoke("kernels", *chosen, *files)
     assert result.exit_code == 0, result.output
-    assert (folder / "rows.png").read_bytes().startswith(PNG)
     return result.output, json.loads((folder / "rows.json").read_text())
 
 
@@ -276,11 +263,8 @@ def nothing_is_measured(monkeypatch):
 
 WRITERS = [
     (["bench", "all-reduce"], "--json"),
-    (["bench", "all-reduce"], "--plot"),
     (["bench", "kernels"], "--json"),
-    (["bench", "kernels"], "--plot"),
     (["error"], "--json"),
-    (["error"], "--plot"),
     (["simulate"], "--json"),
     (["advise", "--params", "1M"], "--json"),
     (["advise", "--params", "1M"], "--config"),
@@ -290,16 +274,11 @@ WRITERS = [
 @pytest.mark.parametrize(("command", "option"), WRITERS, ids=lambda part: str(part))
 @pytest.mark.usefixtures("nothing_is_measured")
 def test_what_cannot_be_written_is_refused_early(command, option, monkeypatch, tmp_path):
-    image = option == "--plot"
-    name = "image.png" if image else "rows.json"
+    name = "rows.json"
     folder, file = tmp_path / f"folder-{name}", tmp_path / name
     folder.mkdir()
     assert "is a directory" in refused(*command, option, folder)
     assert option in refused(*command, option, folder)
-    if image:
-        said = refused(*command, option, tmp_path / "rows.foo")
-        assert option in said and ".pdf, .pgf, .png" in said
-        assert option in refused(*command, option, tmp_path / "rows")
     access = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
     said = refused(*command, option, file)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import small
+from cases import daily, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -124,7 +124,10 @@ def assert_as_plain(found, params):
         np.testing.assert_allclose(grad, plain[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SIMPLE = ["fsdp of all data axes", "hsdp and tensor parallel"]
+
+
+@pytest.mark.parametrize("name", daily(LAYOUTS, SIMPLE))
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, name):
     layout = LAYOUTS[name]
@@ -260,7 +263,7 @@ def test_methods_that_do_not_scatter_are_refused():
         f(params, *batch)
 
 
-@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
 def test_a_state_of_model_shards(kind):
     """Error feedback with a tensor-parallel axis: every step takes the state of the one before."""
     layout = LAYOUTS["tensor parallel"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import METHODS, assert_replicas_equal, assert_same_bits, gradient, small
+from cases import METHODS, assert_replicas_equal, assert_same_bits, daily, gradient, small
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -83,7 +83,7 @@ TWO_LEVELS = {
 }
 
 
-@pytest.mark.parametrize("name", TWO_LEVELS)
+@pytest.mark.parametrize("name", daily(TWO_LEVELS, ["2 nodes of 4"]))
 def test_replicas_are_equal_and_close_to_the_sum(name):
     sizes, topology = TWO_LEVELS[name]
     run = on_one_device(2, DEFAULT, topology)
@@ -99,7 +99,7 @@ def test_replicas_are_equal_and_close_to_the_sum(name):
     np.testing.assert_array_equal(np.isnan(found[0]), np.isin(group, [3, group[-1]]))
 
 
-@pytest.mark.parametrize("name", TWO_LEVELS)
+@pytest.mark.parametrize("name", daily(TWO_LEVELS, ["2 nodes of 4"]))
 def test_shard_map_gives_the_bits_of_vmap(name):
     sizes, topology = TWO_LEVELS[name]
     x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
@@ -109,13 +109,13 @@ def test_shard_map_gives_the_bits_of_vmap(name):
     assert_same_bits(on_a_mesh(sizes, DEFAULT, topology, x, key), expected)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "topology"),
-    [
-        ((2, 4), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())),
-        ((4, 2), dq.Hierarchical(inner=dq.Direct(), outer=dq.Butterfly())),
-    ],
-)
+INSIDE = [
+    ((2, 4), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())),
+    ((4, 2), dq.Hierarchical(inner=dq.Direct(), outer=dq.Butterfly())),
+]
+
+
+@pytest.mark.parametrize(("sizes", "topology"), daily(INSIDE, INSIDE[:1]))
 def test_compressed_inside_sums_on_levels_are_exact_on_all_maps(sizes, topology):
     x, key = anchored(8, "piecewise", 8).reshape(*sizes, -1), jax.random.key(0)
     found = flat(on_one_device(2, EIGHT_BITS, topology)(x, key))
@@ -152,6 +152,7 @@ def test_levels_of_one_worker():
     assert_same_bits(np.asarray(one).reshape(1, -1), np.asarray(x[:1]))
 
 
+@pytest.mark.release
 def test_mean_tree_and_leaves_that_stay_exact():
     """Each leaf goes its way and comes back in its dtype; pmean is psum over n."""
     rng, sizes = np.random.default_rng(0), (2, 2)

@@ -88,7 +88,7 @@ def test_script_and_extras_of_the_package():
     module, name = PROJECT["scripts"]["dynamiq-jax"].split(":")
     assert callable(getattr(import_module(module), name))
     extras = PROJECT["optional-dependencies"]
-    assert {"rich", "typer", "matplotlib"} == set(extras["cli"])
+    assert {"rich", "typer"} == set(extras["cli"])
     assert not set(extras["cli"]) & set(PROJECT["dependencies"])
     assert "dynamiq_jax[cli]" in extras["train"]
     assert "dynamiq_jax[cli,tensorboard]" in extras["dev"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh, gradient, small, wire_bits
+from cases import assert_same_bits, auto_mesh, daily, gradient, small, wire_bits
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -87,7 +87,7 @@ def assert_means(found):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma):
     mesh = mesh_of(kind)
     tree = placed(mesh)
@@ -156,7 +156,7 @@ def assert_each_as_alone(found, keyed):
             assert_same_bits(part_of(name, whole, number), alone[name])
 
 
-@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["explicit"]))
 def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
     """Statistics, plan and noise are those of a device's own shards, and copies share them."""
     mesh = mesh_of(kind)
@@ -169,7 +169,7 @@ def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
         assert 0 < dq.vnmse(expected(True)[0][name], part_of(name, x.mean(0), 0)) < 0.003
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma):
     mesh = mesh_of()
 
@@ -197,7 +197,7 @@ def test_copies_stay_copies_where_nobody_tells_them_from_shards():
     assert_copies_equal(mapped(placed(mesh)))
 
 
-@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
 def test_derivatives_are_those_of_the_exact_mean(kind):
     mesh = mesh_of(kind)
 
@@ -245,7 +245,7 @@ def two_steps(tree, state, specs):
     return mean, jax.tree.map(lambda x: x[None], state)
 
 
-@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
 def test_states_are_those_of_every_part(kind):
     mesh = mesh_of(kind)
     init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)

@@ -151,7 +151,7 @@ SPECIAL = special_inputs()
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize(
     "name",
-    daily(["default", "geometric", "bf16_scales", "all_widths", "mean"], ["default", "all_widths"]),
+    daily(["default", "geometric", "bf16_scales", "all_widths", "mean"], ["default"]),
 )
 def test_finite_in_finite_out(name, kind):
     x = SPECIAL[kind]

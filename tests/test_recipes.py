@@ -102,6 +102,7 @@ def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
         assert same in example or same.replace("params[", "start[") in example
 
 
+@pytest.mark.release
 def test_quickstart(execute, capsys):
     found = execute("".join(blocks("docs/quickstart.md")), "quickstart.md")
     assert re.search(r"^vNMSE 1\.\de-02, 5\.\d\d bits per", capsys.readouterr().out, re.MULTILINE)
@@ -112,6 +113,7 @@ def test_quickstart(execute, capsys):
     assert found["sent"] == 286_720
 
 
+@pytest.mark.release
 def test_faq(execute, capsys):
     found = execute("".join(blocks("docs/faq.md")), "faq.md")
     exact = np.asarray(found["x"]).mean(0)
@@ -146,12 +148,14 @@ def test_a_trainer_written_for_jit(execute, run):
     assert found["aux"]["errors"].shape == (2, 64)
 
 
+@pytest.mark.release
 def test_a_loss_on_each_workers_examples(run, capsys):
     found = run("auto")
     assert re.fullmatch(r"loss 0\.\d{3} of \d\d tokens, 64 rows\n", capsys.readouterr().out)
     assert int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())
 
 
+@pytest.mark.release
 def test_accumulation_on_auto_axes(run):
     found = run("auto", "auto window")
     batch = found["masked"]
@@ -172,12 +176,14 @@ def test_optax(run, capsys):
     assert 1e-5 < float(found["opt_state"][0].metrics.vnmse) < 0.05
 
 
+@pytest.mark.release
 def test_accumulation(run, capsys):
     found = run("optax", "accumulation")
     assert capsys.readouterr().out.endswith("\n3 reductions in 12 steps\n")
     assert int(found["opt_state"].inner_opt_state[0].step) == 3
 
 
+@pytest.mark.release
 def test_checkpoint(run):
     with pytest.warns(UserWarning) as caught:
         found = run("checkpoint")
@@ -187,6 +193,7 @@ def test_checkpoint(run):
     assert residual.shape[0] == 4
 
 
+@pytest.mark.release
 def test_sharded_updates(run, capsys):
     """Both ways train alike; outside of maps the loss is that of all rows."""
     outside = run("optax", "sharded", "sharded jit")
@@ -208,6 +215,7 @@ def test_flax(run, capsys, name, highest):
     assert 0 < float(loss) < highest
 
 
+@pytest.mark.release
 def test_meshes(run):
     found = run("meshes")
     plain = exact(found)
@@ -274,6 +282,7 @@ def test_sharded_updates_beside_the_backward_pass(run, capsys):
     assert masters.addressable_shards[0].data.shape == (6, 32, 256)
 
 
+@pytest.mark.release
 def test_a_worker_that_is_left_out(run, capsys):
     run("weight")
     assert capsys.readouterr().out == "all finite: True\n"
@@ -320,6 +329,7 @@ def test_a_grid(run, capsys):
     assert 0 < float(dq.vnmse(model, mean)) < 0.05
 
 
+@pytest.mark.release
 def test_by_path(run, capsys):
     found = run("by path")
     table = capsys.readouterr().out

@@ -79,6 +79,7 @@ def test_checked_shard_map_gives_them_too_and_one_result(on_one_device):
         assert_same_bits(copy, expected[0])
 
 
+@pytest.mark.release
 def test_pmap_gives_them_too(on_one_device):
     x, expected = on_one_device
     reduce = functools.partial(dq.psum, axis_name="data", method=DEFAULT, topology=UNROLLED)
@@ -92,6 +93,7 @@ def test_looped_ring_gives_the_bits_of_the_unrolled_one(on_one_device):
     assert_same_bits(looped, expected)
 
 
+@pytest.mark.release
 def test_shard_map_replicas_agree_on_any_data():
     """With rounded statistics, too, all devices hold the same plan and result."""
     x = gradient(1, 8, 2 * 8 * 8 * 256 - 100)
@@ -100,7 +102,7 @@ def test_shard_map_replicas_agree_on_any_data():
     assert relative_error(result[0], x) < 0.05
 
 
-@pytest.mark.parametrize("n", daily([2, 3, 8, 17, 33], [3, 17]))
+@pytest.mark.parametrize("n", daily([2, 3, 8, 17, 33], [17]))
 def test_any_number_of_workers(n):
     x = gradient(n, n, 8 * 256 * n - 13)  # a tile of width 4 for each chunk
     result = np.asarray(vmapped(DEFAULT)(x, jax.random.key(0)))
@@ -120,7 +122,7 @@ def test_streams(n):
     np.testing.assert_array_equal(np.isnan(bad[0]), np.arange(x.shape[1]) // 256 == 777 // 256)
 
 
-@pytest.mark.parametrize("size", daily([1, 7, 255, 257, 4099], [7, 257]))
+@pytest.mark.parametrize("size", daily([1, 7, 255, 257, 4099], [257]))
 def test_small_and_odd_sizes(size):
     method = dq.Compression(dq.DynamiQ(bits=32, widths=(8,)), min_leaf_size=1, min_bucket_size=1)
     x = gradient(5, 3, size)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, local, mapped, small
+from cases import CHEAP, assert_same_bits, daily, local, mapped, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -64,15 +64,18 @@ def grad(functions, params, x, **options):
     return jax.value_and_grad(run)(params)
 
 
+AFTER_GRAD = [
+    (METHOD, 1, True),
+    (small(dq.comparators.MinMax()), 2, False),
+    (small(dq.comparators.MinMax()), 0, False),
+    (small(dq.comparators.MinMax()), 9, True),
+    (small(dq.comparators.PermK()), 1, True),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "lag", "check_vma"),
-    [
-        (METHOD, 1, True),
-        (small(dq.comparators.MinMax()), 2, False),
-        (small(dq.comparators.MinMax()), 0, False),
-        (small(dq.comparators.MinMax()), 9, True),
-        (small(dq.comparators.PermK()), 1, True),
-    ],
+    daily(AFTER_GRAD, AFTER_GRAD[:2]),
     ids=["dynamiq", "minmax, more time", "minmax, at once", "minmax, at the end", "perm-k"],
 )
 def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
@@ -94,12 +97,20 @@ def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
         assert np.any(np.asarray(g) != 0)
 
 
+LOOPS = [
+    (6, 1, True, False),
+    (5, 1, False, True),
+    (5, 0, True, False),
+    (2, 1, True, False),
+    (5, 2, True, False),
+]
+
+
 @pytest.mark.parametrize(
     ("n_layers", "lag", "check_vma", "remat"),
-    [(6, 1, True, False), (5, 1, False, True), (5, 0, True, False), (2, 1, True, False),
-     (5, 2, True, False)],
+    daily(LOOPS, LOOPS[:1]),
     ids=["dynamiq", "remat", "at once", "few layers", "more time"],
-)  # fmt: skip
+)
 def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_vma, remat):
     """With a key, so that the noise is the same: only the order of additions may differ."""
     functions, params, tokens = model(n_layers)
@@ -132,6 +143,7 @@ def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_
             assert apart < 1e-4, apart  # another gradient, or other noise, is more than 1e-3
 
 
+@pytest.mark.release
 def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
     functions, params, tokens = model(6)
     x = jax.random.normal(jax.random.key(8), (N, 6, DIM))
@@ -154,8 +166,11 @@ def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
         np.testing.assert_allclose(found[1][0]["kernel"][2, layer], exact, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("last", ["head", "none", "loop"])
-@pytest.mark.parametrize(("topology", "lag"), [(dq.Direct(), 1), (dq.Ring(unroll_up_to=N), 2)])
+FULL = [(dq.Direct(), 1), (dq.Ring(unroll_up_to=N), 2)]
+
+
+@pytest.mark.parametrize("last", daily(["head", "none", "loop"], ["loop"]))
+@pytest.mark.parametrize(("topology", "lag"), daily(FULL, FULL[:1]))
 def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, lag, last):
     """A pipeline that other reductions leave full, half full or empty, of two and four rounds."""
     head = {"kernel": jnp.eye(8) + 1}
@@ -287,6 +302,7 @@ def test_in_a_loop_all_rounds_are_under_way_at_a_time():
             assert not {e.primitive.name for e in others} & {"psum", "all_to_all", "all_gather"}
 
 
+@pytest.mark.release
 def test_it_passes_the_gradient_of_its_input():
     functions, params, tokens = model(3)
     x = (jax.random.normal(jax.random.key(8), (N, 6, DIM)), tokens)
@@ -307,7 +323,7 @@ def test_it_passes_the_gradient_of_its_input():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", daily([True, False], [True]))
 def test_it_has_the_exact_mean_with_f32(remat):
     functions, params, tokens = model(3)
     functions = [jax.checkpoint(f) for f in functions] if remat else functions

@@ -140,7 +140,10 @@ def assert_close(found, expected, rtol=1e-4):
 SGD = optax.sgd(0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize(("way", "check_vma"), [*zip(WAYS, (True, False, True), strict=True)])
+CHECKED = [*zip(WAYS, (True, False, True), strict=True)]
+
+
+@pytest.mark.parametrize(("way", "check_vma"), daily(CHECKED, CHECKED[:1]))
 def test_with_exact_sums_a_step_is_that_of_sharded_alone(way, check_vma):
     params, batches = problem()
     optimizer = make(rule=SGD, max_norm=0.05 if way == "in a loop" else None)
@@ -175,6 +178,7 @@ def test_compressed_copies_stay_equal_and_train():
     assert state.masters[1]["kernel"].addressable_shards[1].data.shape == (LAYERS, DIM // N, DIM)
 
 
+@pytest.mark.release
 def test_bf16_copies_have_f32_masters():
     params, batches = problem(jnp.bfloat16)
     found, state = train(params, batches, make(), in_loop)
@@ -189,6 +193,7 @@ def test_bf16_copies_have_f32_masters():
         assert np.linalg.norm(np.asarray(own) - np.asarray(theirs)) < 0.1 * moved
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     params, batches = problem()
@@ -202,6 +207,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     assert (int(state.step), int(state.skipped)) == (2, 1)
 
 
+@pytest.mark.release
 def test_several_axes_of_workers():
     axes = ("node", "gpu")
     devices = {"devices": jax.devices()[:N], "axis_types": (AxisType.Auto,) * 2}
@@ -212,6 +218,7 @@ def test_several_axes_of_workers():
     assert_close(found, train(params, batches, optimizer, mesh=mesh, axes=axes))
 
 
+@pytest.mark.release
 def test_data_by_model():
     """Products over a part of the parameters; the workers' axis splits that part."""
     axes, rng = ("data", "model"), np.random.default_rng(0)

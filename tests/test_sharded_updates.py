@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, promoting, small
+from cases import CHEAP, assert_same_bits, auto_mesh, daily, promoting, small
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -120,7 +120,7 @@ def assert_copies_equal(tree):
             assert_same_bits(np.asarray(other.data), np.asarray(first.data))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", daily(RULES, ["adamw"]))
 def test_exact_halves_train_as_plain_optax_does(rule):
     params, batches = problem()
     found, state = train(make(rule, max_norm=0.5), params, batches[:4], check_vma=rule != "lion")
@@ -201,6 +201,7 @@ def test_what_a_difference_loses_is_in_the_next_one():
     assert gaps[2] < 0.9 * gaps[1] < 0.9**2 * gaps[0]
 
 
+@pytest.mark.release
 def test_bf16_copies_have_f32_masters():
     params, batches = problem(jnp.bfloat16)
     found, state = train(make("adamw"), params, batches[:4])
@@ -290,6 +291,7 @@ def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
             )
 
 
+@pytest.mark.release
 def test_several_axes_of_workers():
     params, batches = problem()
     axes, kinds = ("node", "gpu"), (AxisType.Auto,) * 2
@@ -316,7 +318,7 @@ def test_accumulation_reduces_once_per_window():
     assert int(state.inner_opt_state.step) == 2
 
 
-@pytest.mark.parametrize("n", [8, 4])
+@pytest.mark.parametrize("n", daily([8, 4], [4]))
 def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
     params, batches = problem()
     optimizer = make("adamw")

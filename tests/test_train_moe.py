@@ -66,6 +66,7 @@ def all_to_alls(hlo):
     return [(own[0][0], sum(bits_of(*array) for array in own)) for own in types]
 
 
+@pytest.mark.release
 def test_compressed_exchanges_train_as_exact_ones():
     ours, hlo = losses(EIGHT, MEAN)
     exact, native = losses(train_moe.EXACT, EXACT_MEAN)

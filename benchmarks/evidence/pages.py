@@ -1,4 +1,4 @@
-r"""The tables and pictures of the pages, from the files in ``results``. Nothing is measured.
+r"""The tables of the pages and the picture of the README, from ``results``. Nothing is measured.
 
     python benchmarks/evidence/pages.py           # writes all of them (`make figures`)
     python benchmarks/evidence/pages.py --times results/step_time_nodes.json
@@ -8,10 +8,10 @@ Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``, 
 
 * ``docs/comparison.md`` and ``results/comparison.md`` get tables between their markers. Each is of
   one setting, in groups of wire bits, and within a group by loss.
-* ``results/training.md``, ``dither.md`` and ``dealt.md`` get all rows of their JSON files.
-* ``docs/training-quality.png`` has losses by bits, ``docs/speedups.png`` speed-ups by links.
-* ``docs/time-to-accuracy.png`` has losses by seconds: the steps to a loss, times a step's time over
-  each transport. The target is bf16 psum's last training loss and `TOLERANCE` percent more.
+* ``docs/speedups.png`` has speed-ups by links.
+* ``--times`` prints a table of ``docs/time-to-accuracy.md``: the steps to a loss, times a step's
+  time over each transport. The target is bf16 psum's last training loss and `TOLERANCE` percent
+  more.
 """
 
 import json
@@ -26,14 +26,12 @@ import jax
 import numpy as np
 import typer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from training import (
     BF16,
     CURVE_WINDOW,
     EXACT,
     INITS,
     MODELS,
-    compared,
     difference,
     exact_mean,
     init,
@@ -99,204 +97,14 @@ TITLES = {
 }
 """Markdown, by names on the command line without bits."""
 
-COLOURS = {
-    "dynamiq": "#2171b5",
-    "dynamiq:5": "#6baed6",
-    "dynamiq:3.5": "#08306b",
-    "dynamiq-dither": "#74c476",
-    "dynamiq-dither:3.5": "#238b45",
-    "dynamiq-dither-axis": "#9e9ac8",
-    "dynamiq-dither-axis:3.5": "#54278f",
-    "dynamiq-mse": "#e377c2",
-    "dynamiq-memory": "#17becf",
-    "dynamiq-piecewise": "#bcbd22",
-    "mxfp8": "#d62728",
-    "mxfp6": "#ff7f0e",
-    "mxfp4": "#8c564b",
-    "thc": "#fdae6b",
-    "omnireduce": "#fb9a99",
-    "bf16-psum": "black",
-}
-"""By names with bits, or without for all other numbers of bits."""
-
-
-def title(method: str) -> str:
-    """A method's name on the command line in plain words: "DynamiQ, 5 bits"."""
-    name, _, bits = method.partition(":")
-    words = TITLES.get(name, name).replace("*", "").replace("`scale_axis`", "scale axis")
-    return f"{words}, {bits} bits" if bits else words
-
-
-def colour(method: str) -> str:
-    """A method's colour; grey if it has none."""
-    return COLOURS.get(method) or COLOURS.get(method.partition(":")[0], "grey")
+COLOURS = {"5": "#6baed6", "4": "#2171b5", "3.5": "#08306b"}
+"""By bits."""
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Returns a table in Markdown; the first line is its head."""
     ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
-
-
-# --- All rows of a file ---------------------------------------------------------------------------
-
-TEXT = """\
-# What a quantised all-reduce does to the training loss
-
-Measured by these commands, whose script and files are in `benchmarks/evidence/` today:
-
-{invocations}
-
-Every method trains from the same starts on the same tokens as the exact mean in f32. Wire bits are
-those of a coordinate, metadata included, in units in which a bf16 all-reduce takes 16. Difference:
-mean over seeds of 100 (loss / loss of the exact mean − 1) after the last step, on validation text,
-± its standard error; "-" where one seed has none. Early: the same of the training loss, averaged
-over the 50 steps that follow the first quarter. vNMSE: |mean − exact mean|² / |exact mean|² of the
-compressed leaves, averaged over steps. Worst leaf: the largest of these figures of a single leaf.
-"""
-
-
-PANEL = ("model", "init", "optimiser", "learning_rate", "workers", "steps", "seeds")
-"""Settings that rows of one table, and of one panel of the plot, have in common."""
-COLUMNS = (
-    "method", "topology", "wire bits", "validation loss", "difference %", "early %", "vNMSE",
-    "worst leaf", "which",
-)  # fmt: skip
-NOTES = {
-    "dealt": """\
-Measured while all eight groups of a super-group took its quads in turn, and with an amplitude \
-of 1.5
-steps for piecewise levels with dither; today it is four groups and 1.25 steps, and a run again \
-gives
-other figures (`docs/training-quality.md`, "Near coordinates").
-
-"""
-}
-
-
-def cells(row: Row) -> list[str]:
-    """A row's texts under `COLUMNS`."""
-    summary, settings = row["summary"], row["settings"]
-    vnmse, worst = (
-        "-" if summary[name] is None else f"{summary[name]:.2g}" for name in ("vnmse", "worst_leaf")
-    )
-    loss = summary["validation_loss"]
-    return [
-        settings["method"], settings["topology"], f"{row['bits_per_coord']:.2f}",
-        "diverged" if loss is None else f"{loss:.4f}",
-        compared(row, "validation"), compared(row, "early"), vnmse, worst,
-        row["worst_leaf_name"] if summary["worst_leaf"] else "",
-    ]  # fmt: skip
-
-
-def panels(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
-    """Rows by what they have in common."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row["settings"][name] for name in PANEL), []).append(row)
-    return found
-
-
-def counts(key: tuple) -> str:
-    """The second line of a panel's title."""
-    _, _, _, rate, workers, steps, seeds = key
-    plural = "" if seeds == 1 else "s"
-    return f"learning rate {rate:g}, {workers} workers, {steps} steps, {seeds} seed{plural}"
-
-
-def all_rows(name: str) -> str:
-    """A page of all rows of one JSON file, under their commands and machines."""
-    kept = load(f"{name}.json")
-    origins = "\n\n".join(
-        f"    {of['command']}\n\n{of['started']}: {of['device']}, {of['host']}; {of['versions']}"
-        for of in kept["invocations"]
-    )
-    title, rest = TEXT.format(invocations=origins).split("\n\n", 1)
-    lines = [f"{title}\n\n{NOTES.get(name, '')}{rest}"]
-    for key, own in panels(kept["rows"]).items():
-        said = counts(key)
-        table = markdown([COLUMNS, *map(cells, own)])
-        lines += [f"## {', '.join(key[:3])}", "", f"{said[0].upper()}{said[1:]}.", "", table, ""]
-    return "\n".join(lines)
-
-
-# --- Losses by bits -------------------------------------------------------------------------------
-
-WAYS = {"butterfly": "over Butterfly", "direct": "over Direct", "ring": "over Ring"}
-STYLES = {"direct": "o-", "ring": "s--", "butterfly": "^:", "native": "D-."}
-X_TICKS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16, 32)
-MODEL_TITLES = {"tiny": "1.1 M parameters", "mid": "17 M parameters", "125m": "125 M parameters"}
-INIT_TITLES = {"gpt2": "GPT-2's initialisation", "unit": "unit variance"}
-
-
-def _bits(row: Row) -> float:
-    return row["bits_per_coord"]
-
-
-def _curve(row: Row) -> tuple[str, str]:
-    """The method without its bits, and the topology."""
-    return row["settings"]["method"].partition(":")[0], row["settings"]["topology"]
-
-
-OF_THE_PAGE = (
-    "dynamiq", "dynamiq-dither", "dynamiq-dither-axis", "dynamiq-mse", "mxfp8", "mxfp6", "mxfp4",
-    "bf16-psum",
-)  # fmt: skip
-
-
-def drawn_rows() -> list[Row]:
-    """Rows of the picture of losses that did not diverge; the first file that has one counts."""
-    found: dict[tuple, Row] = {}
-    for row in (row for file in ("dither.json", "training.json") for row in load(file)["rows"]):
-        s, (name, topology) = row["settings"], _curve(row)
-        wanted = s["model"] in ("tiny", "mid") and s["optimiser"] == "adamw"
-        if wanted and name in OF_THE_PAGE and topology != "butterfly":
-            found.setdefault((*(s[part] for part in PANEL), s["method"], topology), row)
-    return [r for r in found.values() if r["summary"]["validation"]["percent"] is not None]
-
-
-def losses_by_bits() -> Figure:
-    """Difference of the validation loss: colours are methods, dashes topologies."""
-    drawn = drawn_rows()
-    groups = panels(drawn)
-    across = min(len(groups), 2) or 1
-    down = -(-len(groups) // across) or 1
-    figure = Figure(figsize=(4 * across, 3.1 * down + 1.2), layout="constrained")
-    grid: Any = list(figure.subplots(down, across, squeeze=False).flat)
-    for axes, (key, own) in zip(grid, groups.items(), strict=False):
-        for name, topology in dict.fromkeys(map(_curve, own)):
-            points = sorted((r for r in own if _curve(r) == (name, topology)), key=_bits)
-            differences = [row["summary"]["validation"] for row in points]
-            axes.errorbar(
-                [_bits(row) for row in points],
-                [d["percent"] for d in differences],
-                [d["error"] or 0.0 for d in differences],
-                color=colour(name), fmt=STYLES.get(topology, "x-"), capsize=2, markersize=4,
-                linewidth=1.2,
-            )  # fmt: skip
-        bits = [_bits(row) for row in own]
-        ticks = [t for t in X_TICKS if 0.9 * min(bits) <= t <= 1.1 * max(bits)]
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_yscale("symlog", linthresh=0.1)
-        axes.set_ylim(min(-0.05, 2 * min(r["summary"]["validation"]["percent"] for r in own)))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set_xticks([], minor=True)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
-        axes.set_xlabel("wire bits per coordinate")
-        names = [MODEL_TITLES.get(key[0], key[0]), INIT_TITLES.get(key[1], key[1])]
-        axes.set_title(f"{', '.join(names)}\n{counts(key)}", fontsize=9)
-        axes.grid(alpha=0.3)
-    for axes in grid[len(groups) :]:
-        axes.set_axis_off()
-    figure.supylabel("validation loss, difference from the exact mean in %", fontsize="medium")
-    names = sorted({name for name, _ in map(_curve, drawn)}, key=title)
-    lines = {title(name): Line2D([], [], color=colour(name), linewidth=3) for name in names}
-    for way in sorted({way for _, way in map(_curve, drawn)} & {*WAYS}):
-        marker, dashes = STYLES[way][0], STYLES[way][1:]
-        lines[WAYS[way]] = Line2D([], [], color="grey", marker=marker, linestyle=dashes)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
-    return figure
 
 
 # --- Speed-ups ------------------------------------------------------------------------------------
@@ -309,10 +117,11 @@ def speedups() -> Figure:
     axes = figure.subplots()
     width = 0.8 / len(chosen)
     for place, bits in enumerate(chosen):
-        method = f"dynamiq:{bits}"
         heights = [row["psum_us"] / row["bits_us"][bits] for row in data["rows"]]
         at = [number + (place - 1) * width for number in range(len(heights))]
-        bars = axes.bar(at, heights, 0.92 * width, color=colour(method), label=title(method))
+        bars = axes.bar(
+            at, heights, 0.92 * width, color=COLOURS[bits], label=f"DynamiQ, {bits} bits"
+        )
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     names = [f"{row['links']}\n{row['size']}" for row in data["rows"]]
@@ -464,25 +273,6 @@ def combine(
     return results
 
 
-def losses_by_seconds(curves: Mapping[str, Curve], results: Sequence[Result]) -> Figure:
-    """Training loss against seconds, a panel for every transport."""
-    carriers = list(dict.fromkeys(r.transport for r in results))
-    figure = Figure(figsize=(4 * len(carriers), 4), layout="constrained")
-    panels = figure.subplots(1, len(carriers), squeeze=False)[0]
-    for axes, carrier in zip(panels, carriers, strict=True):
-        own = [r for r in results if r.transport == carrier]
-        for r in sorted(own, key=lambda r: (-r.step_ms, r.timed_as != r.method)):
-            dashes = "--" if r.timed_as != r.method else "-"  # over the curve of equal steps
-            curve = curves[r.method]
-            seconds = curve.middles * r.step_ms / 1e3
-            loss = curve.losses.mean(axis=0)
-            axes.plot(seconds[1:], loss[1:], dashes, color=colour(r.method), label=title(r.method))
-        axes.set(title=carrier, xlabel="seconds", ylabel="training loss (nats/token)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    return figure
-
-
 # --- The comparison -------------------------------------------------------------------------------
 
 
@@ -564,6 +354,10 @@ def of_table(row: Row, chosen: Losses, pattern: str) -> bool:
     )
 
 
+PANEL = ("model", "init", "optimiser", "learning_rate", "workers", "steps", "seeds")
+"""Settings that rows of one table have in common."""
+
+
 def loss_rows(chosen: Losses) -> list[Row]:
     """Returns a table's rows, sorted, each with its exact row's losses as ``exact``."""
     found: dict[str, Row] = {}
@@ -572,7 +366,8 @@ def loss_rows(chosen: Losses) -> list[Row]:
         for row in (row for row in rows if of_table(row, chosen, pattern)):
             own = {**row, "exact": exact_row(row, rows)["validation_loss"]}
             found.setdefault(row["settings"]["method"], own)
-    if len(panels(found.values())) != 1:
+    settings = {tuple(row["settings"][name] for name in PANEL) for row in found.values()}
+    if len(settings) != 1:
         raise ValueError(f"{chosen}: rows of several settings in one table")
     return sorted(found.values(), key=lambda row: (group(row), loss(row)))
 
@@ -897,25 +692,20 @@ def time_table(file: str, topology: str) -> str:
 
 def texts() -> dict[Path, str]:
     """All pages that have tables, as they should be."""
-    of_pages = {path: filled(path.read_text(), own) for path, own in pages(blocks()).items()}
-    return of_pages | {RESULTS / f"{n}.md": all_rows(n) for n in ("training", "dither", "dealt")}
+    return {path: filled(path.read_text(), own) for path, own in pages(blocks()).items()}
 
 
 def main(
     times: Annotated[str | None, typer.Option(help="Print the table of this file alone.")] = None,
     topology: Annotated[str, typer.Option(help="Over which its steps averaged.")] = "direct",
 ) -> None:
-    """Writes all tables and pictures."""
+    """Writes all tables and the picture."""
     if times:
         print(time_table(Path(times).name, topology))
         return
     for path, text in texts().items():
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
-    losses_by_bits().savefig(DOCS / "training-quality.png", dpi=200)
-    curves = read_curves()
-    results = combine(curves, read_times("step_time.json", "1b", "direct"), TOLERANCE)
-    losses_by_seconds(curves, results).savefig(DOCS / "time-to-accuracy.png", dpi=200)
 
 
 if __name__ == "__main__":

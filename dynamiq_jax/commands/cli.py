@@ -104,13 +104,6 @@ def _output(path: Path | None) -> Path | None:
     return path
 
 
-def _image(path: Path | None) -> Path | None:
-    """Refuses early what could not be drawn either."""
-    if path:
-        _checked(None, tables.check_image, path)
-    return _output(path)
-
-
 def _positive(value: float | None) -> float | None:
     """Refuses what is not a length of time."""
     if value is not None and not (value > 0 and math.isfinite(value)):
@@ -126,16 +119,6 @@ JsonFile = Annotated[
         writable=True,
         callback=_output,
         help="Write the rows to this file.",
-    ),
-]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        dir_okay=False,
-        writable=True,
-        callback=_image,
-        help="Draw the rows to this image: .png, .svg, .pdf or another of matplotlib's.",
     ),
 ]
 
@@ -194,7 +177,6 @@ def bench_all_reduce(
     repeats: Repeats = None,
     iterations: Iterations = None,
     json_file: JsonFile = None,
-    plot_file: PlotFile = None,
 ) -> None:
     """Time compressed all-reduces against native psum.
 
@@ -257,8 +239,6 @@ def bench_all_reduce(
     tables.print_table(rows, tables.ALL_REDUCE_COLUMNS, title)
     if json_file:
         tables.write_json(json_file, rows, tables.surroundings(workers))
-    if plot_file:
-        tables.plot_all_reduce(plot_file, rows, title)
 
 
 @bench.command("kernels")
@@ -282,7 +262,6 @@ def bench_kernels(
         typer.Option(help="triton, mosaic, jnp or interpret (default: the fastest here)."),
     ] = None,
     json_file: JsonFile = None,
-    plot_file: PlotFile = None,
 ) -> None:
     """Time the coding kernels on one device against a plain copy."""
     mix = None if widths is None else _checked("--widths", kernels.parse_widths, widths)
@@ -308,8 +287,6 @@ def bench_kernels(
     tables.print_table(rows, tables.KERNEL_COLUMNS, title)
     if json_file:
         tables.write_json(json_file, rows, tables.surroundings(workers))
-    if plot_file:
-        tables.plot_kernels(plot_file, rows, title)
 
 
 @app.command("error")
@@ -343,7 +320,6 @@ def bench_error(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot_file: PlotFile = None,
 ) -> None:
     """Measure the error of methods on synthetic or dumped gradients, and what they send.
 
@@ -374,8 +350,6 @@ def bench_error(
     tables.print_table(rows, tables.ERROR_COLUMNS, title)
     if json_file:
         tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]))
-    if plot_file:
-        error.plot_error(plot_file, rows, drawn[0], title)
 
 
 @app.command("simulate")
@@ -414,18 +388,9 @@ def simulate(
         int, typer.Option(min=1, help="Workers of a hierarchy's native inner axis.")
     ] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of the data and the rounding.")] = 1,
-    table: Annotated[
-        bool,
-        typer.Option(
-            "--table", help="The paper's table: its topologies and bits, least squared error."
-        ),
-    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate the error of an all-reduce among thousands of workers on one device."""
-    if table:
-        topology, method, bits = "ring,butterfly", "dynamiq,mxfp8", "5,6,8.5"
-        floor, levels = "none", "piecewise"
     device = jax.devices()[:1]
     super_groups = super_groups or (256 if device[0].platform == "cpu" else 32768)
     options = {

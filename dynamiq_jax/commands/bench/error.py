@@ -5,10 +5,6 @@ are. If a file says which leaves its gradients consist of, each leaf is measured
 the worst is named; `dq.worst_leaf_error` says why that matters. The whole gradient is reduced as
 one flat array, in which small leaves share super-groups with their neighbours. `dq.psum` would sum
 them exactly, so that none below `MIN_LEAF_SIZE` is the worst.
-
-The limit line is the rate-distortion bound of the exact sum, for Gaussian coordinates whose
-variance is that of their super-group: what a single encoding by any code could reach at best, when
-the variances are known for nothing.
 """
 
 import dataclasses
@@ -269,49 +265,3 @@ def bench_error(
             worst_leaf_error=None if worst is None else float(found.leaves[:, worst].mean()),
         )
         yield row, found
-
-
-def rate_distortion(gradient: jax.Array, bits: Sequence[float]) -> list[float]:
-    """The bound on vNMSE at each number of bits per coordinate, by reverse water-filling.
-
-    Args:
-      gradient: f32[n, d]; its exact sum is what is coded.
-      bits: bits per coordinate.
-    """
-    total = np.asarray(gradient, np.float64).sum(axis=0)
-    rows = np.pad(total, (0, -total.size % SUPER_GROUP)).reshape(-1, SUPER_GROUP)
-    variance = np.sort((rows**2).mean(axis=1))[::-1]
-    variance = variance[variance > 0]
-    share = len(variance) / len(rows)
-    bounds = []
-    for b in bits:
-        low, high = np.log2(variance[-1]) - 2 * b - 64, np.log2(variance[0])
-        for _ in range(80):
-            water = (low + high) / 2
-            rate = share * np.mean(np.maximum(np.log2(variance) - water, 0)) / 2
-            low, high = (water, high) if rate > b else (low, water)
-        bounds.append(float(np.minimum(variance, 2.0**high).sum() / variance.sum()))
-    return bounds
-
-
-def plot_error(path: Path, rows: Sequence[ErrorRow], gradient: jax.Array, title: str) -> None:
-    """Error against wire bits, one curve per method and topology, and the bound."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes: Any = figure.subplots()
-    for curve in dict.fromkeys((row.method.split(":")[0], row.topology) for row in rows):
-        own = [row for row in rows if (row.method.split(":")[0], row.topology) == curve]
-        own.sort(key=lambda row: row.bits_per_coord)
-        bits = [row.bits_per_coord for row in own]
-        style = "-" if len(own) > 1 else ""
-        axes.plot(bits, [row.vnmse for row in own], marker="o", ls=style, label=" ".join(curve))
-    span = [row.bits_per_coord for row in rows]
-    bits = np.linspace(min(2.0, *span), max(9.0, *span) if max(span) < 16 else 16, 60).tolist()
-    bound = rate_distortion(gradient, bits)
-    axes.plot(bits, bound, color="black", linestyle="--", label="rate-distortion bound")
-    axes.set(yscale="log", xlabel="wire bits per coordinate", ylabel="vNMSE")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(title, fontsize="medium", wrap=True)
-    figure.savefig(path, dpi=150)

@@ -1,10 +1,9 @@
-"""Rows of the benchmarks as a table on the terminal, JSON in a file, or a plot."""
+"""Rows of the benchmarks as a table on the terminal, or JSON in a file."""
 
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +75,6 @@ SIMULATION_COLUMNS = (
     Column("widths", lambda r: ",".join(map(str, r.widths))),
     Column("vNMSE", lambda r: f"{r.vnmse:.3g}"),
     Column("lowest-highest", lambda r: f"{r.lowest:.3g}-{r.highest:.3g}"),
-    Column("paper", lambda r: f"{r.published:.3g}" if r.published else ""),
     Column("seconds", lambda r: f"{r.seconds:.1f}"),
     Column("backend", lambda r: r.backend),
 )
@@ -148,66 +146,3 @@ def write_json(
         name: [dataclasses.asdict(row) for row in table] for name, table in tables.items()
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def require_matplotlib() -> None:
-    """Raises ValueError, naming the extra to install, where matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'dynamiq_jax[cli]'")
-
-
-def check_image(path: Path) -> None:
-    """Refuses what no plot can be written to.
-
-    Raises:
-      ValueError: matplotlib is missing, or knows no image of this suffix.
-    """
-    require_matplotlib()
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(
-            f"{path} is not an image by its suffix, {path.suffix!r}: pass one of "
-            f".{', .'.join(known)}"
-        )
-
-
-def plot_all_reduce(path: Path, rows: Sequence[Any], title: str) -> None:
-    """Bus bandwidth and speedup over size, one line per method."""
-    figure, (left, right) = _axes(2)
-    for method in dict.fromkeys(row.method for row in rows):
-        own = [row for row in rows if row.method == method]
-        sizes = [row.size_bytes for row in own]
-        left.plot(sizes, [row.busbw_gb_per_s for row in own], marker="o", label=method)
-        right.plot(sizes, [row.speedup for row in own], marker="o", label=method)
-    for axes, label in ((left, "bf16-equivalent bus bandwidth [GB/s]"), (right, "speedup")):
-        sizes = sorted({row.size_bytes for row in rows})
-        axes.set(xscale="log", xlabel="leaf", ylabel=label, ylim=(0, None))
-        axes.set_xticks(sizes, [format_size(size) for size in sizes])
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-    left.legend()
-    figure.suptitle(title, fontsize="medium", wrap=True)
-    figure.savefig(path, dpi=150)
-
-
-def plot_kernels(path: Path, rows: Sequence[Any], title: str) -> None:
-    """Time per coordinate of every kernel and width set, as bars."""
-    figure, (axes,) = _axes(1)
-    labels = [f"{row.kernel} {row.widths}".strip() for row in rows]
-    axes.barh(labels, [row.ns_per_coord for row in rows])
-    axes.invert_yaxis()
-    axes.set(xlabel="ns per coordinate")
-    axes.grid(alpha=0.3, axis="x")
-    figure.suptitle(title, fontsize="medium", wrap=True)
-    figure.savefig(path, dpi=150)
-
-
-def _axes(count: int) -> tuple[Any, Any]:
-    require_matplotlib()
-    # The figure is made without pyplot, which would look for a display and keep global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 + 4 * count, 4.5), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False)[0]

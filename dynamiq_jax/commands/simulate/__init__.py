@@ -13,6 +13,6 @@ same distribution, so that the order does not matter to the expected error; and 
 chunk of the paper's 32768 super-groups would be half a tile.
 """
 
-from dynamiq_jax.commands.simulate.study import PUBLISHED, Case, Result, simulate, study
+from dynamiq_jax.commands.simulate.study import Case, Result, simulate, study
 
-__all__ = ["PUBLISHED", "Case", "Result", "simulate", "study"]
+__all__ = ["Case", "Result", "simulate", "study"]

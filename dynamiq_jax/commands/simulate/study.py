@@ -1,8 +1,8 @@
-"""One simulation, and the study: a row of vNMSE for every topology, method and number of bits."""
+"""One simulation, and a row of vNMSE for a topology, a method and a number of bits."""
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,6 @@ from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.topologies.base import Levels
 from pallas_kernels import resolve_backend
-
-PUBLISHED: Mapping[tuple[str, str, float], float] = {
-    ("ring", "dynamiq", 5.0): 4.76,
-    ("ring", "dynamiq", 6.0): 0.751,
-    ("ring", "dynamiq", 8.5): 0.0105,
-    ("ring", "mxfp8", 8.25): 6.11,
-    ("butterfly", "dynamiq", 5.0): 0.0336,
-    ("butterfly", "dynamiq", 6.0): 0.00323,
-    ("butterfly", "dynamiq", 8.5): 0.0000275,
-    ("butterfly", "mxfp8", 8.25): 0.0353,
-}
-"""The paper's vNMSE by (topology, method, bits). Its MXFP8 takes 8.5 bits, for bf16 scales."""
-
-PUBLISHED_WORKERS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +149,6 @@ class Result:
       vnmse: mean over seeds of |estimate - sum|² / |sum|².
       lowest: the least of them.
       highest: the largest of them.
-      published: the paper's figure, where it has one.
       seeds: how many.
       seconds: for all seeds, compilation included.
       backend: which kernels ran.
@@ -178,7 +163,6 @@ class Result:
     vnmse: float
     lowest: float
     highest: float
-    published: float | None
     seeds: int
     seconds: float
     backend: str
@@ -231,7 +215,6 @@ def study(case: Case, seeds: Sequence[int], progress: Progress = _silent) -> Res
     if isinstance(method, MXFP8) and method.sum == "recompress":
         name += "-own"
     route = type(case.topology).__name__.lower()
-    published = PUBLISHED.get((route, name, case.bits))
     return Result(
         workers=case.n_workers,
         super_groups=case.super_groups,
@@ -242,7 +225,6 @@ def study(case: Case, seeds: Sequence[int], progress: Progress = _silent) -> Res
         vnmse=float(np.mean(found)),
         lowest=min(found),
         highest=max(found),
-        published=published if case.n_workers == PUBLISHED_WORKERS else None,
         seeds=len(found),
         seconds=time.perf_counter() - begin,
         backend=resolve_backend(method.backend) if ours else "xla",
