@@ -56,12 +56,13 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from dynamiq_jax import comparators as comparators
+    from dynamiq_jax import nnx as nnx
     from dynamiq_jax import optax as optax
 else:
 
     def __getattr__(name: str):
-        """Imports a wing of the library at its first use: ``optax`` needs optax, ours does not."""
-        if name not in ("comparators", "optax"):
+        """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not."""
+        if name not in ("comparators", "nnx", "optax"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             return import_module(f"{__name__}.{name}")

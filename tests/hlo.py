@@ -10,7 +10,7 @@ COLLECTIVES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatte
 OPERATION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<name>{COLLECTIVES})(?P<start>-start)?\(")
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)={{(.*?)}}")
 GROUPS_IN_ORDER = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-GROUPS_BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\] {(.*?)}")
+GROUPS_BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\].*? {(.*?)}")
 
 
 def arrays_of(hlo_type):
@@ -27,14 +27,17 @@ def groups_of(line):
             [int(i) for i in part.split(",")] if part else None for part in ordered.groups()
         )
         return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
-    # From JAX 0.12 on: mesh['node'=2,'gpu'=4] {'gpu'}
+    # From JAX 0.12 on: mesh['node'=2,'gpu'=4] {'gpu'}, or {'gpu':(2)2} for the minor half of 'gpu'
     mesh, axes = GROUPS_BY_AXES.search(line).groups()
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    within = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
-    workers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-    last = range(-len(within), 0)
-    size = math.prod(workers.shape[i] for i in within)
-    return np.moveaxis(workers, within, last).reshape(-1, size).tolist()
+    parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
+    of = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in parts}
+    split = {name: of.get(name, (1, 1)) for name in sizes}
+    shape = [(before, own, sizes[name] // before // own) for name, (before, own) in split.items()]
+    within = [3 * list(sizes).index(name) + 1 for name in of]
+    workers = np.arange(math.prod(sizes.values())).reshape([n for part in shape for n in part])
+    size = math.prod(own for _, own in of.values())
+    return np.moveaxis(workers, within, range(-len(within), 0)).reshape(-1, size).tolist()
 
 
 def bits_of(dtype, shape):

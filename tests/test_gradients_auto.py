@@ -2,19 +2,22 @@
 
 import functools
 import math
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, auto_mesh, small
+from cases import CHEAP, auto_mesh, low, small
 from flax import linen
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.collectives import scattered
 from dynamiq_jax.core.constraints import constraints_without
 
 F32 = small(dq.F32())
@@ -66,21 +69,21 @@ def test_arguments_are_those_of_jax_value_and_grad():
     params, batch = arrays()
     frozen = {"table": np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(3, 16)}
 
-    def own(up, frozen, batch, down, *, scale, squared):
-        assert isinstance(squared, bool)
+    def own(up, frozen, batch, down, *, scale, doubled):
+        assert isinstance(doubled, bool)
         assert frozen["table"].shape == (3, 16)
         found = loss({"up": up, "down": down}, batch) + jnp.sum(frozen["table"]) * scale
-        return found**2 if squared else found
+        return found * 2 if doubled else found
 
     args = params["up"], frozen, batch, params["down"]
-    kwargs = {"scale": np.float32(0.1), "squared": True}
+    kwargs = {"scale": np.float32(0.1), "doubled": True}
     for argnums in ((0, 3), 3, -1):
         expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
         rest = 2 if isinstance(argnums, tuple) else 3
         specs = (P(), None) if rest == 2 else (P(), P(), None)
         f = dq.value_and_grad(own, argnums=argnums, mesh=auto_mesh(), batch_specs=specs, **OPTIONS)
         assert_close(f(*args, **kwargs), expected)
-        with_flag = functools.partial(f, squared=True)
+        with_flag = functools.partial(f, doubled=True)
         assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
@@ -106,6 +109,7 @@ def test_keys_are_each_workers_own_unless_told():
     key = jax.random.key(5)
 
     def noise(params, batch, key):
+        assert len(batch["x"]) == 4  # its own examples, also where a spec is None
         return loss(params, batch), jax.random.normal(key, (1,))
 
     f = functools.partial(dq.value_and_grad, noise, mesh=auto_mesh(), has_aux=True, aux="rows")
@@ -319,11 +323,13 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
         return dq.value_and_grad(closing, mesh=auto_mesh(), **OPTIONS)(params, batch)
 
     assert_close(step(params, batch, False), jax.value_and_grad(loss)(params, batch))
-    keyed = jax.jit(
-        lambda p, b, key: dq.value_and_grad(
-            lambda p, b: loss(p, b) * jax.random.uniform(key), mesh=auto_mesh(), **OPTIONS
-        )(p, b)
-    )
+
+    @jax.jit
+    def keyed(params, batch, key):
+        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)  # noqa: E731
+        outer = lambda p, b: inner(p, b)  # noqa: E731
+        return dq.value_and_grad(outer, mesh=auto_mesh(), **OPTIONS)(params, batch)
+
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
         keyed(params, batch, jax.random.key(0))
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):
@@ -393,6 +399,25 @@ def test_constraints_are_jax_own_in_other_threads_and_afterwards():
     assert lax.with_sharding_constraint is of_jax
 
 
+def test_constraints_by_other_names(monkeypatch):
+    """A module's own name of JAX's function forgets axes, too; a name elsewhere is told of."""
+    params, batch = arrays()
+    mesh, of_jax = mesh_of(4, 2), lax.with_sharding_constraint
+    module = types.ModuleType("layers")
+    monkeypatch.setitem(sys.modules, "layers", module)
+    vars(module)["constrain"] = of_jax
+    spec = NamedSharding(mesh, P("data", "model"))
+    f = functools.partial(dq.value_and_grad, mesh=mesh, specs=P(), **OPTIONS)
+    constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})  # noqa: E731
+    assert_close(jax.jit(f(constrained))(params, batch), jax.value_and_grad(loss)(params, batch))
+    assert module.constrain is of_jax
+    for other in (spec, P("data")):
+        hidden = lambda p, b, other=other: loss(p, {"x": of_jax(b["x"], other)})  # noqa: E731
+        with pytest.raises(ValueError, match="data") as caught, jax.set_mesh(mesh):
+            jax.jit(f(hidden))(params, batch)
+        assert "under a map over ['data']. Its constraints" in "".join(caught.value.__notes__)
+
+
 def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
     params, batch = arrays()
     types = AxisType.Auto, AxisType.Explicit
@@ -417,3 +442,38 @@ def test_compressed_gradients_of_a_weighted_loss():
     _, grads = jax.jit(f)(params, batch)
     expected = jax.grad(masked)(params, batch)
     assert 1e-6 < float(dq.vnmse(jax.device_get(grads), expected)) < 0.1
+
+
+def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch):
+    """LoRA: frozen weights stay sharded, and the loss gathers them; whole ones are warned of."""
+    params, batch = arrays()
+    up = jax.random.normal(jax.random.key(4), (16, 4096)) / 16
+    frozen = {"up": up, "down": jax.random.normal(jax.random.key(5), (4096, 16)) / 64}
+    mesh = mesh_of(8)
+    eight = functools.partial(dq.all_gather, method=low(dq.DynamiQ(bits=8)))
+    gathers = {"exact": lax.all_gather, "8 bits": eight}
+
+    def lora(params, x, *, frozen, how=None):
+        @jax.checkpoint
+        def layer(x, w):
+            return x @ (w if how is None else gathers[how](w, "data", tiled=True))
+
+        return loss(params, {"x": layer(layer(x, frozen["up"]), frozen["down"])})
+
+    x = batch["x"]
+    expected = jax.value_and_grad(lora)(params, x, frozen=frozen)
+    shards = jax.device_put(frozen, NamedSharding(mesh, P("data")))
+    f = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P("data")}, **OPTIONS)
+    assert_close(f(params, x, frozen=shards, how="exact"), expected)
+    value, grads = f(params, x, frozen=shards, how="8 bits")
+    assert float(value) == pytest.approx(float(expected[0]), rel=0.01)
+    assert 1e-6 < float(dq.vnmse(grads, expected[1])) < 1e-3
+    whole = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P()}, **OPTIONS)
+    assert_close(whole(params, x, frozen=shards), expected)
+    monkeypatch.setattr(scattered, "LARGE_GATHER", 1000)
+    with pytest.warns(UserWarning, match="2 sharded arguments.*524,288 bytes.*lax.all_gather"):
+        whole(params, x, frozen=shards)
+    whole(params, x, frozen=frozen)  # on one device: nothing is gathered
+    unknown = dq.value_and_grad(lora, mesh=mesh, batch_specs={"froze": P()}, **OPTIONS)
+    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen', 'how'\].*by keyword"):
+        unknown(params, x, frozen=frozen, how="exact")

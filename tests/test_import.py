@@ -23,8 +23,8 @@ def python(code, *arguments):
 
 
 def test_importing_the_library_loads_no_command_line():
-    heavy = ("rich", "typer", "matplotlib", "optax", "tensorboardX", "dynamiq_jax.commands.bench")
-    heavy += ("dynamiq_jax.commands.simulate", "dynamiq_jax.commands.cli", "dynamiq_jax.__main__")
+    heavy = "rich typer matplotlib optax flax tensorboardX dynamiq_jax.__main__".split()
+    heavy += [f"dynamiq_jax.commands.{name}" for name in ("bench", "simulate", "cli")]
     code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
     result = python(code)
     assert result.stdout.strip() == "[]", result.stderr

@@ -29,7 +29,7 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "optax", "accumulation", "checkpoint", "sharded",
-    "sharded jit", "nnx map", "nnx", "linen", "meshes", "several hosts", "scan", "fsdp",
+    "sharded jit", "nnx", "linen", "explicit", "meshes", "several hosts", "scan", "fsdp",
     "sequential", "loop", "scattered", "loss scaling", "weight", "budget", "grid", "by path",
     "by step", "metrics",
 ]  # fmt: skip
@@ -205,12 +205,14 @@ def test_sharded_updates(run, capsys):
     assert masters.addressable_shards[0].data.shape == (128, 8)
 
 
-@pytest.mark.parametrize("names", daily(["nnx map, nnx", "linen"], []))
-def test_flax(run, capsys, names):
-    names = names.split(", ")
-    run(*names)
-    losses = [float(loss) for loss in re.findall(r"^loss (\S+)$", capsys.readouterr().out, re.M)]
-    assert len(losses) == len(names) and all(0 < loss < 0.5 for loss in losses)
+@pytest.mark.parametrize(
+    ("name", "highest"), daily([("nnx", 0.5), ("linen", 0.5), ("explicit", 2.0)], [])
+)
+def test_flax(run, capsys, name, highest):
+    """Losses fall below this, from 0.8, 0.6 and 4.2."""
+    run(name)
+    (loss,) = re.findall(r"^loss (\S+)$", capsys.readouterr().out, re.M)
+    assert 0 < float(loss) < highest
 
 
 @pytest.mark.release

@@ -219,6 +219,9 @@ def test_parser_reads_groups_by_axes():
     assert groups_of(line.replace("AXES", "gpu")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups_of(line.replace("AXES", "node")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups_of(line.replace("AXES", "node','gpu")) == [[*range(8)]]
+    pairs = line.replace("'AXES'", "'gpu':(2)2")
+    assert groups_of(pairs) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups_of(line.replace("'AXES'", "'gpu':(1)2")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_parser_reads_asynchronous_forms():

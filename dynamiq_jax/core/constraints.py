@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import functools
+import sys
 import threading
+import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,11 +21,14 @@ _lock = threading.Lock()
 _users = 0
 _of_jax = jax.lax.with_sharding_constraint
 _reshard_of_jax = reshard_primitive.bind
+_replaced: list[tuple[dict[str, Any], str]] = []
 
 
 @contextlib.contextmanager
 def constraints_without(names: Collection[str]) -> Iterator[None]:
     """While it lasts, constraints and reshards forget axes, in this thread alone.
+
+    Modules that have imported it by its name get the one that forgets, too.
 
     A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
     a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
@@ -36,17 +41,41 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
     token = _forgotten.set(frozenset(names))
     with _lock:
         _users += 1
-        jax.lax.with_sharding_constraint = _constrain
         reshard_primitive.bind = _reshard
+        for names_of_module, name in _references():
+            names_of_module[name] = _constrain
+            _replaced.append((names_of_module, name))
     try:
         yield
+    except ValueError as error:
+        if "manual" in str(error).lower():
+            error.add_note(
+                f"The loss runs under a map over {sorted(names)}. Its constraints forget these if "
+                "it calls jax.lax.with_sharding_constraint, or a module's own name of it; a name "
+                "elsewhere, as in a functools.partial or a closure, is not found"
+            )
+        raise
     finally:
         _forgotten.reset(token)
         with _lock:
             _users -= 1
             if not _users:
-                jax.lax.with_sharding_constraint = _of_jax
                 reshard_primitive.bind = _reshard_of_jax
+            while not _users and _replaced:
+                names_of_module, name = _replaced.pop()
+                names_of_module[name] = _of_jax
+
+
+def _references() -> list[tuple[dict[str, Any], str]]:
+    """The modules' names of JAX's function: that of `jax.lax`, and those outside of JAX."""
+    outside = [m for key, m in list(sys.modules.items()) if key.partition(".")[0] != "jax"]
+    return [
+        (vars(module), name)
+        for module in (jax.lax, *outside)
+        if isinstance(module, types.ModuleType) and module.__name__ != __name__
+        for name, x in list(vars(module).items())
+        if x is _of_jax
+    ]
 
 
 @functools.wraps(_of_jax)

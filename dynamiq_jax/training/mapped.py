@@ -203,6 +203,7 @@ def mapped_value_and_grad(
         told, arrays = Told.of(data)
         split, folded = _specs_of(data, batch_specs, axis)
         _check_batch(data, split, mesh, axis_name)
+        _warn_of_whole(data, split, mesh, several)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
         if any(split_of(spec, counting) for spec in placed) and not reduces:
@@ -232,16 +233,25 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     """Each array's spec over the data axes, and whether it is a key that workers fold.
 
     Raises:
-      ValueError: an array without a spec looks like a key.
+      ValueError: an array without a spec looks like a key, or ``batch_specs`` names no keyword.
     """
-    positional, _ = data
+    positional, keywords = data
     leaves = jax.tree.leaves(data)
-    given: list[P | None] = [None] * len(leaves)
-    if batch_specs is not None:
-        spread = flat_specs(batch_specs, positional, axis.names)
-        given[: len(spread)] = spread
+    untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
+    told, by_name = batch_specs, None
+    if isinstance(batch_specs, Mapping):
+        if unknown := batch_specs.keys() - keywords.keys():
+            raise ValueError(
+                f"batch_specs names {sorted(unknown)[0]!r}, and the loss got the keywords "
+                f"{sorted(keywords)}; pass that argument by keyword, or a tuple of specs of the "
+                "positional ones"
+            )
+        told, by_name = None, {name: batch_specs.get(name) for name in keywords}
+    given = flat_specs(told, positional, axis.names, untold=untold)
+    given += flat_specs(by_name, keywords, axis.names, untold=untold)
     specs, folded, lengths = [], [], {}
-    for x, spec in zip(leaves, given, strict=True):
+    for x, own in zip(leaves, given, strict=True):
+        spec = None if own == untold else own
         if not isinstance(x, Array | np.ndarray | np.generic):
             continue
         key = _is_key(x)
@@ -273,20 +283,51 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     return tuple(specs), tuple(folded)
 
 
+def _warn_of_whole(
+    data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axes: tuple[str, ...]
+) -> None:
+    """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
+    leaves = jax.tree.leaves(data)
+    arrays = [x for x in leaves if isinstance(x, Array | np.ndarray | np.generic)]
+    pairs = [(x, split_of(_spec_of(x, mesh), axes)) for x in arrays]
+    whole = [
+        x
+        for (x, own), spec in zip(pairs, split, strict=True)
+        if own and not (axes_of(spec) or _is_key(x))
+    ]
+    warn_of_gather(
+        describe_leaves(whole),
+        [((0, axes),)] * len(whole),
+        f"pass their specs over {axes} in batch_specs, and call jax.lax.all_gather in each layer, "
+        "or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
+        what="arguments of the loss",
+    )
+
+
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function's closure may have values of a program that is being traced."""
-    function = inspect.unwrap(loss_fn)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    try:
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(cells))
-    except ValueError:  # a dict is no pytree unless its keys have an order
-        return True
+    """Whether a function's closure may have values of a program that is being traced.
+
+    Functions in the closure count with theirs.
+    """
+    waiting, seen = [loss_fn], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+        seen.add(id(function))
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        try:
+            leaves = jax.tree.leaves(cells)
+        except ValueError:  # a dict is no pytree unless its keys have an order
+            return True
+        if any(isinstance(x, Tracer) for x in leaves):
+            return True
+        waiting += [x for x in leaves if inspect.isfunction(x) and id(x) not in seen]
+    return False
 
 
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:

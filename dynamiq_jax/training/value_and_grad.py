@@ -96,11 +96,15 @@ def value_and_grad(
         over automatic axes. There ``specs`` is needed if the mesh has such axes besides
         ``axis_name``. It is also needed for parameters that are sharded over ``axis_name`` (FSDP):
         without it every device gathers them and returns whole gradients.
-      batch_specs: how the other positional arguments are split over Auto data axes: a tuple of
-        PartitionSpecs, or of trees of them, one for each argument. P() leaves an argument whole,
-        and a PRNG key the same on all workers. Default, also for keywords: arrays are split along
-        their leading axis; scalars and keys are whole. Numbers, strings and `None` are constants of
-        the program.
+      batch_specs: how the other arguments are split over Auto data axes: a tuple of PartitionSpecs,
+        or of trees of them, one for each positional argument; or a dict of them, for keywords. P()
+        leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or with
+        `None` in its place, arrays are split along their leading axis; scalars and keys are whole.
+        Numbers, strings and `None` among the arguments are constants of the program. Frozen weights
+        that are sharded over the data axes are gathered before the loss if their spec is P(), with
+        the warning of sharded parameters. With their own spec every worker holds its shards.
+        `jax.lax.all_gather` in the layers gathers these exactly, and `all_gather` at 8 bits if the
+        mesh has no other axes.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
         worker's examples count, such as the number of their tokens. Loss, gradients and means of
         aux are then weighted, see `reduce`.
@@ -192,7 +196,7 @@ def value_and_grad(
         return mapped_value_and_grad(loss, mesh=mesh, **ways, **own, **options)
 
     def reduced(*args, key=None, state=None, **kwargs):
-        _check_names(loss_fn, args, key=key, state=state)
+        check_names(loss_fn, args, key=key, state=state)
         own = {"metrics": metrics or None, "state": state, "key": key}
         given = [name for name, value in own.items() if value is not None]
         if given and not reduce:
@@ -207,7 +211,7 @@ def value_and_grad(
             )
         params, others = split(args)
         _check_params(params)
-        run = on(_mesh_around(params) if mesh is None else mesh)
+        run = on(mesh_around(params) if mesh is None else mesh)
         return run(params, (others, kwargs), key=key, state=state)
 
     if mesh is not None:
@@ -261,7 +265,7 @@ def _check_params(params: Any) -> None:
             )
 
 
-def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
+def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
     """Refuses a keyword that the loss and the reduction both take.
 
     Raises:
@@ -281,7 +285,7 @@ def _check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
         )
 
 
-def _mesh_around(params: Any) -> Mesh | AbstractMesh:
+def mesh_around(params: Any) -> Mesh | AbstractMesh:
     """The mesh of `jax.set_mesh`, or that of the parameters.
 
     Raises:

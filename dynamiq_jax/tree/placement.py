@@ -151,10 +151,12 @@ def placed_leaves(
     ], sizes
 
 
-def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
+def flat_specs(
+    specs: Any, tree: Any, mesh_axes: Collection[str], untold: P | None = None
+) -> list[P]:
     """The PartitionSpec of every leaf of ``tree``.
 
-    ``specs`` is a prefix of it, of PartitionSpecs or NamedShardings; `None` is P().
+    ``specs`` is a prefix of it, of PartitionSpecs or NamedShardings; `None` is ``untold``, or P().
     """
 
     def is_spec(x) -> bool:
@@ -170,7 +172,7 @@ def flat_specs(specs: Any, tree: Any, mesh_axes: Collection[str]) -> list[P]:
             f"specs has a leaf {wrong[0]!r} of type {type(wrong[0]).__name__}; expected a tree of "
             "PartitionSpecs, as jax.tree.map(lambda x: x.sharding.spec, params) makes it"
         )
-    specs = jax.tree.map(lambda x: P() if x is None else x, specs, is_leaf=is_spec)
+    specs = jax.tree.map(lambda x: untold or P() if x is None else x, specs, is_leaf=is_spec)
     try:
         spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
     except ValueError:

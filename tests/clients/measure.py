@@ -11,7 +11,6 @@ import numpy as np
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?.*{$")
-BY_AXES = re.compile(r"replica_groups=mesh\[(.*?)\].*? {(.*?)}")
 CALLED = re.compile(r"(?:calls|to_apply|condition|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations={(.*?)}")
 LOOP = re.compile(r"body=%?([\w.\-]+)")
@@ -43,7 +42,7 @@ def traffic(program: str) -> Traffic:
             arrays = arrays_of(match["type"])
             sent[match["name"]] += times * _sent(line, match["name"], arrays)
             native = match["name"] in ("all-reduce", "reduce-scatter")
-            if native and _group_size(line) > 1:
+            if native and len(groups_of(line)[0]) > 1:
                 pairs = [(bits_of(*array), f"{array[0]}[{array[1]}]") for array in arrays]
                 largest = max(largest, *pairs)
     return Traffic(dict(sent), largest[1])
@@ -54,17 +53,8 @@ def _sent(line: str, name: str, arrays: list[tuple[str, str]]) -> float:
     total = sum(bits_of(*array) for array in arrays) / 8
     if name == "collective-permute":
         return total * any(source != target for source, target in groups_of(line))
-    size = _group_size(line)
+    size = len(groups_of(line)[0])
     return total * (size - 1) * {"all-reduce": 2 / size, "reduce-scatter": 1}.get(name, 1 / size)
-
-
-def _group_size(line: str) -> int:
-    """How many devices exchange something; a mesh's axis may stand there in part."""
-    if match := BY_AXES.search(line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in parts)
-    return len(groups_of(line)[0])
 
 
 def _computations(program: str) -> tuple[str, dict[str, list[str]]]:

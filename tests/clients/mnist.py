@@ -15,45 +15,24 @@ OWN = Client(
     patch=(),
 )
 IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
-STEP = """  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
-  (loss, logits), grads = grad_fn(model, batch, rngs)
-"""
-PURE = """  graphdef, params, rest = nnx.split((model, rngs), nnx.Param, ...)
-  def pure(params, rest, batch):
-    model, rngs = nnx.merge(graphdef, params, rest, copy=True)
-    loss, logits = loss_fn(model, batch, rngs)
-    return loss, (logits, nnx.state((model, rngs), nnx.Not(nnx.Param)))
-  grad_fn = dq.value_and_grad(pure, has_aux=True, axis_name='data', method=METHOD)
-  (loss, (logits, rest)), grads = grad_fn(params, rest, batch)
-  nnx.update((model, rngs), rest)
-"""
+STEP = "  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)\n"
+OPTIONS = "has_aux=True, axis_name='data', method=METHOD"
 EXPLICIT = dataclasses.replace(
     OWN,
     mesh="8 data, Explicit",
     patch=(
         IMPORT,
-        Change(FILE, STEP, PURE),
-        Change(FILE, "optimizer.update(model, grads)", "optimizer.update(model, grads[0])"),
+        Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, {OPTIONS})\n"),
     ),
     options={"explicit": True},
 )
-ON_AUTO = """  graphdef, params, stats = nnx.split(model, nnx.Param, ...)
-  def pure(params, stats, batch, rng):
-    model = nnx.merge(graphdef, params, stats, copy=True)
-    loss, logits = loss_fn(model, batch, nnx.Rngs(rng))
-    return loss, (logits, nnx.state(model, nnx.BatchStat))
-  grad_fn = dq.value_and_grad(pure, axis_name='data', has_aux=True, aux=('rows', 'same'),
-                              batch_specs=jax.P(), method=METHOD)
-  (loss, (logits, stats)), grads = grad_fn(params, stats, batch=batch, rng=rngs())
-  nnx.update(model, stats)
-"""
 AUTO = dataclasses.replace(
     OWN,
     patch=(
         IMPORT,
         Change(FILE, "BatchNorm(32, rngs=rngs)", "BatchNorm(32, rngs=rngs, axis_name='data')"),
         Change(FILE, "BatchNorm(64, rngs=rngs)", "BatchNorm(64, rngs=rngs, axis_name='data')"),
-        Change(FILE, STEP, ON_AUTO),
+        Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, aux='rows', {OPTIONS})\n"),
     ),
 )
 VARIANTS = {
