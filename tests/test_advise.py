@@ -404,7 +404,8 @@ def test_exchanges_below_the_link_s_rate_are_named():
     swap, everyone, alone = ("next", 0.00625), ("all", 0.011), ("alone", 0.0125)
     said = advice.slow_exchanges([link(*swap), link(*everyone), link(*alone)])
     assert said is not None
-    assert said.startswith("The link carries 100mbit. Less than 80% of it are reached by: next. ")
+    assert said.startswith("The link carries 100mbit, the delay of one message included. ")
+    assert "Less than 80% of it are reached by: next. Workers" in said
     assert advice.slow_exchanges([link(*everyone), link(*alone)]) is None
 
 

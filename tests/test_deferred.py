@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_same_bits, compilations, small
+from cases import CHEAP, assert_same_bits, compilations, daily, small
 from compiler import AS_USERS
 from flax import linen, nnx
 from hlo import OPERATION, arrays_of, bits_of
@@ -266,7 +266,7 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
         return masked(params, batch | {"x": batch["x"] * taken + params["table"][:32]})
 
     f = dq.value_and_grad(loss, axis_name="data", method=F32)
-    with pytest.warns(UserWarning, match=r"1 leaves of 16,384 bytes .*: table\..*exclude="):
+    with pytest.warns(UserWarning, match=r"1 leaves of 16,384 bytes \(table\).*exclude="):
         found = jax.jit(f)(params, batch, rows)
     with jax.set_mesh(mesh):
         assert_close(found, jax.jit(jax.value_and_grad(loss))(params, batch, rows))
@@ -278,8 +278,123 @@ def test_leaves_that_cannot_be_deferred_are_found_and_named():
     elementwise = dq.value_and_grad(
         lambda p, b: jnp.mean(b["x"] * p[None]), axis_name="data", method=F32
     )
-    with pytest.warns(UserWarning, match="1 leaves of 64 bytes .*: <root>"):
+    with pytest.warns(UserWarning, match="1 leaves of 64 bytes .<root>"):
         jax.jit(elementwise).eval_shape(put(np.ones(16, np.float32), mesh), batch)
+
+
+def product(x, w):
+    return jnp.einsum("bi,io->bo", x, w, out_sharding=P("data"))
+
+
+def two(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(product(x, params["in"])) @ params["out"]))
+
+
+def resharded(loss, *specs, names=("in", "out")):
+    """A loss that reshards some parameters, as FSDP losses of plain JAX do, before it uses them."""
+
+    def own(params, x):
+        for spec, name in itertools.product(specs, names):
+            params = params | {name: jax.reshard(params[name], spec)}
+        return loss(params, x)
+
+    return own
+
+
+def passed(*names):
+    """A loss in which some parameters pass `reduce_in_backward`."""
+
+    def own(params, x):
+        some = {name: params[name] for name in names}
+        return two(params | dq.reduce_in_backward(some, "data", method=CHEAP), x)
+
+    return own
+
+
+def scanned(params, x):
+    layers = {"w": params["layers"]}
+    step = jax.checkpoint(lambda x, w: (jnp.tanh(product(x, jax.reshard(w["w"], P()))), None))
+    return jnp.mean(jnp.square(lax.scan(step, x, layers)[0]))
+
+
+def rows(params, x):
+    """JAX reads rows by `jax.sharding.auto_axes`, whose axes have no types."""
+    own = jax.reshard(params, P())
+    read = own["in"].at[jnp.int32(jnp.abs(x) * 8)[:, 0]].get(out_sharding=P("data"))
+    return two(own, read)
+
+
+def mapped(params, x):
+    """The shards of ``columns`` enter a map; no other worker has terms of their gradient."""
+
+    def layer(x, w):
+        every = jnp.tanh(lax.all_gather(x, "data", tiled=True) @ w)
+        return lax.all_to_all(every, "data", 0, 1, tiled=True)
+
+    x = product(x, jax.reshard(params["in"], P()))
+    return jnp.mean(jnp.square(jax.shard_map(layer, out_specs=P("data"))(x, params["columns"])))
+
+
+ALL = resharded(two, P())
+IN_PLAIN_JAX = {
+    "resharded": (ALL, "", ""),
+    "resharded in jit": (jax.jit(ALL), "", ""),
+    "resharded in scan": (scanned, "", ""),
+    "rows, resharded": (rows, "", ""),
+    "one resharded": (resharded(two, P(), names=["in"]), "", ""),
+    "passed": (passed("in", "out"), "", ""),
+    "passed, resharded": (
+        lambda p, x: ALL(dq.reduce_in_backward(p, "data", method=CHEAP), x),
+        "",
+        "",
+    ),
+    "resharded, passed": (resharded(passed("in", "out"), P()), "2 sharded parameters", ""),
+    "one passed, one resharded": (
+        resharded(passed("in"), P(), names=["out"]),
+        r"1 sharded parameters of 16,384 bytes \(out\) do not pass dq.reduce_in_backward",
+        "",
+    ),
+    "split, resharded": (
+        resharded(two, P("data"), P(), names=["in"]),
+        r"1 leaves of 16,384 bytes \(in\) are summed by JAX.* leave jax.reshard out",
+        r"1 leaves of 16,384 bytes \(in\)",
+    ),
+    "beside a map": (mapped, r"1 sharded parameters .*\(in\)", ""),
+}
+"""Losses, and what is said where JAX sums gradients: of shards, and of replicated parameters."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    daily(
+        itertools.product(IN_PLAIN_JAX, (True, False)),
+        [("rows, resharded", True), ("split, resharded", False), ("beside a map", True)],
+    ),
+)
+def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
+    loss, *said = IN_PLAIN_JAX[name]
+    said = said[not sharded]
+    mesh, square = mesh_of(), (WIDTH, WIDTH)
+    shapes = {"in": square, "out": square}
+    if loss is scanned:
+        shapes = {"layers": (2, *square)}
+    if loss is mapped:
+        shapes = {"in": square, "columns": square}
+    keys = dict(zip((*shapes, "x"), jax.random.split(jax.random.key(0), 3), strict=False))
+    params = {name: jax.random.normal(keys[name], shape) / 8 for name, shape in shapes.items()}
+    x = jax.random.normal(jax.random.key(1), (32, WIDTH))
+    specs = {name: P("data", None) for name in shapes} | {"columns": P(None, "data")}
+    specs["layers"] = P(None, "data")
+    placed = {name: put(w, mesh, *specs[name] if sharded else P()) for name, w in params.items()}
+    args = placed, put(x, mesh, "data")
+    with warnings.catch_warnings(record=True) as seen, jax.set_mesh(mesh):
+        warnings.simplefilter("always")
+        f = dq.value_and_grad(loss, axis_name="data", method=CHEAP)
+        found = collectives(f, *args)
+    native = [size for kind, size in found if kind in ("all-reduce", "reduce-scatter")]
+    assert (max(native) >= WIDTH * WIDTH) == bool(said)
+    assert len(seen) == bool(said)
+    assert all(re.search(said, str(one.message)) for one in seen)
 
 
 @pytest.mark.parametrize(("each", "told"), [(1, False), (2, True)])
@@ -339,13 +454,13 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own():
     assert len(calls) == 1  # no search where nothing is wrong
 
     def wrong(params, batch):
-        raise KeyError("no such layer")
+        raise ValueError("no such layer")
 
     for f in (
         dq.value_and_grad(wrong, axis_name="data", method=F32),
         dq.value_and_grad(wrong, axis_name="data"),
     ):
-        with pytest.raises(KeyError, match="no such layer") as raised:
+        with pytest.raises(ValueError, match="no such layer") as raised:
             f(params, batch)
         assert raised.value.__context__ is None  # or the user would read it twice
 
@@ -361,6 +476,11 @@ def test_errors():
     with pytest.raises(ValueError, match="takes key.*and key= is the key of the rounding"):
         keyed(params, batch, key=jax.random.key(0))
     keyed(params, batch, None, key=jax.random.key(0))
+    f_of = functools.partial(dq.value_and_grad, masked, reduce=False, **options)
+    given: tuple = ({"metrics": True}, {}), ({}, {"state": ()}), ({}, {"key": jax.random.key(0)})
+    for own, of_call in given:
+        with pytest.raises(ValueError, match="reduce=False and (metrics|state|key)=.*dq.reduce"):
+            f_of(**own)(params, batch, **of_call)
     with pytest.raises(ValueError, match="there is no mesh.*mesh=mesh"):
         f(*arrays())
     with pytest.raises(ValueError, match=r"axis_name='rows' is not in the mesh"):
@@ -386,6 +506,22 @@ def test_what_is_no_parameter_and_no_constant_is_refused():
         f(params, batch, {1})
 
 
+@pytest.mark.parametrize("sizes", [(8,), (8, 1)])
+def test_mistakes_of_a_loss_come_out(sizes):
+    """JAX refuses some types with errors of a few kinds; other errors are not taken for these."""
+
+    def loss(params, batch):
+        if jax.typeof(params["up"]).sharding.spec.reduced:
+            raise KeyError("a mistake")
+        return masked(params, batch)
+
+    mesh = mesh_of(*sizes)
+    args = (put(x, mesh, *spec) for x, spec in zip(arrays(), ((), ("data",)), strict=True))
+    f = dq.value_and_grad(loss, axis_name="data", method=F32)
+    with jax.set_mesh(mesh), pytest.raises(KeyError, match="a mistake"):
+        jax.eval_shape(f, *args)
+
+
 def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     """JAX's own transpose of a map of unreduced arrays is 8 times too large."""
     params, batch = placed()
@@ -398,8 +534,21 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
         norm(params)
     with jax.set_mesh(mesh_of()):
         assert_close(norm(params), expected)
-    with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
-        jax.vmap(f, in_axes=(None, 0))(params, jax.tree.map(lambda x: x[None], batch))
+
+
+@pytest.mark.parametrize("form", [lambda f: f, jax.jit], ids=["vmap", "vmap of jit"])
+def test_vmap_of_unreduced_gradients_is_refused(form):
+    (params, batch), mesh = placed(), mesh_of()
+    several = jax.tree.map(lambda x: jax.reshard(x[None], NamedSharding(mesh, P())), params)
+    for method in (F32, None):  # unreduced, and summed by JAX
+        f = form(dq.value_and_grad(masked, axis_name="data", method=method))
+        with jax.set_mesh(mesh):
+            if method is None:
+                found = jax.vmap(f, in_axes=(0, None))(several, batch)
+                assert_close(jax.tree.map(lambda x: x[0], found), f(params, batch))
+                continue
+            with pytest.raises(NotImplementedError, match="jax.vmap.*mesh of Auto axes"):
+                jax.vmap(f, in_axes=(0, None))(several, batch)
 
 
 def test_a_batch_over_more_axes_than_those_reduced_is_refused():
@@ -432,11 +581,17 @@ def test_axes_of_size_1_count_for_nothing():
         for axis, of_batch, of_loss in itertools.product(("data", both), repeat=3):
             own = functools.partial(loss, out_sharding=P(of_loss))
             options = {"axis_name": axis, "method": F32, "metrics": True}
-            f = jax.jit((closed if axis == of_loss else dq.value_and_grad)(own, **options))
+            within = axis == of_batch == of_loss
+            f = jax.jit((closed if within else dq.value_and_grad)(own, **options))
             value, found = f(params, put(arrays()[1], mesh, of_batch))
             assert_close((value, found.tree), expected)
             assert found.metrics.wire_bytes == sent
             assert jax.typeof(found.tree["up"]) == jax.typeof(params["up"])
+
+    own = functools.partial(loss, out_sharding=P("data"))  # of a closure the types stay as they are
+    f = closed(own, axis_name="data", method=F32)
+    with pytest.warns(UserWarning, match=r"1 leaves of 4,096 bytes \(up\)"):
+        jax.eval_shape(f, params, put(arrays()[1], mesh, both))
 
 
 # --- psum outside of maps -------------------------------------------------------------------------

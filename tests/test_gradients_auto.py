@@ -298,6 +298,9 @@ def test_what_terms_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"workers of \('data',\), and axis_name is \('rows',\)"):
         dq.psum(terms, "rows", method=F32)
     sharded = {"up": P("data"), "down": P()}
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, metrics=True, **OPTIONS)
+    with pytest.raises(ValueError, match="reduce=False and metrics=.*op='sum'"):
+        f(params, batch)
     f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, specs=sharded, **OPTIONS)
     with pytest.raises(NotImplementedError, match="reduce=False.*whole gradients"):
         f(params, batch)

@@ -110,3 +110,13 @@ def test_completion_shows_the_public_names_alone():
     assert shown == sorted(dq.__all__)
     assert "__doc__" in dir(dq)
     assert all(hasattr(dq, name) for name in dir(dq))
+
+
+def test_every_script_of_the_benchmarks_loads():
+    folder = ROOT / "benchmarks"
+    names = sorted(path.stem for path in folder.glob("*.py"))
+    code = f"import sys; sys.path[:0] = ['.', {str(folder)!r}]\n" + "\n".join(
+        f"import {name}" for name in names
+    )
+    result = python(code)
+    assert names and result.returncode == 0, result.stderr

@@ -18,6 +18,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.tree.placement import several
 
 
 @functools.partial(
@@ -81,7 +82,7 @@ def reduce_terms(
             "after the map, or jax.value_and_grad and dq.psum in it"
         )
     mesh, over = terms.mesh, P(axis.name)
-    others = [name for name in mesh.axis_names if name not in axis.names and mesh.shape[name] > 1]
+    others = several([name for name in mesh.axis_names if name not in axis.names], mesh.shape)
     own_specs = jax.tree.structure(terms.tree).unflatten(terms.specs)
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:

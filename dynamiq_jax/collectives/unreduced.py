@@ -29,6 +29,7 @@ from dynamiq_jax.tree.placement import (
     names_of,
     only,
     placed_leaves,
+    several,
 )
 
 
@@ -123,8 +124,7 @@ def reduce_unreduced(
     moves = [bool(unreduced_axes(x)) for x in leaves]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
-    several = tuple(name for name in axis.names if mesh.shape[name] > 1)
-    splits = [split_of(spec, several) for spec in targets]
+    splits = [split_of(spec, several(axis.names, mesh.shape)) for spec in targets]
     scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
     if scattered and (state is not None or metrics):
         raise NotImplementedError(
@@ -141,6 +141,7 @@ def reduce_unreduced(
 
     @jax.custom_jvp
     def total(tree: Any, key: Array | None, state: State | None) -> Reduced:
+        tree = _not_batched(tree)
         if not scattered:
             parts = tree, moving(terms), moving(unreduced)
             return _mapped(*parts, axis, compression, mesh, key, state, metrics)
@@ -178,6 +179,21 @@ def reduce_unreduced(
     return found._replace(tree=treedef.unflatten([resharded(x, mesh, spec) for x, spec in pairs]))
 
 
+@jax.custom_batching.custom_vmap
+def _not_batched(tree: Any) -> Any:
+    """``tree``, of which `jax.vmap` takes one alone, in a function under `jax.jit`, too."""
+    return tree
+
+
+@_not_batched.def_vmap
+def _(size: int, batched: Any, tree: Any) -> Any:
+    raise NotImplementedError(
+        f"jax.vmap over {size} sums of unreduced gradients, by value_and_grad or psum on Explicit "
+        "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
+        "axes"
+    )
+
+
 def large_leaves(
     tree: Any, placed: list[P], mesh: AbstractMesh, axis: Axis, compression: Compression
 ) -> set[int]:
@@ -206,7 +222,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
-        if found and any(mesh.shape[name] > 1 for name in found ^ {*axis.names}):
+        if found and several(found ^ {*axis.names}, mesh.shape):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "
                 f"and axis_name={axis.name!r}; pass axis_name="

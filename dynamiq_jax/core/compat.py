@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax._src import config
+from jax._src.core import ShardingTypeError
+from jax._src.pjit import reshard_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
@@ -120,17 +122,24 @@ def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
     # A batch tracer's slot is private. No public way was found: an axis has a name and a size
     # whichever map it belongs to, and batching rules are asked only after a collective is bound.
-    return is_batched(lax.axis_index(name))
-
-
-def is_batched(x: Any) -> bool:
-    """Whether ``x`` is one of many under `jax.vmap`, outside of `jax.jit`."""
-    return hasattr(x, "batch_dim")
+    return hasattr(lax.axis_index(name), "batch_dim")
 
 
 def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError, ShardingTypeError)
+"""What JAX raises where it has no rule for an array's type; other errors are mistakes."""
+
+reshard_primitive = reshard_p
+"""The primitive of `jax.reshard`, which has no public name."""
+
+
+def linear_program(back: Any) -> Jaxpr:
+    """The linear program that `jax.vjp` transposes; its last inputs are the primals' tangents."""
+    return with_constants(back.jaxpr)[0]
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:

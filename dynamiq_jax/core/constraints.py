@@ -1,4 +1,4 @@
-"""Sharding constraints inside of a map: they forget the axes that the map has taken."""
+"""Sharding constraints and reshards of a loss: they forget the data axes."""
 
 import contextlib
 import contextvars
@@ -12,30 +12,36 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from dynamiq_jax.core.compat import reshard_primitive
+
 _forgotten: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "dynamiq_jax_forgotten_axes", default=frozenset()
 )
 _lock = threading.Lock()
 _users = 0
 _of_jax = jax.lax.with_sharding_constraint
+_reshard_of_jax = reshard_primitive.bind
 _replaced: list[tuple[dict[str, Any], str]] = []
 
 
 @contextlib.contextmanager
 def constraints_without(names: Collection[str]) -> Iterator[None]:
-    """While it lasts, `jax.lax.with_sharding_constraint` forgets axes, in this thread alone.
+    """While it lasts, constraints and reshards forget axes, in this thread alone.
 
     Modules that have imported it by its name get the one that forgets, too.
 
     A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
     a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
     the loss says. Constraints over other axes stay. On Explicit axes constraints are assertions,
-    and those that name one of the axes are dropped.
+    and those that name one of the axes are dropped. There `jax.reshard` leaves a parameter typed as
+    reduced over the axes, whole as it is: its gradient stays unreduced. `jax.sharding.auto_axes`,
+    by which JAX reads rows, turns axes into Auto ones: they have no such types.
     """
     global _users
     token = _forgotten.set(frozenset(names))
     with _lock:
         _users += 1
+        reshard_primitive.bind = _reshard
         for names_of_module, name in _references():
             names_of_module[name] = _constrain
             _replaced.append((names_of_module, name))
@@ -53,6 +59,8 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
         _forgotten.reset(token)
         with _lock:
             _users -= 1
+            if not _users:
+                reshard_primitive.bind = _reshard_of_jax
             while not _users and _replaced:
                 names_of_module, name = _replaced.pop()
                 names_of_module[name] = _of_jax
@@ -93,6 +101,18 @@ def _constrain(x: Any, shardings: Any, *args: Any, **options: Any) -> Any:
         return _of_jax(part, NamedSharding(mesh, spec), *args, **options)
 
     return jax.tree.map(one, shardings, x, is_leaf=is_leaf)
+
+
+def _reshard(x: Any, *, dst_sharding: NamedSharding, **options: Any) -> Any:
+    """Binds JAX's primitive; the result is reduced over forgotten axes that do not split it."""
+    spec, mesh = dst_sharding.spec, dst_sharding.mesh
+    split = {*jax.tree.leaves(spec.partitions)}
+    typed = {*mesh.explicit_axes} - split
+    kept = jax.typeof(x).sharding.spec.reduced & _forgotten.get() & typed
+    if kept:
+        own = PartitionSpec(*spec.partitions, reduced=spec.reduced | kept, unreduced=spec.unreduced)
+        dst_sharding = NamedSharding(mesh, own)
+    return _reshard_of_jax(x, dst_sharding=dst_sharding, **options)
 
 
 def _without(entry: Any, names: frozenset[str]) -> Any:

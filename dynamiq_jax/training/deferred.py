@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,14 +27,14 @@ from dynamiq_jax.collectives.unreduced import (
     unreduced_axes,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import equations, traced_for
+from dynamiq_jax.core.compat import REFUSALS, equations, linear_program, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.training.gathered import BACKWARD, gathered_inputs, watched
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves
+from dynamiq_jax.training.gathered import BACKWARD, gathers, inputs_of, watched
+from dynamiq_jax.tree.leaves import Leaf, describe_leaves
+from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 
 
 class Deferred(NamedTuple):
@@ -81,10 +82,10 @@ class Deferred(NamedTuple):
         if 1 not in self.mesh.axis_sizes:
             return call(params, data)
         # Types name axes of size 1, too: those of the arrays, of the loss and of ours may differ.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*REFUSALS):
             return call(params, data, strict=True)
         specs = jax.tree.map(_spec, params)
-        with contextlib.suppress(Exception), jax.remove_size_one_mesh_axis_from_type(True):
+        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
             value, found = call(*jax.tree.map(self._without_ones, (params, data)))
             with jax.remove_size_one_mesh_axis_from_type(False):
                 if isinstance(found, Reduced):
@@ -111,16 +112,20 @@ class Deferred(NamedTuple):
         self._warn(params, placed, own)
         call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
         trace = functools.partial(call, treedef=treedef)
-        value, grads, why = None, [], None
+        value, grads, native, why = None, [], set(), None
         try:
-            value, grads = trace(self._held(leaves, placed, chosen, own))
-        except Exception as error:
+            value, grads, native = trace(self._held(leaves, placed, chosen, own))
+        except REFUSALS as error:
             if strict or not chosen:
                 raise
             why = error
         if why is not None:  # outside of the handler: the loss may raise the same again
             chosen = self._deferrable(params, data, placed, chosen, own, trace, why)
-            value, grads = trace(self._held(leaves, placed, chosen, own))
+            value, grads, native = trace(self._held(leaves, placed, chosen, own))
+        if native:
+            self._warn_of_untyped(params, native)
+        if native & chosen:  # summed by JAX they would be compressed on top
+            value, grads, _ = trace(self._held(leaves, placed, chosen - native, own))
         grads = treedef.unflatten(grads)
         if not self.reduces:
             return value, grads
@@ -134,8 +139,9 @@ class Deferred(NamedTuple):
 
         It is if it calls `reduce_in_backward`. It is, too, if it traces with shards, and does not
         trace with whole leaves or hands other operands to a `jax.shard_map` then: such a map
-        takes the shards, as those of experts, as they are. A loss that calls `reduce_in_backward`
-        for some leaves is warned of ``large`` others: JAX sums the gradients of these.
+        takes the shards, as those of experts, as they are. Then a warning names ``large`` others,
+        which neither pass `reduce_in_backward` nor enter a map as shards of all data axes: JAX sums
+        their gradients.
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
@@ -147,7 +153,7 @@ class Deferred(NamedTuple):
             def run(leaves: list[Array]) -> Any:
                 return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
 
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*REFUSALS):
                 return jax.make_jaxpr(run)(leaves)
             return None
 
@@ -157,19 +163,40 @@ class Deferred(NamedTuple):
             found = program(sharded)
             if not calls:
                 whole = None if found is None else program(())
-                stay = found is not None and _of_maps(found) != _of_maps(whole)
-                return sharded if stay else set()
+                if found is None or _of_maps(found) == _of_maps(whole):
+                    return set()
         if found is not None:
-            others = (sharded & large) - gathered_inputs(found)
-            names = [leaf.path for leaf in describe_leaves(params) if leaf.index in others]
-            if names:
+            split = {*several(self.axis.names, self.mesh.shape)}
+            apart = {i for i in sharded if axes_of(placed[i]) >= split}
+            mapped = inputs_of(found, self._shards_in_maps, alone=True) & apart
+            others = (sharded & large) - inputs_of(found, gathers) - mapped
+            named = [leaf for leaf in describe_leaves(params) if leaf.index in others]
+            if named:
                 warnings.warn(
-                    f"{len(names)} sharded parameters do not pass dq.reduce_in_backward, and JAX "
-                    f"sums their gradients, uncompressed: {', '.join(names[:8])}. Call it for "
-                    "these, too, or exclude them by Compression(exclude=...)",
+                    f"{_listed(named, 'sharded parameters')} do not pass dq.reduce_in_backward as "
+                    "shards, and JAX sums their gradients, uncompressed. Call it for these, too, "
+                    "in the place of jax.reshard, or exclude them by Compression(exclude=...)",
                     stacklevel=5,
                 )
         return sharded
+
+    def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
+        """The operands of a `jax.shard_map` that data axes split."""
+        if equation.primitive.name != "shard_map":
+            return []
+        specs = (P(*_sharding_of(x).spec.partitions) for x in equation.invars)
+        own = {*self.axis.names}
+        return [x for x, spec in zip(equation.invars, specs, strict=True) if axes_of(spec) & own]
+
+    def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
+        """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
+        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in native]
+        warnings.warn(
+            f"{_listed(leaves)} are summed by JAX, uncompressed: the loss reshards them, and the "
+            f"result is not typed as reduced over axis {self.axis.name!r}. They are whole already; "
+            "leave jax.reshard out, or exclude them by Compression(exclude=...)",
+            stacklevel=4,
+        )
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
@@ -196,8 +223,8 @@ class Deferred(NamedTuple):
 
     def _differentiate(
         self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
-    ) -> tuple[Any, list[Array]]:
-        """The value, and the gradient of every held leaf.
+    ) -> tuple[Any, list[Array], set[int]]:
+        """The value, every held leaf's gradient, and the leaves whose type the loss takes away.
 
         Scalars are differentiated as vectors of one entry. The gradient of a scalar that the loss
         does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
@@ -225,7 +252,21 @@ class Deferred(NamedTuple):
             with traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
             grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)]
-        return ((value, aux) if self.has_aux else value), grads
+        program = linear_program(back)
+        first = len(program.invars) - len(held)
+        native = {i - first for i in inputs_of(program, self._untyped) if i >= first}
+        return ((value, aux) if self.has_aux else value), grads, native
+
+    def _untyped(self, equation: JaxprEqn) -> list[Any]:
+        """The operand of a reshard, if it is typed as reduced over data axes and the result not.
+
+        Auto axes have no types: what a reshard to them hands back is unreduced.
+        """
+        if equation.primitive.name != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
+            return []
+        before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
+        lost = before.spec.reduced - after.spec.reduced
+        return equation.invars if lost & {*after.mesh.explicit_axes} & {*self.axis.names} else []
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.
@@ -265,12 +306,12 @@ class Deferred(NamedTuple):
         def traces(deferred: Collection[int]) -> bool:
             try:
                 shapes(deferred)
-            except Exception:
+            except REFUSALS:
                 return False
             return True
 
         def shapes(deferred: Collection[int]) -> Any:
-            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred, own)))
+            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred, own))[:2])
 
         shapes(())  # raises what is wrong without us
 
@@ -295,13 +336,9 @@ class Deferred(NamedTuple):
         if not found:
             self._check_split(data, why)
         kept = [leaf for leaf in described if leaf.index not in found]
-        native = sum(leaf.nbytes for leaf in kept)
-        if native > sum(leaf.nbytes for leaf in described) / 10:
-            names = ", ".join(leaf.path or leaf.name for leaf in kept[:8]) + (
-                ", …" if len(kept) > 8 else ""
-            )
+        if sum(leaf.nbytes for leaf in kept) > sum(leaf.nbytes for leaf in described) / 10:
             warnings.warn(
-                f"{len(kept)} leaves of {native:,} bytes are summed by JAX, uncompressed: {names}. "
+                f"{_listed(kept)} are summed by JAX, uncompressed. "
                 f"The loss uses them in ways for which JAX has no rule if they are reduced over "
                 f"axis {self.axis.name!r}. Exclude them, so that they are not tried again, by "
                 "Compression(exclude=...), or take a mesh of Auto axes. The first error was "
@@ -318,8 +355,8 @@ class Deferred(NamedTuple):
             sharded over more axes.
         """
         own = {*self.axis.names}
-        several = [name for name, size in self.mesh.shape.items() if size > 1]
-        arrays = [only(_spec(x), several) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        counting = several(self.mesh.axis_names, self.mesh.shape)
+        arrays = [only(_spec(x), counting) for x in jax.tree.leaves(data) if jnp.ndim(x)]
         leading = [names_of(spec[0]) for spec in arrays]
         more = [names for names in leading if own < {*names}]
         if more:
@@ -346,10 +383,10 @@ class Deferred(NamedTuple):
 
     def _without_ones(self, x: Any) -> Any:
         """``x``, whose type names no axis of size 1."""
-        several = [name for name, size in self.mesh.shape.items() if size > 1]
-        if not isinstance(x, Array) or axes_of(_spec(x)) <= {*several}:
+        counting = several(self.mesh.axis_names, self.mesh.shape)
+        if not isinstance(x, Array) or axes_of(_spec(x)) <= {*counting}:
             return x
-        return resharded(x, self.mesh, only(_spec(x), several))
+        return resharded(x, self.mesh, only(_spec(x), counting))
 
     def _typed(self, grads: Any, specs: Any) -> Any:
         """Gradients that name the axes which the specs name; unreduced ones stay as they are."""
@@ -365,7 +402,15 @@ class Deferred(NamedTuple):
 
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
-        return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+        with constraints_without(()):
+            return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+
+
+def _listed(leaves: list[Leaf], what: str = "leaves") -> str:
+    """How many leaves, of how many bytes, and the names of eight."""
+    names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
+    rest = ", …" if len(leaves) > 8 else ""
+    return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
 
 
 def _of_maps(jaxpr: Any) -> list[Any] | None:
@@ -378,6 +423,10 @@ def _of_maps(jaxpr: Any) -> list[Any] | None:
 
 def _spec(x: Any) -> P:
     return jax.typeof(x).sharding.spec
+
+
+def _sharding_of(variable: Any) -> Any:
+    return variable.aval.sharding
 
 
 def _first_line(error: Exception) -> str:

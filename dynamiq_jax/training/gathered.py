@@ -8,13 +8,13 @@ import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.scattered import Gather, split_of
@@ -37,30 +37,48 @@ BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 
 SCOPE = "gathered_by_dynamiq_jax"
-"""The scope of every gather in a program, by which `gathered_inputs` finds it."""
+"""The scope of every gather in a program, by which `gathers` finds it."""
+
+DATA = -1
+"""The number of all values in a program that are not its inputs."""
 
 
-def gathered_inputs(jaxpr: Any) -> set[int]:
-    """The numbers of a program's inputs from which `gather_outside` makes whole leaves."""
+def inputs_of(
+    jaxpr: Any, takes: Callable[[JaxprEqn], Sequence[Any]], *, alone: bool = False
+) -> set[int]:
+    """The numbers of a program's inputs of which operands are made.
+
+    Args:
+      jaxpr: the program.
+      takes: says which operands of an equation are meant.
+      alone: whether operands count that are made of one input, and of nothing else in the program.
+    """
     found: set[int] = set()
 
     def walk(jaxpr: Any, known: dict[Any, frozenset[int]]) -> None:
         for equation in with_constants(jaxpr)[0].eqns:
             atoms = [a for a in equation.invars if not isinstance(a, Literal)]
+            for atom in takes(equation):
+                sources = known.get(atom, frozenset())
+                found.update(sources if not alone or len(sources) == 1 else ())
+            for inner in inner_jaxprs(equation):
+                own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
+                pairs = zip(reversed(own), reversed(equation.invars), strict=False)
+                given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
+                walk(inner, {a: known.get(b, frozenset()) for a, b in given})
             sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
-            if SCOPE in str(equation.source_info.name_stack):
-                found.update(sources)
-            elif sources:
-                for inner in inner_jaxprs(equation):
-                    own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
-                    pairs = zip(reversed(own), reversed(equation.invars), strict=False)
-                    given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
-                    walk(inner, {a: known.get(b, frozenset()) for a, b in given})
             known.update(dict.fromkeys(equation.outvars, sources))
 
-    own = with_constants(jaxpr)[0].invars
-    walk(jaxpr, {x: frozenset({i}) for i, x in enumerate(own)})
-    return found
+    own, _ = with_constants(jaxpr)
+    inputs = {x: frozenset({i}) for i, x in enumerate(own.invars)}
+    walk(jaxpr, inputs | dict.fromkeys(own.constvars, frozenset({DATA})))
+    return found - {DATA}
+
+
+def gathers(equation: JaxprEqn) -> Sequence[Any]:
+    """The operands of which `gather_outside` makes whole leaves."""
+    scoped = SCOPE in str(equation.source_info.name_stack)
+    return [a for a in equation.invars if scoped and not isinstance(a, Literal)]
 
 
 @contextlib.contextmanager

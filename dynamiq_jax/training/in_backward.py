@@ -234,7 +234,7 @@ class Reducer:
         def gradient_of(own: Any) -> Any:
             if not jnp.issubdtype(own.dtype, jnp.inexact):
                 return np.zeros(own.shape, jax.dtypes.float0)
-            axes = tuple(varying_axes(own) & {*self._axis.names})
+            axes = tuple(name for name in self._axis.names if name in varying_axes(own))
             gradient = next(found).astype(own.dtype)
             return Axis(axes).to_varying(gradient) if axes else gradient
 

@@ -34,6 +34,7 @@ from dynamiq_jax.tree.placement import (
     names_of,
     only,
     part,
+    several,
     surroundings,
 )
 
@@ -108,8 +109,8 @@ def mapped_value_and_grad(
     """
     axes, axis_name = axis.names, axis.name
     sizes = tuple(mesh.shape[name] for name in axes)
-    several = tuple(name for name in axes if mesh.shape[name] > 1)
-    others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
+    counting = several(axes, mesh.shape)
+    others = several([name for name in mesh.axis_names if name not in axes], mesh.shape)
     manual = {*mesh.axis_names} - {*others}
     hidden = {name: mesh.shape[name] for name in others}
     explicit = [
@@ -130,11 +131,11 @@ def mapped_value_and_grad(
         mine = [_apart(spec, axes) for spec in placed]
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
         over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, several) for spec in mine]
+        splits = [split_of(spec, counting) for spec in mine]
         pairs = zip(describe_leaves(params), placed, strict=True)
         parts = [part(leaf, only(spec, others), mesh.shape) for leaf, spec in pairs]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
-        warn_of_gather(parts, [split_of(spec, several) for spec in placed], remedy)
+        warn_of_gather(parts, [split_of(spec, counting) for spec in placed], remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 
@@ -205,13 +206,13 @@ def mapped_value_and_grad(
         _warn_of_whole(data, split, mesh, several)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
-        if any(split_of(spec, several) for spec in placed) and not reduces:
+        if any(split_of(spec, counting) for spec in placed) and not reduces:
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and with reduce=False every "
                 "worker would keep whole gradients; leave reduce=False out, or replicate the "
                 "parameters over these axes"
             )
-        if any(split_of(spec, several) for spec in placed) and (metrics or state is not None):
+        if any(split_of(spec, counting) for spec in placed) and (metrics or state is not None):
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "

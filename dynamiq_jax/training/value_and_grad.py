@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.compat import is_batched
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
@@ -125,11 +124,12 @@ def value_and_grad(
       leading axis is that of the workers.
 
     Raises:
-      ValueError: there is no mesh, it has axes of both types, ``axis_name`` is not in it or is that
-        of a map around the call, nothing of the batch is sharded over it (Explicit axes), a batch
-        axis does not divide by its size, ``specs`` are missing or do not fit, a leaf of aux has no
-        word, the loss closes over traced arrays (Auto axes), a constant has no hash, or a
-        derivative is taken outside of `jax.jit` where no mesh is set (Explicit axes).
+      ValueError: metrics, a state or a key come with ``reduce=False``, there is no mesh, it has
+        axes of both types, ``axis_name`` is not in it or is that of a map around the call, nothing
+        of the batch is sharded over it (Explicit axes), a batch axis does not divide by its size,
+        ``specs`` are missing or do not fit, a leaf of aux has no word, the loss closes over traced
+        arrays (Auto axes), a constant has no hash, or a derivative is taken outside of `jax.jit`
+        where no mesh is set (Explicit axes).
       TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
         such.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
@@ -197,6 +197,13 @@ def value_and_grad(
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
+        own = {"metrics": metrics or None, "state": state, "key": key}
+        given = [name for name, value in own.items() if value is not None]
+        if given and not reduce:
+            raise ValueError(
+                f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
+                f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
+            )
         if axis.mapped:
             raise ValueError(
                 f"value_and_grad is called inside of a map over axis {axis.name!r}; call "
@@ -222,11 +229,6 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
 
     def runs(params: Any, data: Any, **options: Any) -> Any:
         leaves = jax.tree.leaves((params, data, options))
-        if any(map(is_batched, leaves)):
-            raise NotImplementedError(
-                "jax.vmap of value_and_grad on Explicit axes: JAX does not batch the sum of "
-                "unreduced gradients; call it once for each, in a loop, or take a mesh of Auto axes"
-            )
         traced = any(isinstance(x, Tracer) for x in leaves)
         if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
             with jax.sharding.use_abstract_mesh(abstract):
@@ -235,8 +237,8 @@ def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[
         if traced:
             if get_abstract_mesh().empty:
                 raise ValueError(
-                    "value_and_grad is differentiated outside of jax.jit, and no mesh is set for "
-                    "the derivative; call it in jax.jit, or in jax.set_mesh(mesh)"
+                    "value_and_grad is transformed outside of jax.jit, and no mesh is set for the "
+                    "derivative or the batch; call it in jax.jit, or in jax.set_mesh(mesh)"
                 )
             around = jax.sharding.use_abstract_mesh(abstract)
         else:

@@ -144,6 +144,7 @@ def group_leaves(
     """
     exact: list[tuple[Leaf, str]] = []
     open_buckets: dict[tuple[np.dtype, frozenset[str]], list[Leaf]] = {}
+    nbytes: collections.Counter[tuple[np.dtype, frozenset[str]]] = collections.Counter()
     buckets: list[Bucket] = []
     for leaf in leaves:
         if leaf.dtype.name not in COMPRESSED_DTYPES:
@@ -155,11 +156,14 @@ def group_leaves(
         elif leaf.alone or leaf.nbytes >= bucket_bytes:
             buckets.append(Bucket((leaf,)))
         else:
-            group = open_buckets.setdefault((leaf.dtype, leaf.axes), [])
-            if group and sum(member.nbytes for member in group) + leaf.nbytes > bucket_bytes:
+            kind = leaf.dtype, leaf.axes
+            group = open_buckets.setdefault(kind, [])
+            if group and nbytes[kind] + leaf.nbytes > bucket_bytes:
                 buckets.append(Bucket(tuple(group)))
                 group.clear()
+                nbytes[kind] = 0
             group.append(leaf)
+            nbytes[kind] += leaf.nbytes
     buckets.extend(Bucket(tuple(group)) for group in open_buckets.values() if group)
     large = []
     for bucket in buckets:

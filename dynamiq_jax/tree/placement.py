@@ -145,7 +145,7 @@ def placed_leaves(
     return [
         dataclasses.replace(
             part(leaf, only(spec, split), sizes),
-            axes=leaf.axes | {name for name in axes_of(spec) if around.shape[name] > 1},
+            axes=leaf.axes | {*several(axes_of(spec), around.shape)},
         )
         for leaf, spec in zip(leaves, flat_specs(specs, tree, around.axis_names), strict=True)
     ], sizes
@@ -222,6 +222,11 @@ def only(spec: P, names: Collection[str]) -> P:
     """The spec over some axes; over others the leaf counts as whole."""
     kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
     return P(*(entry or None for entry in kept))
+
+
+def several(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of more than one device, in their order: others count for nothing."""
+    return tuple(name for name in names if sizes[name] > 1)
 
 
 def bucket_axes(bucket: Bucket, names: Collection[str]) -> tuple[str, ...]:

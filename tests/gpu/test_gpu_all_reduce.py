@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.methods.dynamiq import codec
+from dynamiq_jax.methods.dynamiq.plan import make_plan
 
 METHOD = dq.Compression(dq.DynamiQ(), min_bucket_size=1)
 TOPOLOGIES = {
@@ -67,6 +69,40 @@ def test_replicas_are_equal_and_accurate(topology, dtype):
     out = reduce(x)
     _assert_equal_replicas(out, mesh.size)
     assert 1e-6 < _error(out, x) < 6e-3
+
+
+@pytest.mark.parametrize("super_groups", [2**14, 2**13 + 48])
+def test_widths_and_order_in_a_psum_are_those_of_the_reference(monkeypatch, super_groups):
+    """Of the default kernels: wrong widths fill payloads of the same sizes, and raise the error."""
+    mesh, layouts, seen = _mesh(), [], []
+
+    def spied(stats, seed, layout, backend=None):
+        plan = make_plan(stats, seed, layout, backend)
+        layouts.append(layout)
+        jax.debug.callback(
+            lambda *told: seen.append(jax.tree.map(np.asarray, told)), stats, plan.order, plan.tiles
+        )
+        return plan
+
+    monkeypatch.setattr(codec, "make_plan", spied)
+    jax.clear_caches()  # or a plan of this size is traced already
+    x = lognormal_mixture(jax.random.key(1), mesh.size, super_groups)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    def reduce(x):
+        return dq.psum(x[0], "data", method=METHOD)[None]
+
+    assert_replicas_equal(reduce(jax.device_put(x, NamedSharding(mesh, P("data")))))
+    jax.effects_barrier()
+    assert len(seen) == mesh.size
+    assert layouts[0].rows < 2**17
+    stats, *_ = seen[0]
+    with jax.default_device(jax.devices("cpu")[0]):
+        plan = make_plan(jnp.asarray(stats), jnp.uint32(0), layouts[0], "jnp")
+    assert len(np.unique(plan.tiles[0] & 31)) > 1  # widths differ
+    for told in seen:
+        jax.tree.map(np.testing.assert_array_equal, told, (stats, plan.order, plan.tiles))
 
 
 @pytest.mark.parametrize(

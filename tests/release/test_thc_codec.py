@@ -1,4 +1,4 @@
-"""THC's numerics: tables, rounding, and the error of a mean over 8 workers."""
+"""THC's numerics: tables and rounding; `test_thc_method` has the error of sums."""
 
 import functools
 import itertools
@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
-from dynamiq_jax.methods.metrics import vnmse
 from pallas_kernels import slot_noise
 
 SEED = np.array([3, 4], np.uint32)
-WORKERS, SIZE = 8, 1 << 17
+SIZE = 1 << 17
 
 RELEASED = {
     (4, 30, 1 / 32): [0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30],
@@ -41,8 +39,6 @@ INDEPENDENT = {
     "uniform64": 0.0020,
 }
 """vNMSE of the mean of 8 independent workers. One draw of data spreads by 1% to 2.5%."""
-
-rotate, unrotate = jax.jit(hadamard.rotate), jax.jit(hadamard.unrotate)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -187,59 +183,3 @@ def test_sums_decode_to_the_mean_node(n):
 def test_sums_that_do_not_decode_are_refused():
     with pytest.raises(ValueError, match="sum to 2147483648"):
         thc.dequantize_sum(jnp.zeros(4, jnp.uint32), 1 << 16, 1 << 15, 1.0)
-
-
-@functools.partial(jax.jit, static_argnames=("code", "rounding"))
-def rounded_mean(z, seed, code, rounding):
-    table, p = CODES[code]
-    threshold = thc.clip_threshold(p)
-
-    def integers(z, row):
-        words = thc.rounding_noise(z.shape, row, rounding)
-        return thc.lookup(thc.quantize(z, table, threshold, words), table)
-
-    total = jnp.sum(jax.vmap(integers)(z, slot_noise(seed, len(z), rounding)), axis=0)
-    return thc.dequantize_sum(total, len(z), int(table[-1]), threshold)
-
-
-@functools.cache
-def draw(n, seed):
-    """Gradients of n workers, their z, the shared scale and the seed."""
-    x = jnp.asarray(lognormal_scaled(n, seed=seed))
-    words = jnp.array([seed, 9], jnp.uint32)
-    scale = jnp.max(thc.scale_of(x))
-    z = jax.vmap(thc.standardize, (0, None))(x, scale)
-    z = jax.vmap(rotate, (0, None))(z, words)
-    return x, z, scale, words
-
-
-def error_of_mean(code, n, draws, rounding="independent"):
-    """vNMSE of the mean of 8 workers, which have n different gradients."""
-    found = []
-    for i in range(draws):
-        x, z, scale, seed = draw(n, i)
-        mean = rounded_mean(jnp.broadcast_to(z, (WORKERS, SIZE)), seed, code, rounding)
-        estimate = thc.unstandardize(unrotate(mean, seed), scale)
-        found.append(vnmse(estimate, jnp.mean(x, axis=0)))
-    return np.mean(found)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_error_of_a_mean_of_independent_workers(code):
-    assert error_of_mean(code, WORKERS, 4) == pytest.approx(INDEPENDENT[code], rel=0.05)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_error_of_a_mean_of_identical_workers(code):
-    # Rounding errors average out, what is clipped stays. At p = 1/1024 that is 128 coordinates,
-    # whose squares spread by 20% per draw: of "uniform64" they are a third.
-    rounding, clip = thc.expected_error(CODES[code][0], thc.clip_threshold(CODES[code][1]))
-    assert error_of_mean(code, 1, 8) == pytest.approx(rounding / WORKERS + clip, rel=0.06)
-
-
-def test_correlated_words_cancel_rounding_errors_of_identical_workers():
-    # One word in each eighth of the range: the number of workers that round up is off by below 1.
-    independent, correlated = (
-        error_of_mean("uniform16", 1, 2, rounding) for rounding in ("independent", "correlated")
-    )
-    assert correlated < independent / 4

@@ -282,9 +282,9 @@ def slow_exchanges(links: Sequence[LinkRow]) -> str | None:
     if not slow:
         return None
     return (
-        f"The link carries {links[-1].rate}. Less than {MIN_LINK:.0%} of it are reached by: "
-        f"{', '.join(slow)}. Workers of a process share its link, and gloo lets two processes that "
-        "exchange messages take turns."
+        f"The link carries {links[-1].rate}, the delay of one message included. Less than "
+        f"{MIN_LINK:.0%} of it are reached by: {', '.join(slow)}. Workers of a process share its "
+        "link, and gloo lets two processes that exchange messages take turns."
     )
 
 
