@@ -27,7 +27,7 @@ class Client:
 
     Attributes:
       repository: its name on GitHub.
-      commit: the commit that the patch is for.
+      commit: the commit that the patch is for, if it is a repository's.
       folder: the folder of the checkout with its modules, or a file.
       mesh: the mesh, in words.
       step: the name of the step's program, as XLA has it.

@@ -69,7 +69,7 @@ def _check_commit(checkout: Path, commit: str) -> None:
     """Says if the checkout is at another commit; a folder without git is taken as it is."""
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if told.returncode == 0 and told.stdout.strip() != commit:
+    if commit and told.returncode == 0 and told.stdout.strip() != commit:
         print(f"the checkout is at {told.stdout.strip()}, the patch is for {commit}")
 
 

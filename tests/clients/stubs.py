@@ -85,10 +85,10 @@ class Batches:
         raise Enough
 
 
-def locals_at_the_end(loop: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def locals_at_the_end(loop: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
     """Runs a trainer's loop until its batches are used up; the loop's local variables then."""
     try:
-        loop(*args)
+        loop(*args, **options)
     except Enough as error:
         trace = error.__traceback__
         while trace is not None:
