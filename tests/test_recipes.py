@@ -129,7 +129,7 @@ def test_at_most_three_lines_change():
     changed = [len(re.findall(r"  # [1-9]\b", recipe)) for recipe in RECIPES]
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "auto window": 0, "optax": 3, "accumulation": 0, "checkpoint": 0,
-        "sharded": 1, "sharded jit": 0, "nnx map": 3, "nnx": 3, "linen": 3, "meshes": 0,
+        "sharded": 1, "sharded jit": 0, "nnx": 2, "linen": 3, "explicit": 0, "meshes": 0,
         "several hosts": 2, "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2,
         "loss scaling": 1, "weight": 1, "budget": 1, "grid": 1, "by path": 0, "by step": 3,
         "metrics": 0,
