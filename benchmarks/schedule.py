@@ -161,7 +161,6 @@ def main(
     way: Annotated[str, typer.Option(help="As for step_time.py.")] = "dp:5",
     topology: Annotated[str, typer.Option(help="direct or ring.")] = "direct",
     gpus: Annotated[int, typer.Option(min=2, help="Of one host.")] = 4,
-    lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     bucket_mib: Annotated[
         float | None, typer.Option(help="Of leaves that travel together.")
     ] = None,
@@ -176,7 +175,7 @@ def main(
 
     def make_program(mesh: Mesh) -> Any:
         training = step_time.make_training(
-            model, mesh, make_model=partial(ways.llama, config), lag=lag,
+            model, mesh, make_model=partial(ways.llama, config),
             topology=contenders.parse_topology(topology),
             limits={"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {},
         )  # fmt: skip

@@ -386,7 +386,6 @@ def main(
     bucket_mib: Annotated[
         float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
     ] = None,
-    lag: Annotated[int, typer.Option(min=0, help="Of dq.sequential.")] = 1,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
@@ -435,7 +434,7 @@ def main(
         per_second = bytes_per_second(rate) if rate else None
         limits = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
         training = make_training(
-            model, make_mesh(jax.devices(), nodes), make_model=make_model, lag=lag, limits=limits,
+            model, make_mesh(jax.devices(), nodes), make_model=make_model, limits=limits,
             topology=contenders.parse_topology(topology, nodes),
         )  # fmt: skip
         for text in texts:
@@ -475,7 +474,7 @@ def main(
             if json_file:  # row by row: a command that is cut off leaves what it has
                 about = tables.surroundings(jax.devices())
                 options = {"model": run.model, "attention": attention, "bucket_mib": bucket_mib}
-                options |= {"lag": lag, "xla": xla}
+                options |= {"xla": xla}
                 found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
                 json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
 

@@ -121,7 +121,6 @@ class Training:
     topology: Any = None
     limits: dict[str, Any] = field(default_factory=dict)
     """Further options of `dq.Compression`."""
-    lag: int = 1
     check_vma: bool = True
 
     @property
@@ -256,7 +255,7 @@ def in_a_map(
     told = {"method": request}
 
     def pipeline(params: Any, tokens: Array) -> Array:
-        return dq.sequential(model.functions, params, tokens, axes, lag=t.lag, **told)
+        return dq.sequential(model.functions, params, tokens, axes, **told)
 
     def own(params: Any, tokens: Array) -> tuple[Array, Any]:
         losses = {"pipeline": pipeline, "layers": in_layers(model, axes, checkpoint, **told)}
@@ -343,7 +342,7 @@ def sharded_updates(
         options = {"specs": specs.masters, **told}
         if how == "layers":
             return in_layers(model, axes, checkpoint, **options)(masters, tokens, copies)
-        options |= {"copies": copies, "lag": t.lag}
+        options |= {"copies": copies}
         return dq.sequential(model.functions, masters, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:
@@ -419,7 +418,7 @@ def fsdp(
         return t.start(params, mesh, specs)
 
     def pipeline(params: Any, tokens: Array) -> Array:
-        options = {"specs": specs, "lag": t.lag, "reshard_after_forward": how != "keep", **gathered}
+        options = {"specs": specs, "reshard_after_forward": how != "keep", **gathered}
         return dq.sequential(model.functions, params, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:

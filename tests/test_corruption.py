@@ -61,7 +61,7 @@ def payload_words(method_name, topology_name):
 
 
 CASES = [(name, "ring") for name in METHODS] + [("default", t) for t in ("butterfly", "direct")]
-DAILY_CASES = [("geometric", "ring"), ("default", "direct")]
+DAILY_CASES = [("default", "direct")]
 
 
 @pytest.mark.parametrize(("method_name", "topology_name"), daily(CASES, DAILY_CASES))

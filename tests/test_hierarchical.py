@@ -204,6 +204,7 @@ def test_derivatives_are_those_of_the_exact_sum():
     assert_same_bits(ours, pushed(lambda x: lax.psum(x, ("node", "gpu"))))
 
 
+@pytest.mark.release
 def test_value_and_grad_over_two_axes():
     mesh = mesh_of((2, 4))
     x = jax.random.normal(jax.random.key(1), (16, 600))

@@ -23,7 +23,7 @@ def python(code, *arguments):
 
 
 def test_importing_the_library_loads_no_command_line():
-    heavy = "rich typer matplotlib optax flax tensorboardX dynamiq_jax.__main__".split()
+    heavy = "rich typer matplotlib optax flax dynamiq_jax.__main__".split()
     heavy += [f"dynamiq_jax.commands.{name}" for name in ("bench", "simulate", "cli")]
     code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
     result = python(code)
@@ -91,7 +91,7 @@ def test_script_and_extras_of_the_package():
     assert {"rich", "typer"} == set(extras["cli"])
     assert not set(extras["cli"]) & set(PROJECT["dependencies"])
     assert "dynamiq_jax[cli]" in extras["train"]
-    assert "dynamiq_jax[cli,tensorboard]" in extras["dev"]
+    assert "dynamiq_jax[cli]" in extras["dev"]
 
 
 def test_the_version_has_one_source():

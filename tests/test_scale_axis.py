@@ -137,14 +137,14 @@ def halves(x, method, **options):
     return jax.vmap(one, axis_name="data")(x)
 
 
-@pytest.mark.parametrize(
-    ("axis", "dimension", "tiled", "moved"),
-    [
-        (0, 1, True, 0),  # the scale axis is whole in every slice
-        (0, 0, True, 1),  # it is the one that is sliced
-        (1, 0, False, 1),  # an axis of one slice
-    ],
-)
+HALVES = [
+    (0, 1, True, 0),  # the scale axis is whole in every slice
+    (0, 0, True, 1),  # it is the one that is sliced
+    (1, 0, False, 1),  # an axis of one slice
+]
+
+
+@pytest.mark.parametrize(("axis", "dimension", "tiled", "moved"), daily(HALVES, HALVES[1:2]))
 def test_halves_are_those_of_the_transposed_leaf(axis, dimension, tiled, moved):
     shape = (4, 4, 96, 256) if not tiled else (4, 96, 256)
     x = jax.random.normal(jax.random.key(0), shape)
@@ -167,6 +167,7 @@ def test_halves_are_those_of_the_transposed_leaf(axis, dimension, tiled, moved):
         assert_same_bits(found[1], np.swapaxes(expected[1], -1, -2))
 
 
+@pytest.mark.release
 def test_sharded_parameters_get_gradients_with_scales_along_the_axis():
     """FSDP: magnitudes vary from column to column, and columns are what is split."""
     mesh = auto_mesh(4)

@@ -65,20 +65,18 @@ def grad(functions, params, x, **options):
 
 
 AFTER_GRAD = [
-    (METHOD, 1, True),
-    (small(dq.comparators.MinMax()), 2, False),
-    (small(dq.comparators.MinMax()), 0, False),
-    (small(dq.comparators.MinMax()), 9, True),
-    (small(dq.comparators.PermK()), 1, True),
+    (METHOD, True),
+    (small(dq.comparators.MinMax()), False),
+    (small(dq.comparators.PermK()), True),
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "lag", "check_vma"),
+    ("method", "check_vma"),
     daily(AFTER_GRAD, AFTER_GRAD[:2]),
-    ids=["dynamiq", "minmax, more time", "minmax, at once", "minmax, at the end", "perm-k"],
+    ids=["dynamiq", "minmax", "perm-k"],
 )
-def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
+def test_it_has_the_bits_of_reductions_after_grad(method, check_vma):
     functions, params, tokens = model(3)
 
     def after(params, x):
@@ -88,7 +86,7 @@ def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
         pairs = zip(own, keys, strict=True)
         return loss, [dq.pmean(g, "data", method=method, key=key) for g, key in pairs]
 
-    inside = partial(grad, functions, lag=lag, method=method, key=KEY)
+    inside = partial(grad, functions, method=method, key=KEY)
     found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(own, other)
@@ -97,21 +95,15 @@ def test_it_has_the_bits_of_reductions_after_grad(method, lag, check_vma):
         assert np.any(np.asarray(g) != 0)
 
 
-LOOPS = [
-    (6, 1, True, False),
-    (5, 1, False, True),
-    (5, 0, True, False),
-    (2, 1, True, False),
-    (5, 2, True, False),
-]
+LOOPS = [(6, True, False), (5, False, True), (2, True, False)]
 
 
 @pytest.mark.parametrize(
-    ("n_layers", "lag", "check_vma", "remat"),
+    ("n_layers", "check_vma", "remat"),
     daily(LOOPS, LOOPS[:1]),
-    ids=["dynamiq", "remat", "at once", "few layers", "more time"],
+    ids=["dynamiq", "remat", "few layers"],
 )
-def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_vma, remat):
+def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, check_vma, remat):
     """With a key, so that the noise is the same: only the order of additions may differ."""
     functions, params, tokens = model(n_layers)
     method = METHOD if n_layers == 6 else small(dq.comparators.MinMax())
@@ -131,7 +123,7 @@ def test_a_loop_has_the_gradients_of_its_layers_one_by_one(n_layers, lag, check_
         return loss, [mean(own[0], 0), layers, mean(own[2], n_layers + 1)]
 
     each = jax.checkpoint(block) if remat else block
-    options = {"lag": lag, "method": method, "key": KEY}
+    options = {"method": method, "key": KEY}
     inside = partial(grad, [embed, dq.Scanned(each), head], **options)
     found, expected = (mapped(f, check_vma)(stacked(params), tokens) for f in (inside, after))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
@@ -166,12 +158,12 @@ def test_a_loop_has_the_exact_mean_with_f32_and_passes_its_inputs_gradient():
         np.testing.assert_allclose(found[1][0]["kernel"][2, layer], exact, rtol=2e-5, atol=1e-6)
 
 
-FULL = [(dq.Direct(), 1), (dq.Ring(unroll_up_to=N), 2)]
+FULL = [dq.Direct(), dq.Ring(unroll_up_to=N)]
 
 
 @pytest.mark.parametrize("last", daily(["head", "none", "loop"], ["loop"]))
-@pytest.mark.parametrize(("topology", "lag"), daily(FULL, FULL[:1]))
-def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, lag, last):
+@pytest.mark.parametrize("topology", daily(FULL, FULL[:1]))
+def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, last):
     """A pipeline that other reductions leave full, half full or empty, of two and four rounds."""
     head = {"kernel": jnp.eye(8) + 1}
     tokens = jnp.zeros((N, 2), jnp.int32)
@@ -193,7 +185,7 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
         params = [layers(n_layers, 3), *ends[last][1]]
 
         def both(x, tokens, functions=functions, params=params):
-            options = {"lag": lag, "method": as_compression(EXACT, topology)}
+            options = {"method": as_compression(EXACT, topology)}
             run = lambda p: dq.sequential(functions, p, (x, tokens), "data", **options)  # noqa: E731
 
             def loss(params):
@@ -347,20 +339,19 @@ def ancestors(jaxpr, variable):
     return [jaxpr.eqns[i] for i in found]
 
 
-@pytest.mark.parametrize(("lag", "waits"), [(0, 4), (1, 3), (3, 1), (8, 0)])
-def test_reductions_go_on_while_the_backward_pass_does(lag, waits):
-    """The cotangent of the input follows from the reductions of all functions but the last ones."""
+def test_reductions_go_on_while_the_backward_pass_does():
+    """The cotangent of the input follows from the reductions of all functions but the first one."""
     functions, params, _ = model(3)
 
     def loss(y, params):
         tokens = jnp.zeros(6, jnp.int32)
         rest = functions[1:], params[1:], (y, tokens)
-        return dq.sequential(*rest, "data", lag=lag, method=EXACT)
+        return dq.sequential(*rest, "data", method=EXACT)
 
     closed = jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(jnp.ones((6, DIM)), params)
     (out,) = closed.jaxpr.outvars
     sums = [e for e in ancestors(closed.jaxpr, out) if "psum" in str(e)]  # also within calls
-    assert len(sums) == waits
+    assert len(sums) == len(functions) - 2
 
 
 def test_results_pass_no_barrier():
@@ -414,9 +405,6 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         ({"functions": 0, "params": 0}, "functions is empty"),
         ({"specs": [None]}, "5 functions and 1 specs"),
         ({"specs": {"a": None}}, "specs is a mapping, which has no order"),
-        ({"lag": 1.5}, "lag=1.5 must be an integer"),
-        ({"lag": -1}, "lag=-1 must be an integer"),
-        ({"lag": True}, "lag=True must be"),
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
         ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),

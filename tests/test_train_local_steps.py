@@ -162,6 +162,7 @@ def test_workers_are_equal_after_outer_steps_whoever_was_away(compressed):
     assert rounds[-1].loss < rounds[0].loss - 0.3
 
 
+@pytest.mark.release
 def test_outer_steps_in_f32_are_nesterov_of_the_weighted_mean_movement():
     exact = dq.Compression(dq.F32(), min_leaf_size=1, min_bucket_bytes=0)
     assert max(map(max, errors(*trained(exact, exact)))) < 1e-9
@@ -236,6 +237,7 @@ def test_the_last_step_has_to_be_an_outer_one(tmp_path):
         train_local_steps.main(fragments=3, out=tmp_path)
 
 
+@pytest.mark.release
 def test_islands_of_several_devices_exchange_slices(monkeypatch):
     """The block of the page: outer steps of two islands, the second of them without one."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the block sets it

@@ -177,7 +177,7 @@ def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
         assert (1e-3 if matrix else 0) < far < 0.5, (far, shape)
 
 
-EXACT_DAILY = ["explicit:f32", "zero-pipeline-scan:f32/f32", "fsdp-scan-checkpoint:f32/f32"]
+EXACT_DAILY = ["explicit:f32", "zero-pipeline-scan:f32/f32"]
 
 
 @pytest.mark.parametrize("text", daily(EXACT, EXACT_DAILY))

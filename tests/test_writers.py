@@ -1,19 +1,16 @@
-"""Metrics in CSV files and in TensorBoard's."""
+"""Metrics in CSV files."""
 
 import csv
 import math
-import struct
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import gradient, small
-from tensorboardX.proto.event_pb2 import Event
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.writers import CSVWriter, TensorBoardWriter
+from dynamiq_jax.commands.writers import CSVWriter
 from dynamiq_jax.methods.metrics import Metrics
 
 METRICS = Metrics(
@@ -30,18 +27,6 @@ METRICS = Metrics(
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def events(folder):
-    """(step, tag, value) of every scalar; a record is length, checksum, event, checksum."""
-    (file,) = folder.iterdir()
-    raw, found = file.read_bytes(), []
-    while raw:
-        (length,) = struct.unpack("<Q", raw[:8])
-        event = Event.FromString(raw[12 : 12 + length])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        raw = raw[16 + length :]
-    return found
 
 
 def test_csv_has_a_row_for_every_step_at_once(tmp_path):
@@ -92,28 +77,9 @@ def test_csv_refuses_other_columns(tmp_path):
     assert read(tmp_path / "metrics.csv") == [{"step": "7", "c": "1.0"}]
 
 
-def test_tensorboard_gets_the_same_scalars(tmp_path):
-    with TensorBoardWriter(tmp_path) as log:
-        log.write(0, METRICS, loss=2.5)
-        log.write(5, loss=1.5)
-    found = events(tmp_path)
-    assert (0, "loss", 2.5) in found
-    assert (0, "dynamiq/vnmse", 0.25) in found
-    assert (0, "dynamiq/width_4", 0.75) in found
-    assert [entry for entry in found if entry[0] == 5] == [(5, "loss", 1.5)]
-    assert len(found) == 1 + 6 + 17 + 1
-
-
-def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r"pip install 'dynamiq_jax\[tensorboard\]'"):
-        TensorBoardWriter(tmp_path)
-
-
-@pytest.mark.parametrize("writer", [CSVWriter, TensorBoardWriter])
-def test_only_process_0_writes(tmp_path, monkeypatch, writer):
+def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with writer(tmp_path / "log") as log:
+    with CSVWriter(tmp_path / "log") as log:
         log.write(0, METRICS, loss=1)
     assert not list(tmp_path.iterdir())
 

@@ -1,7 +1,6 @@
-"""Metrics of a run, step by step, into a CSV file or TensorBoard's event files."""
+"""Metrics of a run, step by step, into a CSV file."""
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,49 +22,10 @@ def scalars(metrics: Metrics) -> dict[str, float]:
     return values | {f"width_{width}": float(share) for width, share in enumerate(widths)}
 
 
-class _Writer:
-    """The base of writers: process 0 writes, and the others do nothing."""
-
-    prefix = ""
-    """The prefix of the names of metrics."""
-
-    def write(self, step: int, metrics: Metrics | None = None, /, **values: Any) -> None:
-        """Writes what is known of one step.
-
-        Args:
-          step: its number.
-          metrics: of `Reduced.metrics`, or `None`.
-          **values: other scalars, such as ``loss=loss``: numbers or arrays of one element.
-        """
-        if jax.process_index() > 0:
-            return
-        given = {name: float(value) for name, value in values.items()}
-        known = {} if metrics is None else scalars(metrics)
-        self._write(int(step), given | {self.prefix + name: known[name] for name in known})
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Ends the file."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class CSVWriter(_Writer):
+class CSVWriter:
     """Writes a CSV file: a column ``step``, then one for every scalar of the first `write`.
 
-    Every row is on disk when `write` returns.
+    Process 0 writes, and the others do nothing. Every row is on disk when `write` returns.
 
     Args:
       path: the file, which replaces what was there; its folders are made.
@@ -84,8 +44,21 @@ class CSVWriter(_Writer):
                 self._columns = next(csv.reader(old), [])
         self._file = self._path.open("a" if append else "w", newline="")
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        assert self._file is not None
+    def write(self, step: int, metrics: Metrics | None = None, /, **values: Any) -> None:
+        """Writes what is known of one step.
+
+        Args:
+          step: its number.
+          metrics: of `Reduced.metrics`, or `None`.
+          **values: other scalars, such as ``loss=loss``: numbers or arrays of one element.
+
+        Raises:
+          ValueError: the scalars are not those of the columns.
+        """
+        if self._file is None:
+            return
+        values = {name: float(value) for name, value in values.items()}
+        values |= {} if metrics is None else scalars(metrics)
         writer = csv.writer(self._file)
         given = ["step", *values]
         if not self._columns:
@@ -97,7 +70,7 @@ class CSVWriter(_Writer):
                 f"{given}; write the same scalars in every step (float('nan') for what is not "
                 "known), or another file"
             )
-        row = {"step": step, **values}
+        row = {"step": int(step), **values}
         writer.writerow([row[name] for name in self._columns])
         self._file.flush()
 
@@ -106,39 +79,13 @@ class CSVWriter(_Writer):
         if self._file is not None:
             self._file.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class TensorBoardWriter(_Writer):
-    """Writes event files for ``tensorboard --logdir``, by tensorboardX (extra ``[tensorboard]``).
-
-    The scalars of `Metrics` are under ``dynamiq/``, as ``dynamiq/vnmse``; others keep their names.
-
-    Args:
-      folder: where the event files are written; it is made.
-
-    Raises:
-      ImportError: tensorboardX is not installed.
-    """
-
-    prefix = "dynamiq/"
-
-    def __init__(self, folder: str | Path):
-        self._writer = None
-        if jax.process_index() > 0:
-            return
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoardWriter needs tensorboardX: pip install 'dynamiq_jax[tensorboard]'"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        assert self._writer is not None
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Writes what is left, and closes the files."""
-        if self._writer is not None:
-            self._writer.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -131,7 +131,7 @@ def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError, ShardingTypeError)
-"""What JAX raises where it has no rule for an array's type; other errors are mistakes."""
+"""Errors that JAX raises where it has no rule for an array's type; others are mistakes."""
 
 reshard_primitive = reshard_p
 """The primitive of `jax.reshard`, which has no public name."""

@@ -203,7 +203,7 @@ def mapped_value_and_grad(
         told, arrays = Told.of(data)
         split, folded = _specs_of(data, batch_specs, axis)
         _check_batch(data, split, mesh, axis_name)
-        _warn_of_whole(data, split, mesh, several)
+        _warn_of_whole(data, split, mesh, counting)
         _check_stacked(state, sizes)
         placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
         if any(split_of(spec, counting) for spec in placed) and not reduces:

@@ -287,11 +287,10 @@ class Loop:
         gradient: Any,
     ) -> tuple[Callable[[], Any], Any]:
         """See `Part`."""
-        lag = min(pipeline.lag, 1)
         begun: dict[int, Progress] = {}
 
         def full() -> bool:
-            own, moving = list(begun.values()), pipeline.under_way
+            own, moving = list(begun.values()), pipeline.ready
             if not own or not all(any(p is q for q in own) for p in moving):
                 return False
             return not moving or moving[0].rounds_left == 1
@@ -300,9 +299,7 @@ class Loop:
             """Takes one layer; returns the parameters of the one before, too."""
             pull, before = kept(layer, whole), params.gather(layer - 1) if layer else coming
             number = params.first + layer
-            begun[layer], gradient = pipeline.step(
-                self.reducer, pull, number, gradient, before, lag
-            )
+            begun[layer], gradient = pipeline.step(self.reducer, pull, number, gradient, before)
             return None if before is None or not layer else before.result, gradient
 
         layer = self.count - 1
@@ -316,9 +313,7 @@ class Loop:
         ended = None
         if left > lowest:
             numbers = jnp.arange(lowest, left, dtype=jnp.int32)
-            ended, whole, gradient = self._loop(
-                pipeline, lag, kept, params, numbers, whole, gradient
-            )
+            ended, whole, gradient = self._loop(pipeline, kept, params, numbers, whole, gradient)
             begun = {i: p for i, p in begun.items() if i >= open_ones + left}
             begun |= enumerate(reversed(pipeline.ready), lowest)
         if left and lowest:
@@ -337,7 +332,6 @@ class Loop:
     def _loop(
         self,
         pipeline: Pipeline,
-        lag: int,
         kept: Any,
         params: Parameters,
         layers: Array,
@@ -353,7 +347,7 @@ class Loop:
 
         def body(carry: tuple[list[Array], list[Any], Any], layer: Array) -> tuple[Any, Any]:
             moving, values, whole = carry
-            inner = Pipeline(lag, pipeline.words, pipeline.traces)
+            inner = Pipeline(pipeline.words, pipeline.traces)
             inner.ready = [p.with_values(own) for p, own in zip(under_way, values, strict=True)]
             oldest, before = inner.ready[:1], params.gather(layer - 1)
             pull, number = kept(layer, whole), params.first + layer

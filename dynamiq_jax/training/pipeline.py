@@ -37,7 +37,6 @@ def sequential(
     x: Any,
     axis_name: AxisName,
     *,
-    lag: int = 1,
     op: Op = "mean",
     method: Compression | Method | ByPath | None = None,
     key: Array | None = None,
@@ -88,9 +87,6 @@ def sequential(
       params: a pytree for every function.
       x: what the first function takes; integers and the like pass.
       axis_name: as for `psum`.
-      lag: functions whose backward pass a round of transfers may take, at least 0: with 0 the
-        backward pass waits for every reduction. More hides more on slow links; gradients wait in
-        memory for as long. Within a `Scanned` one at most 1.
       op: "mean" or "sum".
       method: as for `psum`; none with memory, which has nowhere to go.
       key: as for `psum`; the number of the function, counting layers, is folded in.
@@ -131,8 +127,6 @@ def sequential(
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")
-    if isinstance(lag, bool) or not hasattr(lag, "__index__") or lag < 0:
-        raise ValueError(f"lag={lag!r} must be an integer of at least 0, such as 1")
     parts: list[Part] = []
     for number, (function, own) in enumerate(zip(functions, params, strict=True)):
         options = {"op": op, "method": as_compression(method), "gather": gather}
@@ -175,7 +169,7 @@ def sequential(
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
         (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
-        pipeline, results = Pipeline(lag, words), []
+        pipeline, results = Pipeline(words), []
         given = parameters(shards, words, payloads)
         coming = given[-1].gather(parts[-1].count - 1)
         gradient = arrive(coming, send(coming, gradient))

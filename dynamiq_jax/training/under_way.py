@@ -38,20 +38,12 @@ class Traces:
 class Pipeline:
     """Reductions on their way, one round of collectives after the other."""
 
-    def __init__(self, lag: int, words: Array | None, traces: Traces | None = None):
-        self.lag, self.words, self.traces = lag, words, traces or Traces()
+    def __init__(self, words: Array | None, traces: Traces | None = None):
+        self.words, self.traces = words, traces or Traces()
         self.ready: list[Progress] = []
-        """Reductions that go on to their next collectives."""
-        self._due: list[tuple[int, Progress]] = []
-        """Reductions whose collectives are under way, and when these have to be over."""
+        """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
         """Reductions that are over and have last kernels, which may run at any time."""
-        self._now = 0
-
-    @property
-    def under_way(self) -> list[Progress]:
-        """All that are not done."""
-        return [*(progress for _, progress in self._due), *self.ready]
 
     def step(
         self,
@@ -60,34 +52,23 @@ class Pipeline:
         number: Array | int,
         gradient: Any,
         coming: Progress | None,
-        lag: int | None = None,
     ) -> tuple[Progress, Any]:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
         Returns the reduction and the gradient of the function's input. This gradient waits for the
-        transfers that are due, and for the kernels that make of them what is sent next. So it does
-        for the gather that is ``coming``. ``lag`` is the pipeline's by default.
+        transfers beside the function, and for the kernels that make of them what is sent next, as
+        well as for the gather that is ``coming``.
         """
-        lag = self.lag if lag is None else lag
         for progress in self.ready:
             progress.exchange()
-            self._due.append((self._now + lag, progress))
         own, gradient = pull(send(coming, gradient))
         own, gradient = together(reducer.moving(own), gradient)
-        self._now += 1
         gradient = arrive(coming, gradient)
         begun = self.traces.start(reducer.reduce, own, self.words, number, reducer.specs)
-        moving = [*(progress for time, progress in self._due if time <= self._now), begun]
-        self._due = [(time, progress) for time, progress in self._due if time > self._now]
-        while True:
-            gradient = hold(moving, gradient)
-            self.ready = self._compute(moving)
-            gradient = hold(self.ready, gradient)
-            if lag or not self.ready:
-                return begun, gradient
-            moving = self.ready
-            for progress in moving:
-                progress.exchange()
+        moving = [*self.ready, begun]
+        gradient = hold(moving, gradient)
+        self.ready = self._compute(moving)
+        return begun, hold(self.ready, gradient)
 
     def finish(self) -> None:
         """Runs all rounds that are left.
@@ -96,8 +77,8 @@ class Pipeline:
         are over do: an equal part of them before each arrival. What these write is an array of its
         own then; slices and shapes of it can still be part of what takes them.
         """
-        arriving = [progress for _, progress in self._due]
-        arrivals = len(arriving) + sum(progress.rounds_left for progress in self.under_way)
+        arriving: list[Progress] = []
+        arrivals = sum(progress.rounds_left for progress in self.ready)
         while arriving or self.ready:
             for progress in arriving:
                 share = -(-len(self._done) // arrivals)

@@ -73,7 +73,7 @@ def test_replicas_are_equal_and_accurate(topology, dtype):
 
 @pytest.mark.parametrize("super_groups", [2**14, 2**13 + 48])
 def test_widths_and_order_in_a_psum_are_those_of_the_reference(monkeypatch, super_groups):
-    """Of the default kernels: wrong widths fill payloads of the same sizes, and raise the error."""
+    """Wrong widths of the default kernels fill payloads of the same sizes, and raise the error."""
     mesh, layouts, seen = _mesh(), [], []
 
     def spied(stats, seed, layout, backend=None):

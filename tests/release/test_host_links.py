@@ -17,8 +17,10 @@ from test_hosts import ENVIRONMENT, needs_hosts
 
 import dynamiq_jax as dq
 
-SLOWEST = {"ring": 1.2, "direct": 1.2, "butterfly": 1.6, "hierarchical": 1.6}
+SLOWEST = {"ring": 1.2, "direct": 1.2, "butterfly": 1.5, "hierarchical": 1.5}
 """Times over those of the bytes; processes take turns where two of them exchange messages."""
+COMPUTATION = 1.5
+"""Seconds of four hosts on two cores that others use, too."""
 
 
 def run_on_hosts(folder, n, devices, rate, *command):
@@ -55,7 +57,8 @@ def test_single_devices_send_all_that_explain_counts(name):
 def test_links_of_four_hosts_carry_the_bytes_explained_in_their_time(tmp_path):
     for name, row in links(tmp_path, 4, 1, "3mbit").items():
         assert 1 <= row["sent MB"] / row["as f32 MB"] < 1.08, row
-        assert 1 <= row["s / wire s"] < SLOWEST[name], row
+        assert 0.9 * row["wire s"] < row["s"], row
+        assert row["s"] < SLOWEST[name] * row["wire s"] + COMPUTATION, row
 
 
 @needs_hosts
