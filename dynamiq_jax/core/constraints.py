@@ -28,7 +28,7 @@ _replaced: list[tuple[dict[str, Any], str]] = []
 def constraints_without(names: Collection[str]) -> Iterator[None]:
     """While it lasts, constraints and reshards forget axes, in this thread alone.
 
-    Modules that have imported it by its name get the one that forgets, too.
+    Modules that have imported `jax.lax.with_sharding_constraint` by its name before forget, too.
 
     A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
     a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
@@ -41,10 +41,11 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
     token = _forgotten.set(frozenset(names))
     with _lock:
         _users += 1
-        reshard_primitive.bind = _reshard
-        for names_of_module, name in _references():
-            names_of_module[name] = _constrain
-            _replaced.append((names_of_module, name))
+        if _users == 1:
+            reshard_primitive.bind = _reshard
+            for names_of_module, name in _references():
+                names_of_module[name] = _constrain
+                _replaced.append((names_of_module, name))
     try:
         yield
     except ValueError as error:
@@ -61,9 +62,9 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
             _users -= 1
             if not _users:
                 reshard_primitive.bind = _reshard_of_jax
-            while not _users and _replaced:
-                names_of_module, name = _replaced.pop()
-                names_of_module[name] = _of_jax
+                while _replaced:
+                    names_of_module, name = _replaced.pop()
+                    names_of_module[name] = _of_jax
 
 
 def _references() -> list[tuple[dict[str, Any], str]]:
