@@ -213,8 +213,11 @@ class Loop:
 
     def payload_of_run(self, payloads: Any, layer: Array | int) -> Any:
         """See `Part`."""
-        stacked, last = payloads
-        is_last = isinstance(layer, int) and layer == self.count - 1
+        return self._of_run_or_last(*payloads, layer)
+
+    def _of_run_or_last(self, stacked: Any, last: Any, layer: Array | int) -> Any:
+        """The values of one run; those of the last are apart, unless ``last`` is `None`."""
+        is_last = last is not None and isinstance(layer, int) and layer == self.count - 1
         return last if is_last else self.of_run(stacked, layer)
 
     def run(self, params: Parameters, x: Any) -> Any:
@@ -263,10 +266,7 @@ class Loop:
             stacked: Any, last: Any, own: Any, values: Any, layer: Array | int, whole: Any
         ) -> Callable:
             """The kept values of one layer; values that all layers share have one copy."""
-            if last is not None and isinstance(layer, int) and layer == self.count - 1:
-                kept = last
-            else:
-                kept = [lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked]
+            kept = self._of_run_or_last(stacked, last, layer)
             given = jax.tree.leaves(whole) if self.reducer.gathers else jax.tree.leaves(own)
             given = [given[place] for place in places]
             if not self.reducer.gathers:
