@@ -213,7 +213,8 @@ class Loop:
 
     def payload_of_run(self, payloads: Any, layer: Array | int) -> Any:
         """See `Part`."""
-        return self._of_run_or_last(*payloads, layer)
+        stacked, last = payloads
+        return self._of_run_or_last(stacked, last, layer)
 
     def _of_run_or_last(self, stacked: Any, last: Any, layer: Array | int) -> Any:
         """The values of one run; those of the last are apart, unless ``last`` is `None`."""
