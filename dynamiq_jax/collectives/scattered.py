@@ -50,15 +50,13 @@ LARGE_GATHER = 1 << 30
 """Bytes of whole parameters on one device above which a gather before the loss is warned of."""
 
 
-def warn_of_gather(
-    leaves: list[Leaf], splits: list[Split], remedy: str, what: str = "parameters"
-) -> None:
-    """Warns of a large gather before the loss; ``leaves`` are what one device holds afterwards."""
-    gathered = [leaf.nbytes for leaf, split in zip(leaves, splits, strict=True) if split]
-    if sum(gathered) > LARGE_GATHER:
+def warn_of_gather(gathered: list[Leaf], remedy: str, what: str = "parameters") -> None:
+    """Warns of a large gather before the loss; the leaves are what one device holds afterwards."""
+    nbytes = sum(leaf.nbytes for leaf in gathered)
+    if nbytes > LARGE_GATHER:
         warnings.warn(
             f"{len(gathered)} sharded {what} are gathered before the loss, "
-            f"{sum(gathered):,} bytes on every device; to hold one layer at a time {remedy}",
+            f"{nbytes:,} bytes on every device; to hold one layer at a time {remedy}",
             stacklevel=3,
         )
 

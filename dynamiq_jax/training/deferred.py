@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.scattered import split_of, warn_of_gather
+from dynamiq_jax.collectives.scattered import warn_of_gather
 from dynamiq_jax.collectives.unreduced import (
     large_leaves,
     reduce_unreduced,
@@ -202,9 +202,10 @@ class Deferred(NamedTuple):
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""
         specs = jax.tree.structure(params).unflatten(map(self._whole, placed))
         parts, _ = placed_leaves(params, self.mesh, specs)
-        splits = [split_of(spec, self.axis.names) for spec in placed]
-        gathered = [() if i in own else split for i, split in enumerate(splits)]
-        warn_of_gather(parts, gathered, "call dq.reduce_in_backward in each layer of the loss")
+        pairs = enumerate(zip(parts, placed, strict=True))
+        split = {*self.axis.names}
+        gathered = [part for i, (part, spec) in pairs if i not in own and axes_of(spec) & split]
+        warn_of_gather(gathered, "call dq.reduce_in_backward in each layer of the loss")
 
     def _held(
         self, leaves: list[Array], placed: list[P], deferred: Collection[int], own: Collection[int]

@@ -133,9 +133,13 @@ def mapped_value_and_grad(
         over_others = tree.unflatten(only(spec, others) for spec in placed)
         splits = [split_of(spec, counting) for spec in mine]
         pairs = zip(describe_leaves(params), placed, strict=True)
-        parts = [part(leaf, only(spec, others), mesh.shape) for leaf, spec in pairs]
+        gathered = [
+            part(leaf, only(spec, others), mesh.shape)
+            for leaf, spec in pairs
+            if axes_of(spec) & {*counting}
+        ]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
-        warn_of_gather(parts, [split_of(spec, counting) for spec in placed], remedy)
+        warn_of_gather(gathered, remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 
@@ -289,15 +293,13 @@ def _warn_of_whole(
     """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
     leaves = jax.tree.leaves(data)
     arrays = [x for x in leaves if isinstance(x, Array | np.ndarray | np.generic)]
-    pairs = [(x, split_of(_spec_of(x, mesh), axes)) for x in arrays]
     whole = [
         x
-        for (x, own), spec in zip(pairs, split, strict=True)
-        if own and not (axes_of(spec) or _is_key(x))
+        for x, spec in zip(arrays, split, strict=True)
+        if axes_of(_spec_of(x, mesh)) & {*axes} and not (axes_of(spec) or _is_key(x))
     ]
     warn_of_gather(
         describe_leaves(whole),
-        [((0, axes),)] * len(whole),
         f"pass their specs over {axes} in batch_specs, and call jax.lax.all_gather in each layer, "
         "or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
         what="arguments of the loss",
