@@ -92,6 +92,11 @@ def check_choice(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r}; expected one of {allowed}")
 
 
+def ring_bits(bits: int, n_workers: int) -> int:
+    """Bits that one worker sends in a native all-reduce of so many bits, the least there are."""
+    return 2 * (n_workers - 1) * bits // n_workers
+
+
 def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """f32 values up to `LARGEST`, which infinities become; NaN stays."""
     return jnp.clip(x, -LARGEST, LARGEST)
