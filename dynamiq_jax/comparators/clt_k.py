@@ -8,7 +8,7 @@ chunk's coordinates fit 8 bits.
 
 Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
 Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
-Its ``eta`` is the beta of the paper.
+The paper's low-pass filter of that memory is not here.
 """
 
 import math

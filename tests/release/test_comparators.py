@@ -781,7 +781,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("topology", [dq.Direct(), dq.Ring(), dq.Direct(streams=2, stream_size=1)])
+@pytest.mark.parametrize("topology", [dq.Direct(), dq.Ring(), dq.Direct(streams=2)])
 def test_minmax_halves_are_sums_of_slices_and_the_same_shards_for_all(name, topology):
     n, size, method = 4, 3000, HALVES[name]
     x = gradient(0, n, n * size)
