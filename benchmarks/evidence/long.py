@@ -432,8 +432,8 @@ def train(
               f"{speed:.0f} tokens/s", flush=True)  # fmt: skip
     for file in (json_file, checkpoint):
         file.parent.mkdir(parents=True, exist_ok=True)
-    save(checkpoint, carry, record)
     json_file.write_text(json.dumps(record) + "\n")
+    save(checkpoint, carry, record)
 
 
 if __name__ == "__main__":
