@@ -62,7 +62,7 @@ NAMES = {
     **{f"attention.{name}.kernel": f"self_attn.{name}_proj" for name in "qkvo"},
     **{f"mlp.{name}.kernel": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }  # fmt: skip
-"""Of a file's tensors, by ours."""
+"""Names of a file's tensors, by ours."""
 COPIED = {".json", ".jinja", ".model", ".txt", ".md"}
 
 

@@ -198,7 +198,7 @@ class Errors(NamedTuple):
     errors: Tree
     exact: Tree
     squares: Array
-    """Of all errors, f32[]."""
+    """The sum over all errors, f32[]."""
 
 
 def summed(errors: Errors) -> dict[str, Array]:
@@ -227,7 +227,7 @@ def save(file: Path, carry: tuple[Tree, Any, Any], record: dict[str, Any]) -> No
 
 
 def load(file: Path, like: tuple[Tree, Any, Any], workers: int) -> tuple[Any, dict[str, Any]]:
-    """What `save` kept, for so many workers: a tree like ``like``, and the record."""
+    """Reads a file of `save` for so many workers: a tree like ``like``, and the record."""
     with np.load(file) as kept:
         record = json.loads(kept["record"].tobytes())
         leaves = [kept[f"{i}"] for i in range(len(kept) - 1)]

@@ -332,6 +332,7 @@ def sharded(text: str, topology: str, backend: str, steps: int) -> Way:
         own = _fully_sharded(scatter, gather, steps)
     else:
         own = _sharded_updates(scatter, gather, steps)
+        options = f"dq.optax.sharded {options}"
     return Way(text.strip(), topology, options, lambda g, n: bits, **own)
 
 
