@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mes
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.in_maps import reduce_over
-from dynamiq_jax.collectives.scattered import Reduction, split_of
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import zero_tangent
@@ -23,7 +23,6 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import (
-    axes_of,
     bucket_axes,
     flat_specs,
     names_of,
@@ -124,8 +123,10 @@ def reduce_unreduced(
     moves = [bool(unreduced_axes(x)) for x in leaves]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
-    splits = [split_of(spec, several(axis.names, mesh.shape)) for spec in targets]
-    scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
+    some = [i for i, moved in enumerate(moves) if moved]
+    over = several(axis.names, mesh.shape)
+    own = Sum.of(axis, [targets[i] for i in some], over=over, compression=compression, op="sum")
+    scattered = any(own.splits)
     if scattered and (state is not None or metrics):
         raise NotImplementedError(
             f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
@@ -145,13 +146,9 @@ def reduce_unreduced(
         if not scattered:
             parts = tree, moving(terms), moving(unreduced)
             return _mapped(*parts, axis, compression, mesh, key, state, metrics)
-        sizes = tuple(mesh.shape[name] for name in axis.names)
-        own = Reduction(axis.names, sizes, compression, "sum")
-        some = [i for i, moved in enumerate(moves) if moved]
-        others = [axes_of(targets[i]) - {*axis.names} for i in some]
         after = moving([scattered_spec(spec, axis) for spec in targets])
         mapped = jax.shard_map(
-            functools.partial(own, splits=[splits[i] for i in some], others=others),
+            own.scatter,
             mesh=mesh,
             in_specs=(moving(unreduced), P()),
             out_specs=after,

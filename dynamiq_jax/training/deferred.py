@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.scattered import warn_of_gather
+from dynamiq_jax.collectives.sum import warn_of_gather
 from dynamiq_jax.collectives.unreduced import (
     large_leaves,
     reduce_unreduced,
