@@ -5,29 +5,54 @@ device is left with is all-reduced over the others. The way back gathers its sha
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.collectives.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
 from dynamiq_jax.collectives.halves import gather_over, scatter_over
-from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.collectives.in_maps import (
+    exact_of,
+    over_open_axes,
+    reduce_compiled,
+    reduce_leaves,
+    weighted,
+)
 from dynamiq_jax.core.axis import Axis, Varying
-from dynamiq_jax.core.checks import Op, axis_sizes
+from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.seeds import fold_seed, key_words
-from dynamiq_jax.methods import BF16, F32, Method
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.methods import BF16, F32, Method, State
+from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import ByPath, Compression
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import ByPath, Compression, first_states
+from dynamiq_jax.request.explanation import explain_grouping
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.request.ways import PARAMETERS
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
-from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of, part, surroundings
+from dynamiq_jax.tree.placement import (
+    axes_of,
+    bucket_axes,
+    flat_specs,
+    n_parts,
+    names_of,
+    part,
+    surroundings,
+    told_specs,
+)
 
 Split = tuple[tuple[int, tuple[str, ...]], ...]
 """The dimensions of a leaf that data axes split, each with its axes."""
@@ -64,7 +89,7 @@ GATHERS = 1 << 31
 """Added to a dimension's number for the seed of a gather, whose noise is not the scatter's."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Sum:
     """A sum, or mean, over workers: of which leaves, over which axes, and how they travel.
 
@@ -72,7 +97,7 @@ class Sum:
       axis: the workers, over axes of which the outermost comes first.
       compression: how terms travel.
       op: "sum" or "mean".
-      splits: how the axes split every leaf.
+      splits: how the axes split every leaf; nothing if all are whole.
       others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
         part of another leaf shares their widths.
       gathers: how shards travel; `None`: exactly.
@@ -84,12 +109,16 @@ class Sum:
     axis: Axis
     compression: Compression
     op: Op
-    splits: tuple[Split, ...]
-    others: tuple[frozenset[str], ...]
+    splits: tuple[Split, ...] = ()
+    others: tuple[frozenset[str], ...] = ()
     gathers: Compression | None = None
     to: Varying = "varying"
     specs: Any = None
     opened: tuple[P, ...] | None = None
+
+    def __post_init__(self):
+        """Refuses other operations."""
+        check_choice("op", self.op, get_args(Op))
 
     @classmethod
     def of(
@@ -106,7 +135,7 @@ class Sum:
         pairs = zip(placed, opened or placed, strict=True)
         others = tuple((axes_of(a) | axes_of(b)) - {*axis.names} for a, b in pairs)
         opened = None if opened is None else tuple(opened)
-        return cls(axis=axis, splits=splits, others=others, opened=opened, **options)
+        return cls(axis, splits=splits, others=others, opened=opened, **options)
 
     @classmethod
     def of_shards(cls, params: Any, axis: Axis, specs: Any, **options: Any) -> tuple["Sum", Any]:
@@ -150,22 +179,78 @@ class Sum:
 
     # --- Where axes may be open -------------------------------------------------------------------
 
-    def reduce(self, terms: Any, key: Array | None, **options: Any) -> Reduced:
-        """Sums every worker's terms; of a leaf that workers split each gets its shard.
+    def reduce(
+        self,
+        tree: Any,
+        key: Array | None = None,
+        state: State | None = None,
+        *,
+        metrics: bool = False,
+        weight: Array | float | None = None,
+    ) -> Reduced:
+        """`dynamiq_jax.reduce` inside of a map; of a leaf that workers split each gets its shard.
 
-        ``options`` are those of `reduce_over`, where workers split none.
+        Shards come without states, metrics and weights. Workers may be groups.
         """
+        axis, op, compression = self.axis, self.op, self.compression
         if any(self.splits):
-            return Reduced(self._per_part(self.scatter, terms)(terms, key), None, None)
-        options |= {"key": key, "specs": self.specs}
-        return reduce_over(self.axis, terms, self.op, self.compression, **options)
+            return Reduced(self._per_part(self.scatter, tree)(tree, key), None, None)
+        sizes = axis_sizes(axis)
+        n_workers = math.prod(sizes)
+        check_key(key, axis)
+        values, treedef = jax.tree.flatten(tree)
+        around = surroundings(axis)
+        leaves = around.leaves(tree, self.specs)
+        told = {"op": op, "specs": self.specs, "metrics": metrics, "key": key, "state": state}
+        told["weight"] = weight
+        facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
+        compare_first("all-reduce", axis, leaves, facts)
+        grouping = compression.group(leaves, sizes)
+        fixed = fixed_leaves(leaves, values, axis)
+        if len(fixed) < len(leaves):
+            check_groups(axis, all_reduce=True)
+        if op == "sum" or state is not None:
+            check_varying(grouping, fixed, axis)
+        limits = compression.min_bucket_size, compression.min_bucket_bytes
+        warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
+        if fixed and state is None:
+            grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
+        split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
+        counts = [n_parts(axes, around.sizes) for axes in split_over]
+        expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
+        states = check_state(state, expected, grouping)
+        if weight is not None:
+            values = weighted(values, leaves, fixed, op, weight, axis)
+        compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+        for i in fixed.keys() - compressed:
+            moves = op == "sum" or fixed[i] == "native"
+            if moves or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
+                values[i] = exact_of(axis, op)(values[i])
+        moving = {i: x for i, x in enumerate(values) if i in compressed or i not in fixed}
+        sent = None
+        if metrics:
+            routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
+            traffic = explain_grouping(grouping, routes)
+            sent = traffic.bits_per_coord, traffic.wire_bytes
+        # JAX's rules for several axes of vmap have to be known before they are traced.
+        run = reduce_leaves if axis.several_vmapped else reduce_compiled
+        ways = {"grouping": grouping, "axis": axis, "n_workers": n_workers, "op": op, "sent": sent}
+        run = functools.partial(run, **ways)
+        if grouping.buckets and around.open:
+            opened = told_specs(tree, self.specs, around, grouping)
+            run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
+        moved, states, found = run(moving, key, states)
+        total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
+        return Reduced(total, None if state is None else tuple(states), found)
 
     def whole(self, shards: Any, key: Array | None = None) -> Any:
         """Whole leaves, from every worker's shards of them."""
         return self._per_part(self.gather, shards)(shards, key) if any(self.splits) else shards
 
     def _per_part(self, run: Callable[[Any, Array | None], Any], tree: Any) -> Callable[..., Any]:
-        specs = jax.tree.structure(tree).unflatten(self.opened or ())
+        if self.opened is None:
+            return run
+        specs = jax.tree.structure(tree).unflatten(self.opened)
         return surroundings(self.axis).per_part(run, (specs, P()), specs)
 
     # --- What one device holds --------------------------------------------------------------------
@@ -195,7 +280,7 @@ class Sum:
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
-                some = reduce_over(Axis(rest), some, self.op, own, key=key).tree
+                some = Sum(Axis(rest), own, self.op).reduce(some, key).tree
             n = math.prod(map(lax.axis_size, within)) if self.op == "mean" else 1
             for name, x in some.items():
                 found[name] = (x.astype(jnp.float32) / n if n > 1 else x).astype(dtypes[name])

@@ -150,8 +150,8 @@ def gather_outside(
                 f"all to the terms that are summed over {axis.names}; pass the loss to "
                 f"dq.value_and_grad(loss, axis_name={axis.name!r})"
             )
-        options = {"key": words, "specs": some(placed)}
-        return reduce_unreduced(gradients, axis, compression, **options).tree, None
+        back = Sum(axis, compression, "sum", specs=some(placed))
+        return reduce_unreduced(back, gradients, words).tree, None
 
     gathered.defvjp(forward, backward)
     with jax.named_scope(SCOPE):

@@ -163,31 +163,25 @@ class Reducer:
         copies: Any = None,
         stacked: bool = False,
     ):
-        check_choice("op", op, get_args(Op))
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         if stacked:
             first = functools.partial(jax.tree.map, lambda w: w[0])
             params, copies = jax.eval_shape(first, (params, copies))
         compression, sizes = as_compression(method), axis_sizes(axis, caller)
         ways = {"compression": compression, "op": op, "gathers": gathers_of(gather, compression)}
-        self._sum, whole = Sum.of_shards(params, axis, specs, **ways)
+        total, whole = Sum.of_shards(params, axis, specs, **ways)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        self._moving = self._sum.some(moving)
+        self.whole = total.whole
+        """Gathers the leaves of a tree that are shards, with the words of a key; others pass."""
+        self.reduce = total.some(moving).reduce
+        """Reduces gradients that move, with the words of a key; those of shards to shards."""
         if copies is not None:
             _check_copies(copies, whole)
         _check_memory(whole, compression, sizes)
-        self.gathers = any(self._sum.splits) and copies is None
+        self.gathers = any(total.splits) and copies is None
         """Whether any leaf is a shard that has no copy."""
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
         self._axis, self._caller, self.specs = axis, caller, specs
-
-    def whole(self, params: Any, words: Array | None) -> Any:
-        """Gathers leaves that are shards; others pass."""
-        return self._sum.whole(params, words)
-
-    def reduce(self, moving: Any, words: Array | None) -> Any:
-        """Reduces the gradients that move, with the words of a key; those of shards to shards."""
-        return self._moving.reduce(moving, words).tree
 
     def moving(self, gradients: Any) -> Any:
         """The gradients but for those of integers, which are float0.

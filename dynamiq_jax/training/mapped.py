@@ -159,7 +159,7 @@ def mapped_value_and_grad(
                 found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
             else:
                 own = jax.tree.map(lambda x: x[0], state)
-                found = total.reduce(grads, key, state=own, metrics=metrics)
+                found = total.reduce(grads, key, own, metrics=metrics)
             after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
             value, rest = value if has_aux else (value, None)
             leaves, structure = jax.tree.flatten(rest)
