@@ -9,7 +9,7 @@ leaves a host. XLA's CPU backend sends bf16 as f32: ``as f32`` counts native sum
 twice.
 ``wire s`` are the sent bytes over the rate, and ``s`` is the fastest of the runs. ``error`` is
 |estimate - sum|² / |sum|² between the hosts, and ``simulated`` is what ``dynamiq-jax simulate``
-finds for one of this gradient's chunks. The chunks have equal magnitudes.
+finds for one of this gradient's chunks, but of `Hierarchical`. The chunks have equal magnitudes.
 
 The inner axis of `Hierarchical` has the devices of a host. Hosts of one device form sets of two,
 and the native sums of a set cross links.
@@ -32,8 +32,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.simulate import Case, simulate
-from dynamiq_jax.commands.simulate.gradients import SUPER_GROUP, mixture_source, worker_gradient
+from dynamiq_jax.commands.simulate import (
+    SUPER_GROUP,
+    Case,
+    mixture_source,
+    simulate,
+    worker_gradient,
+)
 from dynamiq_jax.request.ways import bytes_per_second
 
 METHOD = dq.DynamiQ()
@@ -120,8 +125,6 @@ def measure(
     seconds, carried = seconds[::2], float(np.median(carried[::2]) - np.median(carried[1::2]))
     exact = np.sum([np.asarray(worker_gradient(source, i), np.float64) for i in range(n)], axis=0)
     told, as_f32 = explained(name, exact.size, n // local, local)
-    chunk = {"super_groups": super_groups // n, "method": METHOD, "topology": topology}
-    case = Case(n_workers=n, n_inner=sizes[1], **chunk)
     fastest, wire = float(np.min(seconds)), carried / per_second
     found = {
         "topology": name,
@@ -133,8 +136,10 @@ def measure(
         "s / wire s": fastest / wire,
         "error": float(np.sum((result - exact) ** 2) / np.sum(exact**2)),
     }
-    if simulated:  # on all hosts: none is late for the next row
-        found["simulated"] = simulate(case, key)
+    if simulated and not isinstance(topology, dq.Hierarchical):
+        size = {"n_workers": n, "super_groups": super_groups // n}
+        # On all hosts: none is late for the next row.
+        found["simulated"] = simulate(Case(**size, method=METHOD, topology=topology), key)
     return found
 
 

@@ -1,10 +1,12 @@
-"""The benchmarks and their command line."""
+"""The command: rows of its benchmarks, and what it refuses before it measures."""
 
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +16,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands import cli
+from dynamiq_jax.commands import cli, error, options, simulate
 from dynamiq_jax.commands.bench import (
-    advice,
     all_reduce,
     contenders,
-    error,
     kernels,
+    settings,
     tables,
     timing,
 )
+from dynamiq_jax.commands.model_tree import save_model_tree
 from pallas_kernels import TILE_ROWS
-
-REPEATS = ["--repeats", "3"]
-MIX = ["4,8", "4", "8"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,216 +37,158 @@ def keep_xla_flags():
         yield
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
-
-
-def plain(text):
-    """Error text without the frame and line breaks that a terminal adds."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
-
-
-@pytest.fixture(scope="module")
-def all_reduce_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("all_reduce")
-    files = ["--json", folder / "rows.json"]
-    chosen = ["--sizes", "64KiB,256KiB", "--methods", "dynamiq:5,dynamiq:8", "--devices", 2]
-    result = invoke("all-reduce", *chosen, *REPEATS, *files)
-    assert result.exit_code == 0, result.output
-    return folder, result, json.loads((folder / "rows.json").read_text())
-
-
-def by_size_and_method(document):
-    return {(row["size_bytes"], row["method"]): row for row in document["rows"]}
-
-
-class TestAllReduce:
-    def test_table_has_a_line_per_size_and_method(self, all_reduce_run):
-        _, result, document = all_reduce_run
-        lines = result.stdout.splitlines()
-        header = next(line for line in lines if line.lstrip().startswith("size"))
-        for column in tables.ALL_REDUCE_COLUMNS:
-            assert column.title in header
-        assert "2 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
-        expected = ["bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct"]
-        for size in ("64KiB", "256KiB"):
-            found = [line for line in lines if line.split()[:1] == [size]]
-            assert [name for line in found for name in expected if name in line] == expected
-        assert len(document["rows"]) == 6
-
-    def test_every_method_is_timed_on_every_topology(self, monkeypatch):
-        seen = []
-        timed = lambda sizes, methods, *_, **__: seen.extend(m.label for m in methods) or []  # noqa: E731
-        monkeypatch.setattr(all_reduce, "bench_all_reduce", timed)
-        chosen = ["--methods", "dynamiq:5,mxfp8,dynamiq:5", "--topology", "ring, direct"]
-        assert invoke("all-reduce", *chosen).exit_code == 0
-        assert seen == [
-            f"{name} {route}" for name in ("dynamiq:5", "mxfp8") for route in ("ring", "direct")
-        ]
-
-    def test_it_says_how_far_it_is_beside_the_table(self, all_reduce_run):
-        said = all_reduce_run[1].stderr.splitlines()
-        assert said == [f"compiled {i} of 3 programs" for i in range(1, 4)] * 2
-
-    def test_replicas_agree_for_methods_and_baseline(self, all_reduce_run):
-        assert [row["wrong"] for row in all_reduce_run[2]["rows"]] == [0] * 6
-
-    def test_speedup_is_the_ratio_of_medians(self, all_reduce_run):
-        rows = by_size_and_method(all_reduce_run[2])
-        for (size_bytes, _), row in rows.items():
-            baseline = rows[size_bytes, "bf16 psum"]
-            assert row["speedup"] == pytest.approx(baseline["time_us"] / row["time_us"])
-
-    def test_bandwidths_follow_from_bytes_and_time(self, all_reduce_run):
-        for row in all_reduce_run[2]["rows"]:
-            n, seconds = row["n_workers"], row["time_us"] / 1e6
-            algbw = row["size_bytes"] / seconds / 1e9
-            assert row["algbw_gb_per_s"] == pytest.approx(algbw)
-            assert row["busbw_gb_per_s"] == pytest.approx(algbw * 2 * (n - 1) / n)
-            assert row["wire_gb_per_s"] == pytest.approx(row["wire_bytes"] / seconds / 1e9)
-            assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
-
-    def test_wire_bytes_and_error_fit_the_method(self, all_reduce_run):
-        rows = by_size_and_method(all_reduce_run[2])
-        native, five, eight = (
-            rows[2**18, name] for name in ("bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct")
-        )
-        n = native["n_workers"]
-        assert native["wire_bytes"] == 2 * (n - 1) * 2**18 // n
-        assert five["wire_bytes"] / native["wire_bytes"] == pytest.approx(5 / 16, rel=0.02)
-        assert native["vnmse"] < eight["vnmse"] < five["vnmse"] < 0.02
-
-    def test_halves_move_half_the_bytes(self, tmp_path):
-        chosen = ["--collective", "psum_scatter", "--sizes", "256KiB", "--methods", "dynamiq:5"]
-        file = tmp_path / "rows.json"
-        result = invoke("all-reduce", *chosen, "--devices", 2, *REPEATS, "--json", file)
-        assert result.exit_code == 0, result.output
-        native, five = json.loads(file.read_text())["rows"]
-        assert [native["method"], five["method"]] == ["bf16 psum_scatter", "dynamiq:5 direct"]
-        assert native["wire_bytes"] == 2**18 // 2
-        assert five["wire_bytes"] / native["wire_bytes"] == pytest.approx(5 / 16, rel=0.03)
-        assert native["vnmse"] < five["vnmse"] < 0.02
-        for row in (native, five):
-            algbw = row["size_bytes"] / row["time_us"] / 1e3
-            assert row["busbw_gb_per_s"] == pytest.approx(algbw / 2)
-
-    def test_json_says_where_it_ran(self, all_reduce_run):
-        about = all_reduce_run[2]["about"]
-        assert about["jax"] == jax.__version__
-        assert about["n_devices"] == 2
-        assert all(row["transport"] and row["backend"] for row in all_reduce_run[2]["rows"])
-
-    def test_without_a_gpu_eight_cpu_workers_stand_in(self):
-        command = [sys.executable, "-m", "dynamiq_jax", "bench", "all-reduce"]
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        result = subprocess.run(
-            [*command, "--devices", "9"],
-            env=environment | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert "9 devices asked for, 8 found" in plain(result.stderr)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["all-reduce", "--methods", "dynamic:5"], "method 'dynamic' is not known"),
-        (["all-reduce", "--methods", "dynamiq:five"], "'five' is not a number of bits"),
-        (["all-reduce", "--methods", "dynamiq:99"], "99"),
-        (["all-reduce", "--topology", "torus"], "topology 'torus' is not known"),
-        (["all-reduce", "--collective", "all_to_all"], "pass psum or psum_scatter"),
-        (["all-reduce", "--baseline", "int8"], "baseline 'int8' is not known"),
-        (["all-reduce", "--sizes", "16Mb1"], "size '16Mb1' is not a size"),
-        (["all-reduce", "--sizes", "1MiB,3B"], "size '3B' is 3 bytes"),
-        (["all-reduce", "--sizes", "0"], "size '0' is 0 bytes"),
-        (["all-reduce", "--sizes", "4GiB"], "under 4GiB"),
-        (["all-reduce", "--repeats", "0"], "Invalid value for '--repeats'"),
-        (["all-reduce", "--iterations", "0"], "Invalid value for '--iterations'"),
-        (["all-reduce", "--devices", "4096"], "4096 devices asked for"),
-        (["all-reduce", "--topology", "hierarchical"], "reduces over two axes"),
-        (["all-reduce", "--json", "nowhere/rows.json"], "there is no folder nowhere"),
-        (["kernels", "--coords", "many"], "coords 'many' is not a whole number"),
-        (["kernels", "--coords", "2^31"], "pass 1 to 2^31 - 1"),
-        (["kernels", "--widths", "2,x"], "widths '2,x' is not a list"),
-        (["kernels", "--widths", "4,4"], "different widths"),
-        (["kernels", "--bits", "1"], "raise bits, or pass a narrower"),
-        (["kernels", "--backend", "cuda"], "'cuda'"),
-        (["kernels", "--repeats", "0"], "Invalid value for '--repeats'"),
-    ],
-)
-def test_wrong_options_are_refused_with_the_reason(arguments, complaint):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert complaint in plain(result.output)
-
-
-@pytest.fixture(scope="module")
-def kernels_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kernels")
-    files = ["--json", folder / "rows.json"]
-    chosen = ["--coords", "2^14", "--widths", "4,8", "--single-widths", *REPEATS]
-    result = invoke("kernels", *chosen, *files)
-    assert result.exit_code == 0, result.output
-    return result.output, json.loads((folder / "rows.json").read_text())
-
-
-class TestKernels:
-    def test_every_kernel_at_the_mix_and_at_each_width(self, kernels_run):
-        output, document = kernels_run
-        coding = ("compress", "decompress", "decompress-accumulate-recompress")
-        first = ("copy", "join leaves", "concatenate leaves", "statistics")
-        expected = [*((kernel, "") for kernel in first), ("plan", MIX[0])]
-        expected += [(kernel, widths) for widths in MIX for kernel in coding]
-        assert [(row["kernel"], row["widths"]) for row in document["rows"]] == expected
-        for column in tables.KERNEL_COLUMNS:
-            assert column.title in output
-
-    def test_rates_follow_from_bytes_and_time(self, kernels_run):
-        rows = kernels_run[1]["rows"]
-        for row in rows:
-            assert row["ns_per_coord"] == pytest.approx(row["time_us"] * 1e3 / 2**14)
-            assert row["gb_per_s"] == pytest.approx(row["moved_bytes"] / row["time_us"] / 1e3)
-            fraction = row["gb_per_s"] / rows[0]["gb_per_s"]
-            assert row["copy_fraction"] == pytest.approx(fraction)
-        assert rows[0]["moved_bytes"] == 2 * 2 * 2**14
-
-    def test_moved_bytes_are_gradient_codes_and_plan(self, kernels_run):
-        rows = kernels_run[1]["rows"]
-        moved = {(row["kernel"], row["widths"]): row["moved_bytes"] for row in rows}
-        gradient, super_groups = 2 * 2**14, 2**14 // 256
-        codes = 2**14 // 256 * (256 * 4 // 8 + 8 + 2)  # width 4, uint8 scales and one bf16
-        plan = super_groups * (4 + 4) + super_groups // TILE_ROWS * 4
-        assert moved["compress", "4"] == gradient + codes + plan
-        assert moved["decompress", "4"] == gradient + codes + plan
-        assert moved["decompress-accumulate-recompress", "4"] == gradient + 2 * codes + plan
-
-    def test_dither_is_timed_on_the_bytes_of_the_default_widths(self, tmp_path):
-        file = tmp_path / "rows.json"
-        result = invoke("kernels", "--coords", "2^14", "--dither", *REPEATS, "--json", file)
-        assert result.exit_code == 0, result.output
-        rows = {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
-        assert rows["compress"]["widths"] == "3,4,5,6,8,10"
-        layout = kernels.single_chunk(2**14, 5, kernels.allocate_for(dq.DynamiQ()))
-        plan = layout.super_groups * (4 + 4) + layout.super_groups // TILE_ROWS * 4
-        sent, gathered = (4 * words for words in layout.payload_words)
-        moved = [rows[name]["moved_bytes"] for name in ("compress", "decompress")]
-        assert moved == [2 * 2**14 + size + plan for size in (sent, gathered)]
-        assert "dither" in result.output
-
-
-# --- What is refused before anything is measured --------------------------------------------------
-
-
 def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
+def plain(text):
+    """Text without its line breaks."""
+    return " ".join(text.split())
+
+
 def refused(*arguments):
-    """The message of a command that refuses an option."""
+    """The one line of a command that refuses an option."""
     result = run(*arguments)
     assert result.exit_code == 2, (result.exception, result.output)
-    return plain(result.output)
+    (line,) = result.output.splitlines()
+    assert line.startswith("Error: ") and len(line) < 700
+    return line
+
+
+CHOSEN = [
+    contenders.parse_method(name, contenders.parse_topology("direct"))
+    for name in ("dynamiq:5", "dynamiq:8")
+]
+
+
+def timed(sizes, chosen, baseline, announce=timing.silent):
+    return all_reduce.bench_all_reduce(
+        sizes, chosen, baseline, devices=jax.devices()[:2], repeats=3, announce=announce
+    )
+
+
+@pytest.fixture(scope="module")
+def all_reduce_rows():
+    said = []
+    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed("bf16"), said.append)
+    assert said == [f"compiled {i} of 3 programs" for i in range(1, 4)] * 2
+    return {(row.size_bytes, row.method): row for row in rows}
+
+
+class TestAllReduce:
+    def test_the_command_times_every_method_on_every_topology(
+        self, all_reduce_rows, monkeypatch, tmp_path
+    ):
+        seen, file = [], tmp_path / "rows.json"
+
+        def measured(sizes, methods, baseline, **_):
+            seen.extend([sizes, *(contender.label for contender in (*methods, baseline))])
+            return list(all_reduce_rows.values())
+
+        monkeypatch.setattr(all_reduce, "bench_all_reduce", measured)
+        chosen = ["--methods", "dynamiq:5,mxfp8,dynamiq:5", "--topology", "ring, direct"]
+        chosen += ["--sizes", "64KiB,256KiB", "--json", file]
+        result = run("bench", "all-reduce", *chosen)
+        assert result.exit_code == 0, result.output
+        labels = [f"{name} {route}" for name in ("dynamiq:5", "mxfp8") for route in TOPOLOGIES]
+        assert seen == [[2**16, 2**18], *labels, "bf16 psum"]
+        lines = result.stdout.splitlines()
+        header = next(line for line in lines if line.lstrip().startswith("size"))
+        assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
+        assert "8 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
+        expected = ["bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct"]
+        for size in ("64KiB", "256KiB"):
+            found = [line for line in lines if line.split()[:1] == [size]]
+            assert [name for line in found for name in expected if name in line] == expected
+        document = json.loads(file.read_text())
+        assert document["about"]["jax"] == jax.__version__
+        assert document["about"]["n_devices"] == len(jax.devices())
+        assert len(document["rows"]) == 6
+        assert all(row["transport"] and row["backend"] for row in document["rows"])
+
+    def test_replicas_agree_for_methods_and_baseline(self, all_reduce_rows):
+        assert [row.wrong for row in all_reduce_rows.values()] == [0] * 6
+
+    def test_bandwidths_and_speedups_follow_from_bytes_and_time(self, all_reduce_rows):
+        for (size_bytes, _), row in all_reduce_rows.items():
+            n, seconds = row.n_workers, row.time_us / 1e6
+            busbw = row.size_bytes / seconds / 1e9 * 2 * (n - 1) / n
+            assert row.busbw_gb_per_s == pytest.approx(busbw)
+            assert row.wire_gb_per_s == pytest.approx(row.wire_bytes / seconds / 1e9)
+            assert 0 < row.p10_us <= row.time_us <= row.p90_us
+            baseline = all_reduce_rows[size_bytes, "bf16 psum"]
+            assert row.speedup == pytest.approx(baseline.time_us / row.time_us)
+
+    def test_wire_bytes_and_error_fit_the_method(self, all_reduce_rows):
+        native, five, eight = (
+            all_reduce_rows[2**18, name]
+            for name in ("bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct")
+        )
+        assert native.wire_bytes == 2**18
+        assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.02)
+        assert native.vnmse < eight.vnmse < five.vnmse < 0.02
+
+    def test_halves_move_half_the_bytes(self):
+        half = "psum_scatter"
+        five = contenders.parse_method("dynamiq:5", contenders.parse_topology("direct"), half)
+        native, five = timed([2**18], [five], contenders.uncompressed("bf16", half))
+        assert [native.method, five.method] == ["bf16 psum_scatter", "dynamiq:5 direct"]
+        assert native.wire_bytes == 2**18 // 2
+        assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.03)
+        assert native.vnmse < five.vnmse < 0.02
+        for row in (native, five):
+            assert row.busbw_gb_per_s == pytest.approx(row.size_bytes / row.time_us / 2e3)
+
+
+TOPOLOGIES = ("ring", "direct")
+
+
+def test_without_a_gpu_eight_cpu_workers_stand_in():
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-m", "dynamiq_jax", "explain", "1M"],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.startswith("1M bf16 parameters: 8 workers"), result.stderr
+
+
+@pytest.fixture(scope="module")
+def kernel_rows(tmp_path_factory):
+    file = tmp_path_factory.mktemp("kernels") / "rows.json"
+    chosen = ["--coords", "2^14", "--dither", "--repeats", 3, "--json", file]
+    result = run("bench", "kernels", *chosen)
+    assert result.exit_code == 0, result.output
+    assert all(column.title in result.output for column in tables.KERNEL_COLUMNS)
+    assert "kernels at 5 bits with dither, 16,384 bf16 coordinates" in result.output
+    return {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+class TestKernels:
+    def test_rates_follow_from_bytes_and_time(self, kernel_rows):
+        coding = ("compress", "decompress", "decompress-accumulate-recompress")
+        first = ("copy", "join leaves", "concatenate leaves", "statistics", "plan")
+        assert tuple(kernel_rows) == (*first, *coding)
+        for row in kernel_rows.values():
+            assert row["gb_per_s"] == pytest.approx(row["moved_bytes"] / row["time_us"] / 1e3)
+            fraction = row["gb_per_s"] / kernel_rows["copy"]["gb_per_s"]
+            assert row["copy_fraction"] == pytest.approx(fraction)
+        assert kernel_rows["copy"]["moved_bytes"] == 2 * 2 * 2**14
+
+    def test_moved_bytes_are_gradient_codes_and_plan(self, kernel_rows):
+        layout = kernels.single_chunk(2**14, dq.DynamiQ())
+        plan = layout.super_groups * (4 + 4) + layout.super_groups // TILE_ROWS * 4
+        sent, gathered = (4 * words for words in layout.payload_words)
+        for name, codes in (
+            ("compress", sent),
+            ("decompress", gathered),
+            ("decompress-accumulate-recompress", sent + gathered),
+        ):
+            assert kernel_rows[name]["moved_bytes"] == 2 * 2**14 + codes + plan
+
+
+# --- What is refused before anything is measured --------------------------------------------------
 
 
 @pytest.fixture
@@ -255,173 +196,241 @@ def nothing_is_measured(monkeypatch):
     def measure(*_, **__):
         raise AssertionError("measured")
 
-    places = [(all_reduce, "bench_all_reduce"), (kernels, "bench_kernels"), (cli, "study")]
-    places += [(error, "bench_error"), (error, "synthetic_gradients"), (advice, "bench_links")]
+    places = [(all_reduce, "bench_all_reduce"), (kernels, "bench_kernels"), (simulate, "study")]
+    places += [(error, "bench_error"), (error, "synthetic_gradients"), (settings, "bench_links")]
     for module, name in places:
         monkeypatch.setattr(module, name, measure)
-
-
-WRITERS = [
-    (["bench", "all-reduce"], "--json"),
-    (["bench", "kernels"], "--json"),
-    (["error"], "--json"),
-    (["simulate"], "--json"),
-    (["advise", "--params", "1M"], "--json"),
-    (["advise", "--params", "1M"], "--config"),
-]
-
-
-@pytest.mark.parametrize(("command", "option"), WRITERS, ids=lambda part: str(part))
-@pytest.mark.usefixtures("nothing_is_measured")
-def test_what_cannot_be_written_is_refused_early(command, option, monkeypatch, tmp_path):
-    name = "rows.json"
-    folder, file = tmp_path / f"folder-{name}", tmp_path / name
-    folder.mkdir()
-    assert "is a directory" in refused(*command, option, folder)
-    assert option in refused(*command, option, folder)
-    access = os.access  # root may write everywhere
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
-    said = refused(*command, option, file)
-    assert option in said and "is not writable" in said
-    file.touch()
-    said = refused(*command, option, file)
-    assert option in said and "is not writable" in said
 
 
 GRADIENTS = np.random.default_rng(0).normal(size=(2, 512)).astype(np.float32)
 BROKEN = np.where(np.arange(1024).reshape(2, 512) % 300, GRADIENTS, np.nan)
 LEAVES = {"names": ["a", "b"]}
+ARRAYS = {
+    "g": {"gradients": GRADIENTS},
+    "grads": {"grads": GRADIENTS},
+    "nan": {"gradients": GRADIENTS + np.nan},
+    "broken": {"gradients": BROKEN},
+    "over": {"gradients": 1e39 * np.ones((2, 4))},
+    "zeros": {"gradients": np.zeros((2, 4))},
+    "cancel": {"gradients": np.concatenate([GRADIENTS, -GRADIENTS])},
+    "none": {"gradients": np.zeros((2, 0))},
+    "text": {"gradients": np.array([["a"], ["b"]])},
+    "pickle": {"gradients": np.array([[{}], [{}]])},
+    "half": {"gradients": GRADIENTS, "sizes": [511.5, 0.5], **LEAVES},
+    "minus": {"gradients": GRADIENTS, "sizes": [513, -1], **LEAVES},
+    "true": {"gradients": GRADIENTS[:, :1], "names": ["a"], "sizes": [True]},
+    "sum": {"gradients": GRADIENTS, "sizes": [1, 2], **LEAVES},
+    "names": {"gradients": GRADIENTS, "sizes": [512], **LEAVES},
+    "nameless": {"gradients": GRADIENTS, **LEAVES},
+}
+"""Files of `error --gradients` by name."""
 
 
-@pytest.mark.parametrize(
-    ("arrays", "complaint"),
-    [
-        ({"gradients": GRADIENTS + np.nan}, "has 1,024 NaN or infinite among 1,024 numbers"),
-        ({"gradients": BROKEN}, "'gradients' of g.npz has 4 NaN or infinite among 1,024 numbers"),
-        ({"gradients": 1e39 * np.ones((2, 4))}, "has 8 NaN or infinite among 8"),
-        ({"gradients": np.zeros((2, 4))}, "has no number but 0 among 8 numbers"),
-        ({"gradients": np.zeros((2, 0))}, "has no number but 0 among 0 numbers"),
-        ({"gradients": np.array([["a"], ["b"]])}, "has dtype <U1: save f32"),
-        ({"gradients": np.array([[{}], [{}]])}, "g.npz cannot be read"),
-        ({"gradients": GRADIENTS, "sizes": [511.5, 0.5], **LEAVES}, "'sizes' of g.npz has 511.5"),
-        ({"gradients": GRADIENTS, "sizes": [513, -1], **LEAVES}, "'sizes' of g.npz has -1"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_is_measured")
-def test_gradients_that_cannot_be_measured_are_refused(arrays, complaint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    np.savez("g.npz", **arrays)
-    said = refused("error", "--gradients", "g.npz")
-    assert "--gradients" in said and complaint in said
-
-
-@pytest.mark.parametrize(
-    ("kind", "complaint"),
-    [
-        ("missing", "does not exist"),
-        ("folder", "is a directory"),
-        ("empty", "is not a .npz file"),
-        ("text", "is not a .npz file"),
-        ("npy", "is not a .npz file"),
-        ("cut", "is not a .npz file"),
-        ("damaged", "cannot be read"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_is_measured")
-def test_files_that_hold_no_gradients_are_refused(kind, complaint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    np.savez("good.npz", gradients=GRADIENTS)
-    whole = (tmp_path / "good.npz").read_bytes()
-    np.save("array.npy", GRADIENTS)
-    damaged = bytearray(whole)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of the files that commands are tried with."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, arrays in ARRAYS.items():
+        np.savez(folder / f"{name}.npz", **arrays)
+    whole = (folder / "g.npz").read_bytes()
+    encrypted, damaged = bytearray(whole), bytearray(whole)
+    encrypted[whole.find(b"PK\x03\x04") + 6] |= 1
+    encrypted[whole.find(b"PK\x01\x02") + 8] |= 1
     damaged[len(whole) // 2] ^= 255
-    held = {"empty": b"", "text": b"loss", "cut": whole[:1000], "damaged": bytes(damaged)}
-    held["npy"] = (tmp_path / "array.npy").read_bytes()
-    if kind == "folder":
-        (tmp_path / "g.npz").mkdir()
-    elif kind != "missing":
-        (tmp_path / "g.npz").write_bytes(held[kind])
-    said = refused("error", "--gradients", "g.npz")
-    assert "--gradients" in said and complaint in said
+    np.save(folder / "array.npy", GRADIENTS)
+    held = {"empty": b"", "words": b"loss", "cut": whole[:1000], "damaged": bytes(damaged)}
+    held |= {"encrypted": bytes(encrypted), "npy": (folder / "array.npy").read_bytes()}
+    for name, content in held.items():
+        (folder / f"{name}.npz").write_bytes(content)
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': (2, {10**14})}}"
+    header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n"
+    with zipfile.ZipFile(folder / "huge.npz", "w") as made:
+        made.writestr("gradients.npy", header + bytes(64))
+    save_model_tree(folder / "large.json", jax.ShapeDtypeStruct((4 * 10**12,), jnp.float32))
+    (folder / "true.json").write_text('{"w": [[true], "float32"]}')
+    (folder / "rows.json").write_text("kept")
+    (folder / "linked.npz").hardlink_to(folder / "g.npz")
+    (folder / "folder").mkdir()
+    return folder
+
+
+GIVEN = ["error", "--gradients"]
+ALL_REDUCE = ["bench", "all-reduce"]
+LONG = "a" * 4000
+REFUSED = [
+    # Files that hold no gradients.
+    ([*GIVEN, "missing.npz"], "--gradients", "does not exist"),
+    ([*GIVEN, "folder"], "--gradients", "is a directory"),
+    ([*GIVEN, "empty.npz"], "--gradients", "is not a .npz file"),
+    ([*GIVEN, "words.npz"], "--gradients", "is not a .npz file"),
+    ([*GIVEN, "npy.npz"], "--gradients", "is not a .npz file"),
+    ([*GIVEN, "cut.npz"], "--gradients", "is not a .npz file"),
+    ([*GIVEN, "damaged.npz"], "--gradients", "cannot be read"),
+    ([*GIVEN, "encrypted.npz"], "--gradients", "is encrypted"),
+    ([*GIVEN, "huge.npz"], "--gradients", "huge.npz cannot be read (Unable to allocate"),
+    ([*GIVEN, "pickle.npz"], "--gradients", "pickle.npz cannot be read"),
+    ([*GIVEN, "grads.npz"], "--gradients", "has no array 'gradients'"),
+    ([*GIVEN, "g.npz", "--workers", "3"], "--gradients", "shape (2, 512), and 3 workers are"),
+    ([*GIVEN, "nan.npz"], "--gradients", "has 1,024 NaN or infinite among 1,024 numbers"),
+    ([*GIVEN, "broken.npz"], "--gradients", "has 4 NaN or infinite among 1,024 numbers"),
+    ([*GIVEN, "over.npz"], "--gradients", "has 8 NaN or infinite among 8"),
+    ([*GIVEN, "zeros.npz"], "--gradients", "has the sum 0 over 2 workers"),
+    ([*GIVEN, "cancel.npz"], "--gradients", "has the sum 0 over 4 workers"),
+    ([*GIVEN, "none.npz"], "--gradients", "has the sum 0 over 2 workers"),
+    ([*GIVEN, "text.npz"], "--gradients", "has dtype <U1: save f32"),
+    ([*GIVEN, "half.npz"], "--gradients", "'sizes' of half.npz has 511.5"),
+    ([*GIVEN, "minus.npz"], "--gradients", "'sizes' of minus.npz has -1"),
+    ([*GIVEN, "true.npz"], "--gradients", "'sizes' of true.npz has True"),
+    ([*GIVEN, "sum.npz"], "--gradients", "add up to 3 coordinates and 'gradients' has 512"),
+    ([*GIVEN, "names.npz"], "--gradients", "'names' of names.npz has 2 leaves and 'sizes' has 1"),
+    ([*GIVEN, "nameless.npz"], "--gradients", "has 2 leaves and 'sizes' has 0"),
+    # Models.
+    (["advise", "large.json"], "MODEL", "has 4,000,000,000,000 coordinates"),
+    (["advise", "true.json"], "MODEL", "leaf 'w' is [[True], 'float32']"),
+    (["advise", "4e12"], "MODEL", "'4e12' is 4e+12 parameters: one leaf takes 1 to 2,147,483,647"),
+    (["advise", "7B"], "MODEL", "pass the leaves of a larger model in a file of save_model_tree"),
+    (["advise", "1.5"], "MODEL", "'1.5' is neither a file nor a whole number of parameters"),
+    (["advise", "nan"], "MODEL", "'nan' is neither a file nor a whole number"),
+    (["explain", "missing.json"], "MODEL", "'missing.json' is neither a file nor"),
+    (["explain", "g.npz"], "MODEL", "g.npz is not JSON"),
+    # Files that cannot be written.
+    ([*GIVEN, "g.npz", "--json", "g.npz"], "--json", "g.npz is read or written by this command"),
+    ([*GIVEN, "g.npz", "--json", "./g.npz"], "--json", "is read or written by this command"),
+    ([*GIVEN, "g.npz", "--json", "linked.npz"], "--json", "is read or written by this command"),
+    (["advise", "true.json", "--json", "true.json"], "MODEL", ""),
+    (["advise", "rows.json", "--json", "rows.json"], "MODEL", ""),
+    *(
+        ([*command, "--json", file], "--json", complaint)
+        for command in (["error"], ["simulate"], ALL_REDUCE, ["bench", "kernels"], ["advise", "1M"])
+        for file, complaint in (
+            ("/dev/full", "is not a regular file"),
+            ("folder", "is not a regular file"),
+            ("nowhere/rows.json", "there is no folder nowhere: create it first"),
+            ("/proc/rows.json", "cannot be written"),
+        )
+    ),
+    (["advise", "1M", "--config", "a.json", "--json", "a.json"], "--json", "is read or written"),
+    (["advise", "1M", "--config", "a.yaml"], "--config", "a.yaml must end in .json or .toml"),
+    # Long values.
+    (["error", "--methods", LONG], "--methods", "is not known: pass one of dynamiq"),
+    (["error", "--methods", "a " * 2000], "--methods", "powersgd, arc-top-k"),
+    (["advise", LONG], "MODEL", "is neither a file nor"),
+    (["error", "--methods", "\x1b[31m:5"], "--methods", r"method '\x1b[31m' is not known"),
+    # Options by name.
+    ([*ALL_REDUCE, "--methods", "dynamic:5"], "--methods", "method 'dynamic' is not known"),
+    ([*ALL_REDUCE, "--methods", "dynamiq:five"], "--methods", "'five' is not a number of bits"),
+    ([*ALL_REDUCE, "--methods", "dynamiq:99"], "--methods", "99"),
+    ([*ALL_REDUCE, "--methods", "thc:nan"], "--methods", "'nan' is not a number"),
+    ([*ALL_REDUCE, "--methods", "thc:inf"], "--methods", "'inf' is not a number"),
+    ([*ALL_REDUCE, "--methods", "marsit"], "--methods", "'marsit' has memory, which is empty"),
+    ([*ALL_REDUCE, "--topology", "torus"], "--topology", "topology 'torus' is not known"),
+    ([*ALL_REDUCE, "--topology", "hierarchical"], "--topology", "or --nodes 2 or more"),
+    ([*ALL_REDUCE, "--sizes", "16Mb1"], "--sizes", "size '16Mb1' is not a size"),
+    ([*ALL_REDUCE, "--sizes", "1MiB,3B"], "--sizes", "size '3B' is 3 bytes"),
+    ([*ALL_REDUCE, "--sizes", "0"], "--sizes", "size '0' is 0 bytes"),
+    ([*ALL_REDUCE, "--sizes", "4GiB"], "--sizes", "under 4GiB"),
+    ([*ALL_REDUCE, "--repeats", "0"], "--repeats", ""),
+    ([*ALL_REDUCE, "--iterations", "0"], "--iterations", ""),
+    ([*ALL_REDUCE, "--process-id", "1"], "--process-id", "not below --processes 1"),
+    ([*ALL_REDUCE, "--nodes", "3"], "--nodes", "8 devices are not 3 equal nodes"),
+    (["bench", "kernels", "--coords", "many"], "--coords", "coords 'many' is not a whole number"),
+    (["bench", "kernels", "--coords", "2^31"], "--coords", "pass 1 to 2^31 - 1"),
+    (["bench", "kernels", "--coords", "9^99999999"], "--coords", "pass 1 to 2^31 - 1"),
+    (["bench", "kernels", "--bits", "1"], "--bits", "raise bits, or pass a narrower"),
+    (["bench", "kernels", "--backend", "cuda"], "--backend", "'cuda'"),
+    (["error", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
+    (["error", "--workers", "3", "--topology", "butterfly"], "--topology", "the axis has 3"),
+    (["error", "--super-groups", "8388608"], "--super-groups", ""),
+    (["simulate", "--super-groups", "8388608"], "--super-groups", ""),
+    (["simulate", "--methods", "dynamiq:x"], "--methods", "'x' is not a number of bits"),
+    (["simulate", "--methods", "dynamiq:2"], "--methods", "raise bits, or pass a narrower"),
+    (["simulate", "--methods", "thc:4"], "--methods", "a method over topologies and without memo"),
+    (["simulate", "--methods", "dynamiq-ef14:4"], "--methods", "and without memory is simulated"),
+    (["simulate", "--topology", "torus"], "--topology", "topology 'torus' is not known"),
+    (["simulate", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
+    (["simulate", "--workers", "12", "--topology", "butterfly"], "--topology", "power of two"),
+    (["advise", "1M", "--bits", ","], "--bits", "'' is not a number of bits"),
+    (["advise", "1M", "--bits", "4,x"], "--bits", "'x' is not a number of bits"),
+    (["advise", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
+    (["advise", "1M", "--step-time-ms", "0"], "--step-time-ms", "0 is not a positive number"),
+    (["advise", "1M", "--step-time-ms", "inf"], "--step-time-ms", "inf is not"),
+    (["advise", "1M", "--topology", "torus"], "--topology", "topology 'torus' is not known"),
+    (["advise", "1M", "--topology", "hierarchical"], "--topology", "two axes"),
+    (["advise", "1M", "--config", "a.json"], "--config", "a CPU gives no advice"),
+    (
+        ["advise", "1M", "--processes", "2", "--process-id", "2"],
+        "--process-id",
+        "2 is not below --processes 2",
+    ),
+    (
+        ["advise", "1M", "--processes", "2", "--coordinator", "host"],
+        "--coordinator",
+        "'host' has no port",
+    ),
+    (["explain", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
+    (["explain", "1M", "--rate", "fast"], "--rate", "rate='fast'"),
+    (["explain", "1M", "--workers", "8", "--nodes", "3"], "--nodes", "8 workers are not 3 equal"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option", "complaint"),
-    [
-        # Errors name the option that they are about.
-        (["bench", "all-reduce", "--transport", "nccl"], "--transport", "transport='nccl'"),
-        (["bench", "all-reduce", "--devices", "99"], "--devices", "99 devices"),
-        (["bench", "all-reduce", "--topology", "hierarchical"], "--topology", "or --nodes 2"),
-        (["bench", "kernels", "--widths", "4,15", "--dither"], "--widths", "widths=(4, 15)"),
-        (["simulate", "--bits", "2"], "--bits", "bits=2"),
-        (["simulate", "--bits", "x"], "--bits", "'x' is not a number of bits"),
-        (["simulate", "--bits", "5,nan"], "--bits", "'nan' is not a number of bits"),
-        (["simulate", "--floor", "99"], "--floor", "floor=99"),
-        (["simulate", "--levels", "up"], "--levels", "levels='up'"),
-        (["simulate", "--rounding", "up"], "--rounding", "rounding='up'"),
-        (["simulate", "--balance", "nan"], "--balance", "balance=nan"),
-        (["simulate", "--inner", "5", "--topology", "hierarchical"], "--inner", "sets of 5"),
-        (["error", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
-        # What does not go together is known before it is compiled.
-        (["error", "--workers", "3", "--topology", "butterfly"], "--topology", "the axis has 3"),
-        (
-            ["bench", "all-reduce", "--devices", "6", "--topology", "butterfly"],
-            "--topology",
-            "the axis has 6",
-        ),
-        (
-            ["bench", "all-reduce", "--devices", "3", "--collective", "psum_scatter"],
-            "--sizes",
-            "multiple of 6 bytes",
-        ),
-        (["bench", "all-reduce", "--process-id", "1"], "--process-id", "not below --processes 1"),
-        (
-            ["advise", "--params", "1M", "--processes", "2", "--process-id", "2"],
-            "--process-id",
-            "2 is not below --processes 2",
-        ),
-        (
-            ["advise", "--params", "1M", "--processes", "2", "--coordinator", "host"],
-            "--coordinator",
-            "'host' has no port",
-        ),
-        # Numbers that are none.
-        (["bench", "all-reduce", "--methods", "thc:nan"], "--methods", "'nan' is not a number"),
-        (["bench", "all-reduce", "--methods", "thc:inf"], "--methods", "'inf' is not a number"),
-        (["bench", "kernels", "--coords", "9^99999999"], "--coords", "pass 1 to 2^31 - 1"),
-        (["error", "--super-groups", "8388608"], "--super-groups", ""),
-        (["simulate", "--super-groups", "8388608"], "--super-groups", ""),
-        (["advise", "--params", "1.5"], "--params", "'1.5' is not a whole number of parameters"),
-        (["advise", "--params", "nan"], "--params", "'nan' is not a whole number"),
-        (["advise", "--sizes", "6B", "--dtype", "f32"], "--sizes", "multiple of 4 bytes"),
-        (["advise", "--params", "1M", "--bits", ","], "--bits", "'' is not a number of bits"),
-        (["advise", "--params", "1M", "--step-time-ms", "0"], "--step-time-ms", "0 is not a pos"),
-        (["advise", "--params", "1M", "--step-time-ms", "inf"], "--step-time-ms", "inf is not"),
-    ],
+    ("arguments", "option", "complaint"), REFUSED, ids=lambda part: plain(str(part))[:40]
 )
 @pytest.mark.usefixtures("nothing_is_measured")
-def test_errors_name_the_option_before_anything_is_measured(
-    arguments, option, complaint, monkeypatch
+def test_a_line_names_the_option_before_anything_is_measured(
+    arguments, option, complaint, monkeypatch, files
 ):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_: None)
+    monkeypatch.chdir(files)
     said = refused(*arguments)
-    assert re.search(f"Invalid value for '?{option}'?: ", said)
+    assert re.search(f"Invalid value for '?{option}'?: ", said), said
     assert complaint in said
+    assert (files / "rows.json").read_text() == "kept"
 
 
-@pytest.mark.parametrize("kind", [ValueError, NotImplementedError, OSError])
-def test_what_the_library_or_the_system_refuses_is_a_message(monkeypatch, kind):
+def test_a_file_that_is_replaced_is_named_before(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    said = run("error", "--workers", "3", "--topology", "butterfly", "--json", "rows.json").stderr
+    assert said.startswith("--json replaces rows.json (4 bytes)\n")
+
+
+def test_a_full_disk_is_noticed_before(monkeypatch, tmp_path):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(options.tempfile, "TemporaryFile", full)
+    said = refused("error", "--json", tmp_path / "new.json")
+    assert "new.json cannot be written (No space left on device)" in said
+
+
+def test_names_of_users_are_text_and_no_markup(tmp_path):
+    file = tmp_path / "[b]g.npz"
+    leaf = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
+    np.savez(file, gradients=leaf, names=["[/red]\x1b[31mx"], sizes=[4096])
+    ran = run("error", "--gradients", file, "--methods", "bf16", "--seeds", 1)
+    assert ran.exit_code == 0, ran.output
+    assert "[/red] [31mx" in ran.stdout and "[b]g.npz" in ran.stdout
+    assert "\x1b" not in ran.output
+
+
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError, OSError, MemoryError])
+def test_refusals_of_the_library_and_the_system_are_a_line(monkeypatch, kind):
     def refuse(*_, **__):
         raise kind("widths are too wide")
 
     monkeypatch.setattr(kernels, "bench_kernels", refuse)
-    assert "Invalid value: widths are too wide" in refused("bench", "kernels")
+    assert refused("bench", "kernels") == "Error: widths are too wide"
 
 
 def test_the_version_is_that_of_the_library_and_of_jax():
     result = run("--version")
     assert result.exit_code == 0
     assert result.output == f"dynamiq_jax {dq.__version__}, jax {jax.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_without_a_command_there_is_help(arguments):
+    assert "Usage: " in run(*arguments).output
 
 
 class TestData:
@@ -539,11 +548,3 @@ def test_transport_label_of_copy_engines(monkeypatch):
     assert all_reduce.transport("gpu", collectives, told) == "p2p, NCCL copy engines"
     assert all_reduce.transport("gpu", None, told) == "p2p, NCCL"
     assert all_reduce.transport("gpu", None, {"NCCL_CTA_POLICY": "2"}) == "p2p, NCCL"
-
-
-def test_a_transport_is_that_of_the_topology_or_of_the_outer_one():
-    assert contenders.parse_topology("ring", 1, "permutes") == dq.Ring(transport="permutes")
-    outer = contenders.parse_topology("hierarchical", 2, "permutes").outer
-    assert outer == dq.Butterfly(transport="permutes")
-    with pytest.raises(ValueError, match="transport='nccl'"):
-        contenders.parse_topology("ring", 1, "nccl")

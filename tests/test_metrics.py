@@ -7,6 +7,7 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.methods.metrics import worst_leaf_error
 
 
 def test_vnmse_is_error_over_norm():
@@ -45,27 +46,27 @@ def test_worst_leaf_error_is_the_largest_of_all_leaves():
     exact = {"a": jnp.array([3.0, 4.0]), "b": [jnp.array([[0.0, 12.0]]), jnp.array(2.0)]}
     estimate = {"a": jnp.array([3.0, 2.0]), "b": [jnp.array([[3.0, 12.0]]), jnp.array(2.5)]}
     # 4 / 25, 9 / 144 and 0.25 / 4
-    assert float(dq.worst_leaf_error(estimate, exact)) == pytest.approx(4 / 25, rel=1e-6)
+    assert float(worst_leaf_error(estimate, exact)) == pytest.approx(4 / 25, rel=1e-6)
     estimate["a"] = exact["a"]
     estimate["b"][1] = jnp.array(3.0)
-    assert float(dq.worst_leaf_error(estimate, exact)) == pytest.approx(1 / 4, rel=1e-6)
+    assert float(worst_leaf_error(estimate, exact)) == pytest.approx(1 / 4, rel=1e-6)
 
 
 def test_worst_leaf_error_leaves_small_leaves_out():
     exact = {"large": jnp.ones((2, 3)), "small": jnp.ones(5)}
     estimate = {"large": jnp.full((2, 3), 1.5), "small": jnp.full(5, 2.0)}
-    found = {n: float(dq.worst_leaf_error(estimate, exact, min_size=n)) for n in (0, 5, 6, 7)}
+    found = {n: float(worst_leaf_error(estimate, exact, min_size=n)) for n in (0, 5, 6, 7)}
     assert found == {0: 1.0, 5: 1.0, 6: 0.25, 7: 0.0}
 
 
 def test_worst_leaf_error_of_zeros():
     zero, one = jnp.zeros(3), jnp.ones(3)
-    assert float(dq.worst_leaf_error({}, {})) == 0.0
-    assert float(dq.worst_leaf_error(zero, zero)) == 0.0
-    assert float(dq.worst_leaf_error(zero, one)) == 1.0
+    assert float(worst_leaf_error({}, {})) == 0.0
+    assert float(worst_leaf_error(zero, zero)) == 0.0
+    assert float(worst_leaf_error(zero, one)) == 1.0
     # What a zero leaf gets does not hide the others.
-    assert float(dq.worst_leaf_error([one, 1.5 * one], [zero, one])) == 0.25
-    assert float(dq.worst_leaf_error(one, zero)) == 0.0
+    assert float(worst_leaf_error([one, 1.5 * one], [zero, one])) == 0.25
+    assert float(worst_leaf_error(one, zero)) == 0.0
 
 
 def test_worst_leaf_error_shows_what_is_not_finite():
@@ -73,15 +74,15 @@ def test_worst_leaf_error_shows_what_is_not_finite():
     for wrong, expected in ((jnp.nan, np.nan), (jnp.inf, np.inf)):
         estimate = [jnp.array([1.0, wrong, 1.0]), jnp.full(3, 2.0)]
         for order in (1, -1):
-            found = float(dq.worst_leaf_error(estimate[::order], exact))
+            found = float(worst_leaf_error(estimate[::order], exact))
             np.testing.assert_equal(found, expected)
-    assert np.isnan(float(dq.worst_leaf_error(exact, [jnp.full(3, jnp.nan), exact[1]])))
+    assert np.isnan(float(worst_leaf_error(exact, [jnp.full(3, jnp.nan), exact[1]])))
 
 
 def test_worst_leaf_error_compiles_and_takes_low_precision():
     exact = {"a": jnp.full(1024, 3.0, jnp.bfloat16), "b": jnp.ones(4, jnp.float16)}
     estimate = {"a": jnp.full(1024, 6.0, jnp.bfloat16), "b": jnp.ones(4)}
-    found = jax.jit(dq.worst_leaf_error, static_argnames="min_size")(estimate, exact, min_size=4)
+    found = jax.jit(worst_leaf_error, static_argnames="min_size")(estimate, exact, min_size=4)
     assert found.dtype == jnp.float32
     assert found.shape == ()
     assert float(found) == 1.0
@@ -90,7 +91,7 @@ def test_worst_leaf_error_compiles_and_takes_low_precision():
 def test_worst_leaf_error_refuses_different_structures():
     for estimate in ({"b": jnp.ones(2)}, [jnp.ones(2), jnp.ones(2)]):
         with pytest.raises(ValueError):
-            dq.worst_leaf_error(estimate, {"a": jnp.ones(2)})
+            worst_leaf_error(estimate, {"a": jnp.ones(2)})
 
 
 def test_mixture_has_the_papers_magnitudes():

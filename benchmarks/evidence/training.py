@@ -41,7 +41,7 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ from dynamiq_jax.optax import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llm_data import load_corpus  # pyright: ignore[reportMissingImports]
+from llm_data import Corpus, load_corpus  # pyright: ignore[reportMissingImports]
 
 Tree = Any
 Row = dict[str, Any]
@@ -78,6 +78,7 @@ EARLY_STEPS = 50
 """Steps after the first quarter of the training, which "early" averages."""
 CPU_SEEDS = 2
 """That one program trains by default on a CPU."""
+FOLDER = "benchmarks/evidence"
 LABEL = ("model", "init", "optimiser", "method", "topology")
 """Settings that name a row."""
 
@@ -105,6 +106,8 @@ class Shape(NamedTuple):
     """That a GPU trains in one program."""
     remat: bool = False
     """Recompute each block in the backward pass: less memory, a third more work."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """How `jax.nn.dot_product_attention` computes it; cuDNN's wants bf16."""
 
 
 MODELS = {
@@ -194,7 +197,9 @@ def _block(shape: Shape, x: Array, layer: Tree) -> tuple[Array, None]:
     """One decoder layer on ``[B, T, dim]``, as `lax.scan` takes it."""
     y = _norm(x, layer["attention_norm"])
     q, k, v = (times(y, layer, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
-    attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+    attended = jax.nn.dot_product_attention(
+        _rotate(q), _rotate(k), v, is_causal=True, implementation=shape.attention
+    )
     x = x + times(attended.reshape(x.shape), layer, "o")
     y = _norm(x, layer["mlp_norm"])
     hidden = jax.nn.silu(times(y, layer, "gate")) * times(y, layer, "up")
@@ -206,7 +211,12 @@ def loss(shape: Shape, params: Tree, tokens: Array) -> Array:
     # Looked up in f32: gradients of rows that a batch uses often are summed in f32, too.
     x = params["embed"][tokens[:, :-1]].astype(shape.dtype)
     block = partial(_block, shape)
-    x, _ = lax.scan(jax.checkpoint(block) if shape.remat else block, x, params["blocks"])
+    block = jax.checkpoint(block) if shape.remat else block
+    if isinstance(params["blocks"], list):  # as `unstack` gives them
+        for layer in params["blocks"]:
+            x, _ = block(x, layer)
+    else:
+        x, _ = lax.scan(block, x, params["blocks"])
     logits = _norm(x, params["norm"]) @ params["head"].astype(shape.dtype)
     logits = logits.astype(jnp.float32)
     target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -218,6 +228,8 @@ def loss(shape: Shape, params: Tree, tokens: Array) -> Array:
 AXIS = "data"
 MIN_LEAF_SIZE = 4096
 """Smaller leaves are summed exactly, by every method."""
+MAX_NORM = 1.0
+"""To which the norm of gradients is clipped."""
 
 EXACT, BF16 = "exact", "bf16-psum"
 DITHER_AXIS = partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto"))
@@ -450,8 +462,10 @@ def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str)
 # --- Training -------------------------------------------------------------------------------------
 
 
-def make_optimizer(name: str, steps: int) -> optax.GradientTransformation:
-    """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to norm 1.
+def make_optimizer(
+    name: str, steps: int, max_norm: float | None = MAX_NORM
+) -> optax.GradientTransformation:
+    """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to ``max_norm``.
 
     The caller multiplies its updates by the peak learning rate, in which they are linear. AdamW
     and Lion decay matrices by 0.1, SGD decays nothing. Muon takes the matrices of the blocks,
@@ -476,7 +490,8 @@ def make_optimizer(name: str, steps: int) -> optax.GradientTransformation:
         "muon": muon,
         "lion": lambda: optax.lion(rate, **decay),
     }
-    return optax.chain(optax.clip_by_global_norm(1.0), makers[name]())
+    clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
+    return optax.chain(clip, makers[name]())
 
 
 def has_muon() -> bool:
@@ -623,13 +638,17 @@ class Task(NamedTuple):
 def load_task(name: str, n_workers: int, steps: int | None) -> Task:
     """The model called ``name`` with its text."""
     shape = MODELS[name]
-    corpus = load_corpus(shape.vocab_size)
+    return make_task(name, shape, n_workers, steps or shape.steps, load_corpus(shape.vocab_size))
+
+
+def make_task(name: str, shape: Shape, n_workers: int, steps: int, corpus: Corpus) -> Task:
+    """A model with a text."""
     length = shape.seq_len + 1
     starts = np.linspace(0, len(corpus.validation) - length, shape.windows).astype(np.int64)
     windows = corpus.validation[starts[:, None] + np.arange(length)]
     digest = f"{zlib.crc32(corpus.validation, zlib.crc32(corpus.train)):08x}"
     text = jax.device_put(corpus.train)
-    return Task(name, shape, steps or shape.steps, n_workers, text, windows, digest)
+    return Task(name, shape, steps, n_workers, text, windows, digest)
 
 
 def window_starts(task: Task, seed: int) -> np.ndarray:
@@ -766,7 +785,7 @@ def environment() -> dict[str, str]:
     """Command line, hardware, versions and time."""
     packages = (f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax"))
     return {
-        "command": f"python benchmarks/evidence/training.py {shlex.join(sys.argv[1:])}".strip(),
+        "command": shlex.join(["python", f"{FOLDER}/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "device": jax.devices()[0].device_kind,
         "host": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *packages]),

@@ -1,20 +1,23 @@
-"""Files of a model's shapes, for ``dynamiq-jax advise --model-tree``."""
+"""Files of a model's shapes, for ``dynamiq-jax advise`` and ``dynamiq-jax explain``."""
 
 import json
 import math
+import os
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dynamiq_jax.commands.bench.contenders import MAX_COORDS, parse_params
 from dynamiq_jax.tree.leaves import describe_leaves, holds_numbers
 
 
 def save_model_tree(file: str | Path, params: Any) -> None:
-    """Writes names, shapes and dtypes of all leaves, for ``dynamiq-jax advise --model-tree``.
+    """Writes names, shapes and dtypes of all leaves, for ``dynamiq-jax advise`` and ``explain``.
 
     Gradients have the shapes and dtypes of parameters. The file is JSON, in the tree's order:
     ``{"['wte']": [[50304, 768], "float32"], ...}``.
@@ -61,3 +64,43 @@ def _leaf(entry: Any) -> jax.ShapeDtypeStruct:
     if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
         raise ValueError(f"it has more than {sys.maxsize} bytes")
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def model_file(model: str) -> Path | None:
+    """The file that a command's MODEL names, or `None` if it names none."""
+    return Path(model) if os.path.isfile(model) else None  # noqa: PTH113  # also of long names
+
+
+def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
+    """The name of a model and its leaves: those of a file, or one bf16 leaf of so many parameters.
+
+    Args:
+      model: a file of `save_model_tree`, or a number as ``125M``.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if file := model_file(model):
+        return file.name, load_model_tree(file)
+    count = parse_params(model)
+    return f"{model} bf16 parameters", {"model": jax.ShapeDtypeStruct((count,), jnp.bfloat16)}
+
+
+def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    """The leaves that can be timed: no integers, which always travel exactly, and no empty ones.
+
+    Raises:
+      ValueError: there are none, or one is too large for test data of its size.
+    """
+    found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
+    if not found:
+        raise ValueError(
+            f"none of {len(tree)} leaves has floating-point numbers; pass a model's gradients"
+        )
+    for name, leaf in found.items():
+        if leaf.size > MAX_COORDS:
+            raise ValueError(
+                f"leaf {name!r} has {leaf.size:,} coordinates, and test data of at most "
+                f"{MAX_COORDS:,} are made on each device: pass what one device holds of it"
+            )
+    return list(found.values())

@@ -8,7 +8,7 @@ chunk's coordinates fit 8 bits.
 
 Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
 Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
-Its ``eta`` is the beta of the paper.
+The paper's low-pass filter of that memory is not here.
 """
 
 import math
@@ -20,10 +20,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer
 
-from dynamiq_jax.comparators.native import ROUNDING, NativeSumMethod, native_sum
+from dynamiq_jax.comparators.native import (
+    ROUNDING,
+    NativeMethod,
+    check_density,
+    native_sum,
+    with_room,
+)
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
@@ -38,7 +44,7 @@ class CLTKState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(NativeSumMethod, TellsLosses):
+class CLTK(NativeMethod, TellsLosses):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
     Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
@@ -55,12 +61,9 @@ class CLTK(NativeSumMethod, TellsLosses):
     chunk_size: int = 256
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"density={self.density} must be above 0 and at most 1; pass 1 for all"
-            )
+        check_density(self.density)
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
 
@@ -70,8 +73,7 @@ class CLTK(NativeSumMethod, TellsLosses):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        bits = (8 + 16) * -(-size // self.chunk_size) * self._count
-        return 2 * (n_workers - 1) * bits // n_workers
+        return ring_bits((8 + 16) * -(-size // self.chunk_size) * self._count, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
@@ -81,9 +83,7 @@ class CLTK(NativeSumMethod, TellsLosses):
             chunks = self._cut(x.astype(jnp.float32))
             leads = axis.index == (state.step % n_workers if state else 0)
             places = self._places(chunks, leads, axis)
-            # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if call.keep_error else LARGEST
-            values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
+            values = with_room(jnp.take_along_axis(chunks, places, axis=1), call)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
             sent, total = native_sum(values, "bf16", axis)

@@ -30,13 +30,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
-from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.comparators.noise import chunk_noise, uniform
+from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, with_memory
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, ring_bits, with_memory
 from dynamiq_jax.methods.hops import Bound, HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, sent_bits
 from dynamiq_jax.topologies import Topology
@@ -47,8 +46,6 @@ UNIT = 32
 LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096
 """Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
-FULL_BITS = 32
-"""Bits of a coordinate in a round of full precision."""
 
 
 class MarsitState(NamedTuple):
@@ -99,7 +96,7 @@ class Marsit(HopMethod):
     block_size: int = 1024
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
         period = self.period
         if period is not None and not 2 <= period <= LONGEST_PERIOD:
@@ -192,10 +189,9 @@ class Marsit(HopMethod):
         """The bits of what every round agrees on, of a round of signs, and of a full one."""
         layout = self.bind(size, n_workers, topology).layout
         payload = 32 * bit_words(layout.chunk_size, 1)
-        passes = 2 * (n_workers - 1)
-        agreed = passes * 32 * (-(-size // self.block_size) + 1) // n_workers
+        agreed = ring_bits(32 * (-(-size // self.block_size) + 1), n_workers)
         one_bit = sent_bits(payload, layout, topology.stages(n_workers))
-        return agreed, one_bit, passes * FULL_BITS * size // n_workers
+        return agreed, one_bit, ring_bits(32 * size, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""

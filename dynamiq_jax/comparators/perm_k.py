@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, UInt
 
+from dynamiq_jax.comparators.native import NativeMethod
 from dynamiq_jax.core.seeds import seed_of
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Method, Outcome, clipped
+from dynamiq_jax.methods.base import Call, Outcome, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PermK(Method):
+class PermK(NativeMethod):
     """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
 
     Unbiased, but for rounding to bf16. A NaN or infinity on any worker makes all coordinates NaN
@@ -33,25 +33,9 @@ class PermK(Method):
     bf16 number. Serves ``topology=None`` only.
     """
 
-    def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
-        check_fields(self)
-
-    @property
-    def native_by_default(self) -> bool:
-        """It gathers by XLA's own collective."""
-        return True
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: PermK gathers natively only; leave topology=None"
-            )
-
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""
-        return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 64 // n_workers
+        return (n_workers - 1) * 16 * -(-size // n_workers) + ring_bits(64, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""

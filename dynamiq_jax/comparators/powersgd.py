@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.comparators.native import MatrixMethod, Wire, native_sum
+from dynamiq_jax.comparators.native import WIRE_BITS, MatrixMethod, Wire, native_sum
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
@@ -45,7 +45,7 @@ class PowerSGDState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PowerSGD(MatrixMethod, TellsLosses):
+class PowerSGD(MatrixMethod):
     """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
 
     Biased: what is not in the factors is lost without `ErrorFeedback`. A NaN or infinity on any
@@ -68,15 +68,9 @@ class PowerSGD(MatrixMethod, TellsLosses):
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-
-    @property
-    def min_side(self) -> int:
-        """Twice the rank: factors take less than the matrix."""
-        return 2 * self.rank
+        self.check_rank()
 
     def init(self, size: int, n_workers: int) -> State:
         """A factor at random, the same for all leaves of its shape."""
@@ -84,8 +78,8 @@ class PowerSGD(MatrixMethod, TellsLosses):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
-        return 2 * (n_workers - 1) * bits // n_workers
+        bits = WIRE_BITS[self.wire] * self._columns(size) * sum(self.shape_of(size))
+        return ring_bits(bits, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""

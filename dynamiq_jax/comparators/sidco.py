@@ -30,10 +30,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.blocks import BlockMethod
-from dynamiq_jax.comparators.native import ROUNDING
+from dynamiq_jax.comparators.native import ROUNDING, BlockMethod
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
@@ -78,7 +77,7 @@ class SIDCo(BlockMethod):
     block_size: int = 64
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
@@ -93,19 +92,18 @@ class SIDCo(BlockMethod):
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         blocks = self.n_blocks(size)
-        bits = 16 * blocks + 16 * self._room(blocks) * self.block_size
-        return 2 * (n_workers - 1) * bits // n_workers
+        return ring_bits(16 * blocks + 16 * self._room(blocks) * self.block_size, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
-        axis, n_workers, state = call.axis, call.n_workers, call.state
-        own = state or self.init(x.shape[0], n_workers)
+        state = call.state
+        own = state or self.init(x.shape[0], call.n_workers)
         with jax.named_scope("sidco_all_reduce"):
-            blocks, _, energy = self.measured(x, axis, n_workers)
+            blocks, _, energy = self.measured(x, call)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)
-            place, stages = (axis.assume_invarying(s) for s in (own.place, own.stages))
+            place, stages = (call.axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
             result, left = self.sum_of(blocks, chosen, finite, x, call)

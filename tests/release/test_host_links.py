@@ -72,11 +72,8 @@ def test_links_of_hosts_with_two_devices_carry_the_bytes_explained(tmp_path):
 @pytest.mark.parametrize("n", [2, 4])
 def test_advise_measures_the_rate_of_a_link(tmp_path, n):
     file = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "dynamiq_jax", "advise", "--params", "10K", "--json", file]
+    command = [sys.executable, "-m", "dynamiq_jax", "advise", "10K", "--json", file]
     command += ["--processes", n, "--process-id", "%i", "--coordinator", f"10.7.0.1:{hosts.PORT}"]
     run_on_hosts(tmp_path, n, 1, "100mbit", *command)
     found = json.loads(file.read_text())["links"]
     assert found[-1]["gb_per_s"] == pytest.approx(0.0125, rel=0.2)
-    said = (tmp_path / "host0.log").read_text()
-    slow = any(row["gb_per_s"] < 0.8 * found[-1]["gb_per_s"] for row in found)
-    assert ("take turns" in " ".join(said.split())) == slow

@@ -8,8 +8,7 @@ the timed program returns are computed once, outside the timing.
 
 Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
 
-* algbw = s / t;
-* busbw = algbw * 2(n-1)/n, what a bf16 all-reduce in that time would move per link;
+* busbw = s / t * 2(n-1)/n, what a bf16 all-reduce in that time would move per link;
 * wire bandwidth = bytes one worker really sends / t, far less than busbw when compressed;
 * vNMSE = |estimate - sum|^2 / |sum|^2 against the exact f32 sum;
 * wrong = coordinates that are not the same bits on all workers; anything but 0 is a defect.
@@ -19,15 +18,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
+from dynamiq_jax.commands import options
+from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Collective, Contender
 from dynamiq_jax.commands.bench.timing import (
     Announce,
@@ -37,6 +39,7 @@ from dynamiq_jax.commands.bench.timing import (
     silent,
     time_calls,
 )
+from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.xla import compiled_by, compiler_options, copy_engines, jit
 from dynamiq_jax.topologies import with_transport
@@ -57,7 +60,6 @@ class AllReduceRow:
     time_us: float
     p10_us: float
     p90_us: float
-    algbw_gb_per_s: float
     busbw_gb_per_s: float
     wire_gb_per_s: float
     wire_bytes: int
@@ -269,7 +271,6 @@ def _row(
     contender: Contender, timing: Timing, *, baseline_us: float, size_bytes: int, **rest: Any
 ) -> AllReduceRow:
     n_workers, wire_bytes = rest["n_workers"], rest["wire_bytes"]
-    algbw = size_bytes / timing.median_us / 1e3
     passes = 2 if contender.collective == "psum" else 1
     return AllReduceRow(
         size_bytes=size_bytes,
@@ -277,10 +278,74 @@ def _row(
         time_us=timing.median_us,
         p10_us=timing.p10_us,
         p90_us=timing.p90_us,
-        algbw_gb_per_s=algbw,
-        busbw_gb_per_s=algbw * passes * (n_workers - 1) / n_workers,
+        busbw_gb_per_s=passes * (n_workers - 1) / n_workers * size_bytes / timing.median_us / 1e3,
         wire_gb_per_s=wire_bytes / timing.median_us / 1e3,
         speedup=baseline_us / timing.median_us,
         backend=contender.backend,
         **rest,
     )
+
+
+def command(
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="bf16 leaf per device (default: 16MiB,64MiB,1GiB; on CPU 1MiB,4MiB)."),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods with their wire bits per coordinate.")
+    ] = "dynamiq:5,dynamiq:4",
+    topology: Annotated[
+        str, typer.Option(help="direct, ring, butterfly, hierarchical (needs --nodes), or several.")
+    ] = "direct",
+    nodes: options.Nodes = 1,
+    processes: options.Processes = None,
+    process_id: options.ProcessId = 0,
+    coordinator: options.Coordinator = "localhost:29400",
+    repeats: options.Repeats = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="All-reduces per sample (default: by size).")
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Time compressed all-reduces against bf16 psum.
+
+    With --processes, or under srun, run it in every process; the first one reports.
+    """
+    options.writable({"--json": json_file}, first=process_id == 0)
+    routes = [
+        checked("--topology", contenders.parse_topology, name, nodes)
+        for name in contenders.parts(topology)
+    ]
+    chosen = [
+        checked("--methods", contenders.parse_timed, text, route)
+        for text in contenders.parts(methods)
+        for route in routes
+    ]
+    if sizes is not None:
+        checked("--sizes", contenders.parse_sizes, sizes)
+    options.join(processes, process_id, coordinator)
+    workers = jax.devices()
+    on_cpu = options.on_cpu(workers)
+    repeats = repeats or (5 if on_cpu else 20)
+    sizes_bytes = contenders.parse_sizes(sizes or ("1MiB,4MiB" if on_cpu else "16MiB,64MiB,1GiB"))
+    shape = checked("--nodes", make_mesh, workers, nodes).devices.shape
+    for contender in chosen:
+        checked("--methods --topology", contender.wire_bytes, sizes_bytes[0] // 2, shape)
+    rows = bench_all_reduce(
+        sizes_bytes,
+        chosen,
+        contenders.uncompressed("bf16"),
+        devices=workers,
+        repeats=repeats,
+        nodes=nodes,
+        iterations=iterations,
+        announce=options.announce,
+    )
+    if jax.process_index() > 0:
+        return
+    title = f"psum of one bf16 leaf, {options.workers_text(workers)}, {repeats} repeats"
+    if nodes > 1 or jax.process_count() > 1:
+        title += f", {nodes} node(s), {jax.process_count()} process(es)"
+    tables.print_table(rows, tables.ALL_REDUCE_COLUMNS, title)
+    if json_file:
+        tables.write_json(json_file, rows, tables.surroundings(workers))

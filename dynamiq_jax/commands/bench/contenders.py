@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,6 @@ from jax import lax
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.native import MatrixMethod
 from dynamiq_jax.methods import ShardedMethod
-from dynamiq_jax.topologies import across_hosts
 from pallas_kernels import resolve_backend
 
 _ANY_SIZE: dict[str, Any] = {"min_leaf_size": 0, "min_bucket_size": 0}
@@ -126,6 +125,9 @@ NATIVE = (
 )  # fmt: skip
 """The methods among these that have native collectives only."""
 
+MAX_COORDS = 2**31 - 1
+"""Coordinates of the largest leaf that is measured."""
+
 COLUMNS = 1024
 """Columns of the matrix that a flat leaf becomes for methods of matrices."""
 
@@ -160,22 +162,33 @@ class Contender(NamedTuple):
     """Whether it has memory from step to step, and `reduce` is that of a first step."""
 
 
+_SIZES = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+_COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+
+
+def _quantity(text: str, units: Mapping[str, int]) -> Decimal | None:
+    """The number meant by ``text``, which may end in a unit; `None` if it is not a number."""
+    number, factor = text.strip().upper(), 1
+    for unit, value in units.items():
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), value
+            break
+    try:
+        exact = Decimal(number) * factor  # 1.1B has no error of rounding
+    except ArithmeticError:
+        return None
+    return exact if exact.is_finite() else None
+
+
 def parse_size(text: str) -> int:
     """Bytes meant by ``text``: a number with B, KiB, MiB, GiB (powers of 2) or KB, MB, GB.
 
     Raises:
       ValueError: not such a size, or not a positive even number of bytes.
     """
-    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    number, factor = text.strip().upper(), 1
-    for unit, value in (units | {"B": 1}).items():
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit), value
-            break
-    try:
-        size_bytes = float(number) * factor
-    except ValueError:
-        raise ValueError(f"size {text!r} is not a size: write for example 16MiB or 1GiB") from None
+    size_bytes = _quantity(text, _SIZES)
+    if size_bytes is None:
+        raise ValueError(f"size {text!r} is not a size: write for example 16MiB or 1GiB")
     if not 2 <= size_bytes < 2**32 or size_bytes % 2:
         raise ValueError(
             f"size {text!r} is {size_bytes:g} bytes: a bf16 leaf takes an even number of bytes "
@@ -184,35 +197,35 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
+def parse_sizes(text: str) -> list[int]:
+    """The bytes of comma-separated sizes; see `parse_size`."""
+    return [parse_size(part) for part in parts(text)]
+
+
 def parse_params(text: str) -> int:
     """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B.
 
     Raises:
       ValueError: not such a number, or none that one leaf can have.
     """
-    factors = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
-    number, factor = text.strip().upper(), 1
-    if number[-1:] in factors:
-        number, factor = number[:-1], factors[number[-1]]
-    try:
-        exact = Decimal(number) * factor  # 1.1B has no error of rounding
-    except ArithmeticError:
-        exact = Decimal("nan")
-    if exact.is_nan() or (0 < exact < 2**31 and exact % 1):
-        raise ValueError(f"{text!r} is not a whole number of parameters: write for example 125M")
-    if not 1 <= exact < 2**31:
+    count = _quantity(text, _COUNTS)
+    if count is None or (0 < count <= MAX_COORDS and count % 1):
         raise ValueError(
-            f"{text!r} is {float(exact):,.15g} parameters: one leaf takes 1 to {2**31 - 1:,}; pass "
-            "the leaves of a larger model by --model-tree"
+            f"{text!r} is neither a file nor a whole number of parameters: pass a file of "
+            "save_model_tree, or for example 125M"
         )
-    return int(exact)
+    if not 1 <= count <= MAX_COORDS:
+        raise ValueError(
+            f"{text!r} is {count:,.15g} parameters: one leaf takes 1 to {MAX_COORDS:,}; pass the "
+            "leaves of a larger model in a file of save_model_tree"
+        )
+    return int(count)
 
 
-def parse_topology(text: str, nodes: int | None = None, transport: str | None = None) -> Any:
+def parse_topology(text: str, nodes: int | None = None) -> Any:
     """The topology called ``text``, for one axis, or for two if there are several nodes.
 
-    With a ``transport`` it, or the outer one of a hierarchy, takes that one. ``nodes`` is `None`
-    where the command has no such option.
+    ``nodes`` is `None` where the command has no such option.
 
     Raises:
       ValueError: there is no such topology, or it needs two axes.
@@ -224,13 +237,7 @@ def parse_topology(text: str, nodes: int | None = None, transport: str | None = 
             "topology 'hierarchical' reduces over two axes, and here is one: pass direct, ring or "
             "butterfly" + ("" if nodes is None else ", or --nodes 2 or more")
         )
-    if transport is None:
-        return TOPOLOGIES[text]()
-    if text == "hierarchical":
-        assert nodes is not None
-        outer: Any = across_hosts(nodes)
-        return dq.Hierarchical(outer=replace(outer, transport=transport))
-    return TOPOLOGIES[text](transport=transport)
+    return TOPOLOGIES[text]()
 
 
 def native_only(text: str) -> bool:
@@ -332,17 +339,19 @@ def _first_step(x: Any, axis_name: Any, key: Any = None, *, method: dq.Compressi
     return dq.reduce(x, axis_name, op="sum", key=key, state=state, method=method).tree
 
 
-def check_timed(contender: Contender) -> None:
-    """Refuses to time a method of which there is a first step alone.
+def parse_timed(text: str, topology: Any) -> Contender:
+    """`parse_method` of a method that can be timed.
 
     Raises:
-      ValueError: it has memory.
+      ValueError: the method or its bits are not known, or it has memory.
     """
+    contender = parse_method(text, topology)
     if contender.remembers:
         raise ValueError(
-            f"method {contender.label.split()[0]!r} has memory, which is empty here, and a step "
-            "with it takes longer; time a training step, or pass a method without"
+            f"method {text.strip()!r} has memory, which is empty here, and a step with it takes "
+            "longer; time a training step, or pass a method without"
         )
+    return contender
 
 
 def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options) -> jax.Array:

@@ -14,14 +14,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import typer
 
+from dynamiq_jax.commands import options
+from dynamiq_jax.commands.bench import tables
+from dynamiq_jax.commands.bench.contenders import MAX_COORDS
 from dynamiq_jax.commands.bench.timing import time_calls
+from dynamiq_jax.commands.options import checked
 from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.methods.dynamiq.allocation import Allocation
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
 from dynamiq_jax.topologies import Direct, Stage
@@ -50,11 +54,9 @@ class KernelRow:
     """One line of the report; ``copy_fraction`` is the share of copy bandwidth reached."""
 
     kernel: str
-    widths: str
     time_us: float
     p10_us: float
     p90_us: float
-    ns_per_coord: float
     gb_per_s: float
     copy_fraction: float
     moved_bytes: int
@@ -64,7 +66,6 @@ class KernelRow:
 
 class _Case(NamedTuple):
     kernel: str
-    widths: str
     call: Callable[[], Any]
     moved_bytes: int
     backend: str
@@ -82,32 +83,46 @@ def parse_coords(text: str) -> int:
     except ValueError:
         raise ValueError(f"coords {text!r} is not a whole number: write for example 2^28") from None
     coords = number**power if 0 <= power < 31 else 0  # a huge power would take for ever
-    if not 1 <= coords < 2**31:
+    if not 1 <= coords <= MAX_COORDS:
         raise ValueError(f"coords {text!r}: pass 1 to 2^31 - 1 coordinates")
     return coords
 
 
-def parse_widths(text: str) -> tuple[int, ...]:
-    """The ascending widths meant by ``text``, for example ``2,4,8``.
-
-    Raises:
-      ValueError: not a list of different widths from 0 to 16.
-    """
-    try:
-        widths = tuple(sorted(int(part) for part in text.split(",")))
-    except ValueError:
-        raise ValueError(f"widths {text!r} is not a list: write for example 2,4,8") from None
-    if len(set(widths)) < len(widths) or widths[0] < 0 or widths[-1] > 16:
-        raise ValueError(f"widths {text!r}: pass different widths from 0 to 16")
-    return widths
+def command(
+    coords: Annotated[
+        str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
+    ] = None,
+    bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
+    dither: Annotated[
+        bool, typer.Option("--dither", help="Decode with the encoders' noise.")
+    ] = False,
+    repeats: options.Repeats = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="triton, mosaic, jnp or interpret (default: the fastest here)."),
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Time the coding kernels on one device against a plain copy."""
+    options.writable({"--json": json_file})
+    checked("--bits", DynamiQ, bits=bits, dither=dither)
+    size = None if coords is None else checked("--coords", parse_coords, coords)
+    ran = checked("--backend", resolve_backend, backend)
+    workers = jax.devices()[:1]
+    on_cpu = options.on_cpu(workers)
+    repeats, size = repeats or (5 if on_cpu else 20), size or (2**18 if on_cpu else 2**28)
+    rows = bench_kernels(size, bits=bits, dither=dither, repeats=repeats, backend=ran)
+    title = f"kernels at {bits:g} bits{' with dither' * dither}, {size:,} bf16 coordinates, "
+    title += f"{options.workers_text(workers)}, {repeats} repeats"
+    tables.print_table(rows, tables.KERNEL_COLUMNS, title)
+    if json_file:
+        tables.write_json(json_file, rows, tables.surroundings(workers))
 
 
 def bench_kernels(
     coords: int,
     *,
     bits: float,
-    widths: tuple[int, ...] | None,
-    single_widths: bool,
     dither: bool = False,
     repeats: int,
     in_flight: int | None = None,
@@ -117,10 +132,8 @@ def bench_kernels(
 
     Args:
       coords: bf16 coordinates of the gradient.
-      bits: wire bits per coordinate of the mix of ``widths``.
-      widths: the widths in the mix, by squared error alone; `None`: those of `DynamiQ`, with its
-        floors for `Direct` among eight workers.
-      single_widths: whether to time also every width but 0 by itself.
+      bits: wire bits per coordinate, with the widths and floors of `DynamiQ` for `Direct` among
+        eight workers.
       dither: of `DynamiQ`.
       repeats: samples per kernel.
       in_flight: calls per sample; `None` takes 10 on a GPU, 1 on a CPU.
@@ -130,57 +143,38 @@ def bench_kernels(
       A row per kernel, the copy first.
     """
     ran = resolve_backend(backend)
-    mixed = DynamiQ(
-        bits=bits, widths=widths, floor="auto" if widths is None else None, dither=dither
-    )
-    mix = allocate_for(mixed)
     # Magnitudes vary from super-group to super-group, as a gradient's do.
     key_size, key_value = jax.random.split(jax.random.key(0))
     rows = -(-coords // 256)
     scale = jnp.exp(1.2 * jax.random.normal(key_size, (rows, 1)))
     x = (scale * jax.random.normal(key_value, (rows, 256))).astype(jnp.bfloat16)
     x = x.reshape(-1)[:coords]
-
-    widths = mix.fmt.widths
-    label = ",".join(map(str, widths))
-    chunks = [(label, single_chunk(coords, bits, mix))]
-    if single_widths and len(widths) > 1:
-        alone = {
-            w: allocate_for(replace(mixed, bits=32, widths=(w,), floor=None)) for w in widths if w
-        }
-        chunks += [(str(w), single_chunk(coords, bits, alone[w])) for w in alone]
+    layout = single_chunk(coords, DynamiQ(bits=bits, dither=dither))
     cases = [
-        _Case("copy", "", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
+        _Case("copy", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
         *_join_cases(x),
         _statistics_case(x, ran),
+        *_plan_cases(x, layout, ran),
+        *_coding_cases(x, layout, ran),
     ]
-    cases += _plan_cases(x, chunks[0][1], label, ran)
-    for name, layout in chunks:
-        cases += _coding_cases(x, layout, name, ran)
-
     if in_flight is None:
         in_flight = 1 if jax.default_backend() == "cpu" else 10
     timings = time_calls([case.call for case in cases], repeats=repeats, in_flight=in_flight)
-    copy_gb_per_s = cases[0].moved_bytes / timings[0].median_us / 1e3
-    report = []
-    for case, timing in zip(cases, timings, strict=True):
-        gb_per_s = case.moved_bytes / timing.median_us / 1e3
-        report.append(
-            KernelRow(
-                kernel=case.kernel,
-                widths=case.widths,
-                time_us=timing.median_us,
-                p10_us=timing.p10_us,
-                p90_us=timing.p90_us,
-                ns_per_coord=timing.median_us * 1e3 / coords,
-                gb_per_s=gb_per_s,
-                copy_fraction=gb_per_s / copy_gb_per_s,
-                moved_bytes=case.moved_bytes,
-                coords=coords,
-                backend=case.backend,
-            )
+    speeds = [c.moved_bytes / t.median_us / 1e3 for c, t in zip(cases, timings, strict=True)]
+    return [
+        KernelRow(
+            kernel=case.kernel,
+            time_us=timing.median_us,
+            p10_us=timing.p10_us,
+            p90_us=timing.p90_us,
+            gb_per_s=speed,
+            copy_fraction=speed / speeds[0],
+            moved_bytes=case.moved_bytes,
+            coords=coords,
+            backend=case.backend,
         )
-    return report
+        for case, timing, speed in zip(cases, timings, speeds, strict=True)
+    ]
 
 
 def _join_cases(x: jax.Array) -> list[_Case]:
@@ -189,7 +183,7 @@ def _join_cases(x: jax.Array) -> list[_Case]:
     parts = jnp.split(x, ends)
     calls = {"join leaves": joined, "concatenate leaves": jnp.concatenate}
     return [
-        _Case(name, "", partial(jax.jit(call), parts), 2 * x.nbytes, "xla")
+        _Case(name, partial(jax.jit(call), parts), 2 * x.nbytes, "xla")
         for name, call in calls.items()
     ]
 
@@ -198,30 +192,25 @@ def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
     size = WireFormat().super_group_size
     call = jax.jit(partial(statistics, super_group_size=size, backend=backend))
     moved_bytes = x.nbytes + 2 * 4 * math.ceil(x.size / size)
-    return _Case("statistics", "", partial(call, x), moved_bytes, backend)
+    return _Case("statistics", partial(call, x), moved_bytes, backend)
 
 
-def allocate_for(method: DynamiQ) -> Allocation:
-    """The allocation of `Direct` among eight workers; without a floor equal bits in both stages."""
-    return method.allocation(8, Direct(balance=0.0 if method.floor is None else None))
-
-
-def single_chunk(coords: int, bits: float, allocation: Allocation) -> Layout:
+def single_chunk(coords: int, method: DynamiQ) -> Layout:
     """The layout of one chunk that holds all coordinates and passes through two stages."""
     stages = (Stage(1, range(1), 1.0), Stage(1, range(1, 2), 1.0))
     layout = make_layout(
         coords,
         2,
         stages,
-        bits=len(stages) * bits,
-        allocation=allocation,
+        bits=len(stages) * method.bits,
+        allocation=method.allocation(8, Direct()),
         stats_per_super_group=len(stages),
         collective="all_gather",
     )
     return replace(layout, n_workers=1)
 
 
-def _plan_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
+def _plan_cases(x: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
     """The plan, and on other backends that of the reference, which sorts."""
     _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
     cases = []
@@ -230,11 +219,11 @@ def _plan_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> l
         plan = jax.jit(partial(order_and_tiles, layout=layout, backend=used))
         order, (tiles, _), _ = plan(sqnorm)
         moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
-        cases.append(_Case(name, label, partial(plan, sqnorm), moved_bytes, used))
+        cases.append(_Case(name, partial(plan, sqnorm), moved_bytes, used))
     return cases
 
 
-def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) -> list[_Case]:
+def _coding_cases(x: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
     """The coding kernels: compress for the first stage, hop to the second, decompress that."""
     fmt = layout.fmt
     _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
@@ -269,7 +258,7 @@ def _coding_cases(x: jax.Array, layout: Layout, label: str, backend: Backend) ->
 
     plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
     return [
-        _Case(name, label, partial(call, *args), moved + plan_bytes, backend)
+        _Case(name, partial(call, *args), moved + plan_bytes, backend)
         for name, call, args, moved in (
             ("compress", encode, encode_args, x.nbytes + sent.nbytes),
             ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),

@@ -10,9 +10,18 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from dynamiq_jax.commands.options import printable
 
 PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
+
+TEXTS = (
+    "method", "kernel", "topology", "backend", "transport", "worst leaf", "exchange", "setting",
+    "payloads by",
+)  # fmt: skip
+"""Titles of columns that are aligned to the left."""
 
 
 class Column(NamedTuple):
@@ -31,7 +40,6 @@ ALL_REDUCE_COLUMNS = (
     Column("size", lambda r: format_size(r.size_bytes)),
     Column("method", lambda r: r.method),
     *TIME_COLUMNS,
-    Column("algbw GB/s", lambda r: f"{r.algbw_gb_per_s:.3g}"),
     Column("busbw GB/s", lambda r: f"{r.busbw_gb_per_s:.3g}"),
     Column("wire GB/s", lambda r: f"{r.wire_gb_per_s:.3g}"),
     Column("speedup", lambda r: f"{r.speedup:.2f}x"),
@@ -43,9 +51,7 @@ ALL_REDUCE_COLUMNS = (
 
 KERNEL_COLUMNS = (
     Column("kernel", lambda r: r.kernel),
-    Column("widths", lambda r: r.widths),
     *TIME_COLUMNS,
-    Column("ns/coord", lambda r: f"{r.ns_per_coord:.4f}"),
     Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
     Column("of copy", lambda r: f"{r.copy_fraction:.0%}"),
     Column("backend", lambda r: r.backend),
@@ -58,7 +64,9 @@ ERROR_COLUMNS = (
     Column("bits/coordinate", lambda r: f"{r.bits_per_coord:.3f}"),
     Column("vNMSE", lambda r: f"{r.vnmse:.3e}"),
     Column("lowest-highest", lambda r: f"{r.lowest:.2e}-{r.highest:.2e}"),
-    Column("seeds", lambda r: str(r.seeds)),
+)
+
+LEAF_COLUMNS = (
     Column(
         "worst leaf's error",
         lambda r: "-" if r.worst_leaf_error is None else f"{r.worst_leaf_error:.3e}",
@@ -66,24 +74,11 @@ ERROR_COLUMNS = (
     Column("worst leaf", lambda r: r.worst_leaf or "-"),
 )
 
-SIMULATION_COLUMNS = (
-    Column("workers", lambda r: str(r.workers)),
-    Column("super-groups", lambda r: str(r.super_groups)),
-    Column("topology", lambda r: r.topology),
-    Column("method", lambda r: r.method),
-    Column("bits", lambda r: f"{r.bits:g}"),
-    Column("widths", lambda r: ",".join(map(str, r.widths))),
-    Column("vNMSE", lambda r: f"{r.vnmse:.3g}"),
-    Column("lowest-highest", lambda r: f"{r.lowest:.3g}-{r.highest:.3g}"),
-    Column("seconds", lambda r: f"{r.seconds:.1f}"),
-    Column("backend", lambda r: r.backend),
-)
-
 LINK_COLUMNS = (
     Column("exchange", lambda r: r.exchange),
     Column("size", lambda r: format_size(r.size_bytes)),
     *TIME_COLUMNS,
-    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
+    Column("Gbit/s", lambda r: f"{8 * r.gb_per_s:.4g}"),
 )
 
 
@@ -109,19 +104,17 @@ def format_size(size_bytes: int) -> str:
 
 
 def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> None:
-    """Prints one line per row to standard output."""
+    """Prints one line per row to standard output; names of users are no markup."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False)
-    texts = ("method", "kernel", "widths", "topology", "backend", "transport", "worst leaf", "leaf")
-    texts += ("exchange", "setting", "payloads by")
     for column in columns:
-        is_text = column.title in texts
-        table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+        justify = "left" if column.title in TEXTS else "right"
+        table.add_column(column.title, justify=justify, no_wrap=True)
     for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    console.print(title, highlight=False)
+        table.add_row(*(Text(printable(column.cell(row))) for column in columns))
+    console.print(printable(title), highlight=False, markup=False)
     console.print(table)
 
 

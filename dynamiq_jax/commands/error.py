@@ -1,0 +1,302 @@
+"""`dynamiq-jax error`: vNMSE of methods and topologies on synthetic or dumped gradients.
+
+All workers run on one device, by ``jax.vmap(axis_name=...)``: errors do not depend on where workers
+are. If a file says which leaves its gradients consist of, each leaf is measured by itself, too, and
+the worst is named; `methods.metrics.worst_leaf_error` says why that matters. The whole gradient is
+reduced as one flat array, in which small leaves share super-groups with their neighbours. `dq.psum`
+would sum them exactly, so that none below `MIN_LEAF_SIZE` is the worst.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+import dynamiq_jax as dq
+from dynamiq_jax.commands import options
+from dynamiq_jax.commands.bench import contenders, tables
+from dynamiq_jax.commands.bench.contenders import Contender
+from dynamiq_jax.commands.options import announce, checked
+from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.methods.base import MIN_LEAF_SIZE
+
+AXIS = "data"
+SUPER_GROUP = 256
+SUPER_GROUPS = 4096
+"""Super-groups of the synthetic gradients, unless the user says how many."""
+
+
+class Leaves(NamedTuple):
+    """The leaves that a flat gradient consists of, one after the other."""
+
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    """Coordinates of each."""
+
+
+class Errors(NamedTuple):
+    """How far estimates are from the exact sum: arrays, stacked over seeds if of several."""
+
+    vnmse: Any
+    """[]: |estimate - sum|^2 / |sum|^2 of the whole gradient."""
+    leaves: Any
+    """[leaves]: the same of every leaf. Of a leaf whose sum is zero: 0 or infinity."""
+    energies: Any
+    """[leaves]: |sum|^2 of every leaf."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorRow:
+    """The error of one method on one topology, over seeds.
+
+    Attributes:
+      method: its name, with its bits.
+      topology: how payloads travelled.
+      n_workers: workers.
+      bits_per_coord: wire bits, in units in which a bf16 all-reduce takes 16.
+      vnmse: mean over seeds of |estimate - sum|^2 / |sum|^2.
+      lowest: the least of them.
+      highest: the largest.
+      seeds: how many.
+      worst_leaf: the name of the leaf with the largest relative error (mean over seeds), see
+        `worst_leaf`; None if the gradients come without leaves, or if no leaf counts.
+      worst_leaf_error: that error, |estimate - sum|^2 / |sum|^2 of this leaf.
+    """
+
+    method: str
+    topology: str
+    n_workers: int
+    bits_per_coord: float
+    vnmse: float
+    lowest: float
+    highest: float
+    seeds: int
+    worst_leaf: str | None = None
+    worst_leaf_error: float | None = None
+
+
+def command(
+    methods: Annotated[
+        str, typer.Option(help="Methods, with their wire bits where they have a choice.")
+    ] = "dynamiq:3,dynamiq:4,dynamiq:5,dynamiq:6,dynamiq-dither:4,mxfp8,mxfp4,minmax:4,thc:4",
+    topology: Annotated[str, typer.Option(help="direct, ring, butterfly, or several.")] = "direct",
+    workers: Annotated[
+        int | None, typer.Option(min=2, help="How many (default: 8, or all of the file's).")
+    ] = None,
+    super_groups: options.SuperGroups = None,
+    seeds: options.Seeds = 3,
+    gradients: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help=".npz with an array 'gradients' [workers, d], and for the worst leaf 'names' and "
+            "'sizes' of all leaves.",
+        ),
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Measure the error of methods on synthetic or dumped gradients, and what they send.
+
+    The worst leaf is the one with the largest relative error, if the file says what leaves it has:
+    one of at least 4096 coordinates, since psum would sum smaller ones exactly.
+    """
+    options.writable({"--json": json_file}, gradients)
+    chosen = []
+    for text in contenders.parts(methods):
+        own = contenders.native_only(text)
+        for name in ["native"] if own else contenders.parts(topology):
+            route = None if own else checked("--topology", contenders.parse_topology, name)
+            chosen.append((checked("--methods", contenders.parse_method, text, route), name))
+    rows_of, leaves = super_groups or SUPER_GROUPS, Leaves()
+    shape, what = (
+        (workers or 8, SUPER_GROUP * rows_of),
+        f"synthetic mixture, {rows_of} super-groups",
+    )
+    found = []
+    if gradients is not None:
+        own, leaves = checked("--gradients", load, gradients, workers)
+        found, shape, what = [own], own.shape, str(gradients)
+    for contender, _ in chosen:
+        checked("--methods --topology", contender.wire_bytes, shape[1], shape[:1])
+    found = found or synthetic_gradients(shape[0], rows_of, seeds)
+    rows = []
+    for done, (contender, name) in enumerate(chosen):
+        announce(f"{done + 1} of {len(chosen)}: {contender.label}")
+        rows.append(bench_error(contender, name, found, seeds, leaves))
+    title = f"vNMSE on {what}, {shape[0]} workers, {seeds} seed(s)"
+    columns = tables.ERROR_COLUMNS + (tables.LEAF_COLUMNS if leaves.names else ())
+    tables.print_table(rows, columns, title)
+    if json_file:
+        tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]))
+
+
+def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
+    """``gradients`` f32[n, d] of a .npz file, the first ``n_workers`` of them, and their leaves.
+
+    Raises:
+      ValueError: the file is not a .npz file, or lacks the array, or holds fewer workers; numbers
+        are NaN or infinite, or the workers' sum is zero; names and sizes do not fit.
+    """
+    arrays = _read(file)
+    if "gradients" not in arrays:
+        raise ValueError(
+            f"{file} has no array 'gradients': save one of shape [workers, d], as train_llm.py "
+            "--dump-gradients does"
+        )
+    found, what = arrays["gradients"], f"'gradients' of {file}"
+    if found.ndim != 2 or (n_workers or 2) > found.shape[0] or found.shape[0] < 2:
+        raise ValueError(
+            f"{what} has shape {found.shape}, and {n_workers or 'at least 2'} workers are needed: "
+            "save [workers, d], or pass fewer --workers"
+        )
+    if found.dtype.kind not in "fiu":
+        raise ValueError(f"{what} has dtype {found.dtype}: save f32")
+    with np.errstate(over="ignore"):  # f64 beyond f32 counts as infinite
+        found = found[:n_workers].astype(np.float32)
+    if broken := found.size - np.count_nonzero(np.isfinite(found)):
+        raise ValueError(
+            f"{what} has {broken:,} NaN or infinite among {found.size:,} numbers: dump the "
+            "gradients of another step"
+        )
+    if not np.sum(found, axis=0, dtype=np.float64).any():
+        raise ValueError(
+            f"{what} has the sum 0 over {len(found)} workers, and an error is relative to the sum: "
+            "dump the gradients of another step"
+        )
+    return jnp.asarray(found), _leaves(arrays, file, found.shape[1])
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file that `load` knows, as far as it has them.
+
+    Raises:
+      ValueError: the file is of another kind, or broken.
+    """
+    if not zipfile.is_zipfile(file):
+        raise ValueError(f"{file} is not a .npz file: write it by numpy.savez")
+    broken = ValueError, EOFError, OSError, RuntimeError, MemoryError, zlib.error
+    try:
+        with np.load(file) as arrays:
+            names = ("gradients", *Leaves._fields)
+            return {name: np.asarray(arrays[name]) for name in names if name in arrays}
+    except (*broken, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} cannot be read ({error}): write it again") from error
+
+
+def _leaves(arrays: dict[str, np.ndarray], file: Path, size: int) -> Leaves:
+    """The leaves by ``names`` and ``sizes``, which have to add up to ``size``; none by default."""
+    names, sizes = (np.ravel(arrays.get(key, ())).tolist() for key in Leaves._fields)
+    if len(names) != len(sizes):
+        raise ValueError(
+            f"'names' of {file} has {len(names)} leaves and 'sizes' has {len(sizes)}: save one "
+            "name and one size for each leaf, or neither array"
+        )
+    wrong = [n for n in sizes if type(n) is not int or n < 0]
+    if wrong:
+        raise ValueError(
+            f"'sizes' of {file} has {wrong[0]!r}: save whole numbers of coordinates, 0 or more"
+        )
+    if sizes and sum(sizes) != size:
+        raise ValueError(
+            f"'sizes' of {file} add up to {sum(sizes)} coordinates and 'gradients' has {size} of "
+            "each worker: save the sizes of all leaves, in the order of their coordinates"
+        )
+    return Leaves(tuple(map(str, names)), tuple(sizes))
+
+
+def synthetic_gradients(n_workers: int, super_groups: int, seeds: int) -> list[jax.Array]:
+    """One draw of the paper's mixture per seed: f32[n, 256 * super_groups]."""
+    keys = map(jax.random.key, range(seeds))
+    return [lognormal_mixture(key, n_workers, super_groups, SUPER_GROUP) for key in keys]
+
+
+def measure(
+    reduce: Callable[..., jax.Array],
+    gradients: Sequence[jax.Array],
+    seeds: int,
+    sizes: Sequence[int] = (),
+) -> Errors:
+    """The errors of every seed: f64[seeds], f64[seeds, leaves], f64[seeds, leaves].
+
+    Args:
+      reduce: the sum that is measured, as ``reduce(row, axis name, key=key)``.
+      gradients: f32[n, d], one for every seed, or one for all of them.
+      seeds: how often.
+      sizes: coordinates of the leaves, one after the other.
+    """
+    bounds = np.cumsum([0, *sizes]).tolist()
+
+    def leaves(x: jax.Array) -> list[jax.Array]:
+        return [x[begin:end] for begin, end in pairwise(bounds)]
+
+    @jax.jit
+    def errors(x: jax.Array, key: jax.Array) -> Errors:
+        out = jax.vmap(lambda row: reduce(row, AXIS, key=key), axis_name=AXIS)(x)
+        estimate, exact = out[0], jnp.sum(x, axis=0)
+        return Errors(
+            vnmse=dq.vnmse(estimate, exact),
+            leaves=jnp.array(jax.tree.map(dq.vnmse, leaves(estimate), leaves(exact)), jnp.float32),
+            energies=jnp.array([jnp.sum(leaf**2) for leaf in leaves(exact)], jnp.float32),
+        )
+
+    found = [
+        jax.device_get(errors(gradients[i % len(gradients)], jax.random.key(i)))
+        for i in range(seeds)
+    ]
+    return Errors(*(np.asarray(field, np.float64) for field in zip(*found, strict=True)))
+
+
+def worst_leaf(found: Errors, sizes: Sequence[int]) -> int | None:
+    """Which leaf has the largest error (mean over seeds), or None if no leaf counts.
+
+    Leaves of less than `MIN_LEAF_SIZE` coordinates do not count, nor do those whose sum is zero: an
+    estimate that is not zero would be infinitely wrong and hide all other leaves.
+    """
+    counts = (np.asarray(sizes) >= MIN_LEAF_SIZE) & np.any(found.energies != 0, axis=0)
+    if not counts.any():
+        return None
+    return int(np.argmax(np.where(counts, found.leaves.mean(axis=0), -1)))
+
+
+def bench_error(
+    contender: Contender,
+    topology: str,
+    gradients: Sequence[jax.Array],
+    seeds: int,
+    leaves: Leaves | None = None,
+) -> ErrorRow:
+    """The row of a contender over the topology of that name.
+
+    Args:
+      contender: the method.
+      topology: its name.
+      gradients: one for every seed, or one for all of them.
+      seeds: how often it is measured.
+      leaves: the leaves of the gradients, if they are known.
+    """
+    names, sizes = leaves or Leaves()
+    found = measure(contender.reduce, gradients, seeds, sizes)
+    worst = worst_leaf(found, sizes)
+    n_workers, size = gradients[0].shape
+    passed = 2 * (n_workers - 1) / n_workers * size
+    return ErrorRow(
+        method=contender.label.split()[0],
+        topology=topology,
+        n_workers=n_workers,
+        bits_per_coord=8 * contender.wire_bytes(size, (n_workers,)) / passed,
+        vnmse=float(found.vnmse.mean()),
+        lowest=float(found.vnmse.min()),
+        highest=float(found.vnmse.max()),
+        seeds=seeds,
+        worst_leaf=None if worst is None else names[worst],
+        worst_leaf_error=None if worst is None else float(found.leaves[:, worst].mean()),
+    )

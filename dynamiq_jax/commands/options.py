@@ -1,0 +1,148 @@
+"""Options that commands share, and the checks of their values."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import jax
+import typer
+
+T = TypeVar("T")
+
+MAX_SUPER_GROUPS = 2**23 - 1
+"""So many of 256 coordinates have indices of 31 bits."""
+
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Timed samples per row (default: 20; on CPU 5).")
+]
+Nodes = Annotated[
+    int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="This command runs in so many processes at once; not for srun."),
+]
+ProcessId = Annotated[int, typer.Option(min=0, help="Which of them this one is.")]
+Coordinator = Annotated[str, typer.Option(help="HOST:PORT where process 0 listens to the others.")]
+SuperGroups = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_SUPER_GROUPS, help="Super-groups of 256 coordinates per worker."),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Draws of the data and of the rounding.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A file of save_model_tree, or a number of bf16 parameters in one leaf, as 125M."
+    ),
+]
+
+
+def checked(options: str | None, parse: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """``parse(...)``, with what it refuses reported as a wrong use of an option.
+
+    An error that begins with a field, as "floor=99 is ..." or "n_workers=5: ...", names the option
+    of ``options`` that is called so; any other error is one of the first.
+    """
+    try:
+        return parse(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        names = (options or "").split()
+        field = str(error).partition("=")[0].removeprefix("n_").replace("_", "-")
+        named = f"--{field}" if f"--{field}" in names else None
+        raise typer.BadParameter(str(error), param_hint=named or next(iter(names), None)) from error
+
+
+def writable(outputs: Mapping[str, Path | None], *inputs: Path | None, first: bool = True) -> None:
+    """Refuses files that cannot be written, before anything is measured, and names replaced ones.
+
+    Args:
+      outputs: the files that the command writes, by option.
+      inputs: the files that it reads.
+      first: whether this process speaks.
+
+    Raises:
+      typer.BadParameter: a file is an input or the file of another option, is not a regular file,
+        or cannot be opened.
+    """
+    taken = [path for path in inputs if path]
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if refusal := _refusal(path, taken):
+            raise typer.BadParameter(f"{path} {refusal}", param_hint=option)
+        if path.exists() and first:
+            typer.echo(f"{option} replaces {path} ({path.stat().st_size:,} bytes)", err=True)
+        taken.append(path)
+
+
+def _refusal(path: Path, taken: list[Path]) -> str | None:
+    if any(path.resolve() == other.resolve() for other in taken) or (
+        path.exists() and any(other.exists() and path.samefile(other) for other in taken)
+    ):
+        return "is read or written by this command already: pass another file"
+    if path.exists() and not path.is_file():
+        return "is not a regular file: pass another one"
+    if not path.parent.is_dir():
+        return f"cannot be written, there is no folder {path.parent}: create it first"
+    try:
+        if path.exists():
+            path.open("r+b").close()
+        else:
+            with tempfile.TemporaryFile(dir=path.parent) as trial:
+                trial.write(bytes(4096))
+    except OSError as error:
+        return f"cannot be written ({error.strerror}): pass another file"
+    return None
+
+
+def join(processes: int | None, process_id: int, coordinator: str) -> None:
+    """Waits for the others, where this command runs in several processes."""
+    if process_id >= (processes or 1):
+        raise typer.BadParameter(
+            f"{process_id} is not below --processes {processes or 1}: count them from 0",
+            param_hint="--process-id",
+        )
+    if not coordinator.rpartition(":")[2].isdecimal():
+        raise typer.BadParameter(
+            f"{coordinator!r} has no port: pass for example localhost:29400",
+            param_hint="--coordinator",
+        )
+    if processes:
+        jax.distributed.initialize(coordinator, processes, process_id)
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        jax.distributed.initialize()
+
+
+def announce(text: str) -> None:
+    """Tells those who wait how far the measurement is; the first process alone speaks."""
+    if jax.process_index() == 0:
+        typer.echo(text, err=True)
+
+
+def on_cpu(devices: Sequence[Any]) -> bool:
+    """Whether these are devices of a CPU, on which all is checked and no time counts."""
+    return devices[0].platform == "cpu"
+
+
+def workers_text(devices: Sequence[Any]) -> str:
+    """How many devices of what kind."""
+    if on_cpu(devices):
+        return f"{len(devices)} CPU device(s) of one machine: a check, not a measure of speed"
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
+def without_control(text: str) -> str:
+    """``text`` without the control characters of terminals but line breaks."""
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]+", " ", text)
+
+
+def printable(text: str, most: int = 600) -> str:
+    """One line without control characters, in which long words and long texts lose their middle."""
+    line = without_control(text).replace("\n", " ").strip()
+    line = re.sub(r"(\S{60})\S{80,}(\S{20})", r"\1...\2", line)
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
