@@ -6,9 +6,9 @@ Losses are rows of `training.py` and `long.py`, errors those of ``dynamiq-jax er
 those of ``dynamiq-jax bench all-reduce`` and of `step_time.py`. Nothing is measured here.
 
 * ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
-  bits, and within a group by loss.
+  bits, and within a group by loss. ``docs/training-quality.md`` gets that of long training.
 * ``docs/speedups.png`` has speed-ups by links.
-* ``docs/long-training.png`` has losses and biases of long training, if ``results/long`` has rows.
+* ``docs/long-training.png`` has losses and biases of long training.
 """
 
 import json
@@ -134,38 +134,77 @@ def long_rows(folder: Path) -> dict[str, Row]:
     return found
 
 
-def long_training(folder: Path = LONG) -> Figure:
-    """Losses against bf16's with the band of noise, and the growth of summed errors."""
+def apart(row: Row, base: Row, window: int) -> tuple[list[int], np.ndarray, list[int], np.ndarray]:
+    """Steps and differences from ``base`` in %: of means of training losses, of validation."""
+    n = len(row["losses"]) // window
+    own, its = (
+        np.reshape(r["losses"][: n * window], (n, window)).mean(axis=1) for r in (row, base)
+    )
+    validation = {part["step"]: part["validation"] for part in base["parts"]}
+    parts = {
+        part["step"]: 100 * (part["validation"] / validation[part["step"]] - 1)
+        for part in row["parts"]
+    }
+    steps = [window * (i + 1) for i in range(n)]
+    return steps, 100 * (own / its - 1), list(parts), np.array(list(parts.values()))
+
+
+def growth(row: Row) -> dict[int, float]:
+    """By steps: the size of the sum of all errors so far over that of independent ones."""
+    errors = {part["step"]: part["errors"] for part in row["parts"] if "errors" in part}
+    return {step: (e["sum"] / e["squares"]) ** 0.5 for step, e in errors.items()}
+
+
+def long_training(folder: Path = LONG, window: int = 50) -> Figure:
+    """Losses against bf16's, with the noise, and how errors add up."""
     rows = long_rows(folder)
-    figure = Figure(figsize=(7.2, 5.6), layout="constrained")
-    above, below = figure.subplots(2)
-    base = {part["step"]: part["validation"] for part in rows["bf16"]["parts"]}
-
-    def percent(row: Row) -> tuple[list[float], list[float]]:
-        million, parts = row["settings"]["tokens"] / row["settings"]["steps"] / 1e6, row["parts"]
-        differences = [100 * (part["validation"] / base[part["step"]] - 1) for part in parts]
-        return [million * part["step"] for part in parts], differences
-
-    tokens, noise = percent(rows[NOISE])
-    band = np.maximum.accumulate(np.abs(noise))
-    above.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
-    for method, row in rows.items():
-        if method not in ("bf16", NOISE):
-            above.plot(*percent(row), label=method, linewidth=1)
-        if "errors" in row["parts"][0] and method != NOISE:
-            growth = {
-                part["step"]: (part["errors"]["sum"] / part["errors"]["squares"]) ** 0.5
-                for part in row["parts"]
-            }
-            below.loglog(*zip(*growth.items(), strict=True), label=method)
-    above.set_ylim(-0.5, 0.5)
-    above.set(xlabel="tokens, millions", ylabel="validation loss against bf16's, %")
+    base = rows.pop("bf16")
+    figure = Figure(figsize=(7.2, 8), layout="constrained")
+    *losses, below = figure.subplots(3)
+    million = base["settings"]["tokens"] / base["settings"]["steps"] / 1e6
+    order = [NOISE, *(method for method in rows if method != NOISE)]
+    colours = {method: f"C{i}" for i, method in enumerate(["bf16", *order])}
+    for method in order:
+        found = apart(rows[method], base, window)
+        for axes, steps, percent in zip(losses, found[::2], found[1::2], strict=True):
+            tokens = million * np.array(steps)
+            if method == NOISE:
+                most = np.maximum.accumulate(np.abs(percent))
+                axes.fill_between(tokens, -most, most, color="0.85", label="noise of bf16")
+            else:
+                axes.plot(tokens, percent, label=method, linewidth=1, color=colours[method])
+    for method, row in {"bf16": base, **rows}.items():
+        if method != NOISE and (grown := growth(row)):
+            below.semilogx(*zip(*grown.items(), strict=True), label=method, color=colours[method])
+    for axes, name in zip(losses, ("training", "validation"), strict=True):
+        axes.set(
+            xlabel="tokens, millions", ylabel=f"{name} loss against bf16's, %", ylim=(-0.5, 0.5)
+        )
     below.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    below.set(xlabel="steps", ylabel="|sum of errors| / its deviation")
-    for axes in (above, below):
-        axes.legend(frameon=False, fontsize=8)
+    below.set(xlabel="steps", ylabel="sum of errors / its deviation")
+    for axes in (*losses, below):
+        axes.legend(frameon=False, fontsize=8, ncols=2)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def long_table() -> str:
+    """Losses against bf16's and errors of every long run."""
+    rows = long_rows(LONG)
+    base = rows["bf16"]
+    heads = "tokens, M", "training loss, %", "validation, %", "errors, 300 steps", "errors, end"
+    lines = [("method", *heads, "along the sum, %")]
+    for method, row in rows.items():
+        steps = len(row["losses"])
+        _, training, _, validation = apart(row, base, steps // 5)
+        cells = ["", ""] if row is base else [f"{x[-1]:+.2f}" for x in (training, validation)]
+        grown, last = growth(row), row["parts"][-1].get("errors")
+        cells += [f"{grown[step]:.2f}" if step in grown else "" for step in (300, steps)]
+        cells.append(f"{100 * last['inner'] / last['exact']:+.2f}" if last else "")
+        tokens = steps * base["settings"]["tokens"] / base["settings"]["steps"] / 1e6
+        cells = [cell.replace("-", "−") for cell in cells]
+        lines.append((f"`{method}`", f"{tokens:.0f}", *cells))
+    return markdown(lines)
 
 
 # --- Time to a loss -------------------------------------------------------------------------------
@@ -469,13 +508,15 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
     return pattern.sub(lambda match: f"{match[1]}\n{texts[match[2]]}\n\n{match[4]}", page)
 
 
-def text() -> str:
-    """The page, as it should be."""
-    return filled(PAGE.read_text(), blocks())
+def texts() -> dict[Path, str]:
+    """The pages, as they should be."""
+    quality = DOCS / "training-quality.md"
+    found = {PAGE: blocks(), quality: {"long": long_table()}}
+    return {path: filled(path.read_text(), own) for path, own in found.items()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(text())
+    for path, text in texts().items():
+        path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
-    if LONG.exists():
-        long_training().savefig(DOCS / "long-training.png", dpi=160)
+    long_training().savefig(DOCS / "long-training.png", dpi=120)

@@ -147,8 +147,9 @@ def test_wrong_options_are_refused(arguments, complaint):
 # --- Pages ----------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_tables_of_today():
-    assert pages.PAGE.read_text() == pages.text(), "run make figures"
+def test_the_pages_have_the_tables_of_today():
+    for path, text in pages.texts().items():
+        assert path.read_text() == text, f"{path}: run make figures"
 
 
 def test_the_picture_of_speedups_has_a_bar_for_every_time():
@@ -184,31 +185,33 @@ def test_times_to_a_loss_by_hand():
     assert pages.times_to_loss()["host memory"]["dynamiq:5"].relative == pytest.approx(relative)
 
 
-def test_the_pictures_of_long_training_have_the_rows(tmp_path):
-    def row(method, losses, sums=None, **settings):
+def test_long_runs_are_compared_with_bf16_step_by_step(tmp_path):
+    def row(method, losses, validation, sums=None, **settings):
         parts = [
-            {"step": 50 * (i + 1), "validation": x, "workers": 8} for i, x in enumerate(losses)
+            {"step": 2 * i + 2, "validation": x, "workers": 8} for i, x in enumerate(validation)
         ]
         for part, own in zip(parts, sums or [], strict=bool(sums)):
             part["errors"] = {"sum": own, "squares": 4.0}
-        fixed = {"steps": 100, "tokens": 200_000_000, "method": method, "seed": 0}
-        kept = {"settings": fixed | settings, "parts": parts}
+        fixed = {"steps": 4, "tokens": 8_000_000, "method": method, "seed": 0}
+        kept = {"settings": fixed | settings, "losses": losses, "parts": parts}
         (tmp_path / f"{len(list(tmp_path.iterdir()))}.json").write_text(json.dumps(kept))
 
-    row("bf16", [2.0, 1.0], [4.0, 16.0])
-    row("bf16-reversed", [2.002, 1.0], [4.0, 4.0])
-    row("mxfp8", [2.0], [4.0], options="other")
-    row("5/2.5", [2.01, 1.02])
-    above, below = pages.long_training(tmp_path).axes
-    lines = {line.get_label(): line.get_xydata() for line in above.lines}
+    row("bf16", [5.0, 3.0, 2.0, 2.0], [2.0, 1.0], [4.0, 16.0])
+    row("bf16-reversed", [5.0, 3.0, 2.0, 2.0], [2.002, 1.0], [4.0, 4.0])
+    row("mxfp8", [5.0, 3.04], [2.0], [4.0], options="other")
+    row("5/2.5", [5.0, 3.0, 2.0, 2.02], [2.01, 1.02])
+    training_axes, validation_axes, below = pages.long_training(tmp_path, window=2).axes
+    lines = {line.get_label(): line.get_xydata() for line in training_axes.lines}
+    np.testing.assert_allclose(lines["5/2.5"], [[4, 0.0], [8, 0.5]], atol=1e-9)
+    np.testing.assert_allclose(lines["mxfp8"], [[4, 0.5]])
+    lines = {line.get_label(): line.get_xydata() for line in validation_axes.lines}
     assert lines.keys() == {"mxfp8", "5/2.5"}
-    np.testing.assert_allclose(lines["5/2.5"], [[100, 0.5], [200, 2.0]])
-    np.testing.assert_allclose(lines["mxfp8"], [[100, 0.0]], atol=1e-9)
-    (band,) = above.collections
+    np.testing.assert_allclose(lines["5/2.5"], [[4, 0.5], [8, 2.0]])
+    (band,) = validation_axes.collections
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(0.2)
     lines = {line.get_label(): line.get_xydata() for line in below.lines}
-    np.testing.assert_allclose(lines["bf16"], [[50, 1], [100, 2]])
+    np.testing.assert_allclose(lines["bf16"], [[2, 1], [4, 2]])
     assert "5/2.5" not in lines
-    row("mxfp4", [2.0], seed=1)
+    row("mxfp4", [2.0], [2.0], seed=1)
     with pytest.raises(ValueError, match="differ in more than the method"):
         pages.long_training(tmp_path)
