@@ -10,6 +10,7 @@ environment's NUM_HOSTS, HOST_ID, COORDINATOR); the first one prints. The model 
 parameters (or masters) and moments, bf16 gradients, state donated, random tokens. ``--model-tree``
 takes shapes from a file of `save_model_tree`, and a loss that takes no time: what is left is
 reductions and updates. The host waits for nobody within a sample of several steps.
+JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
 
 ``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
 compression included, and less the work that shards save. *Wire* is counted in the compiled
@@ -233,6 +234,14 @@ def time_steps(
     return state, float(loss), found[1:]
 
 
+def profiled(step: Callable, state: Any, tokens: Array) -> Any:
+    """The state after so many runs that JAX has compiled the step again, by their profile."""
+    for _ in range(jax.config.jax_pgle_profiling_runs + 1):
+        state, loss = step(state, tokens)
+        jax.block_until_ready((loss, state))
+    return state
+
+
 def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
     """Prints a step's kernels by time, and draws all; returns what of its transfers is hidden."""
 
@@ -343,6 +352,9 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
         params = random_params(way.model.shapes, NamedSharding(way.mesh, P()))
         state = way.init(params)
         del params
+        if jax.config.jax_enable_pgle:
+            step = ways.jitted(way, run.xla)
+            state = profiled(step, state, tokens)
         state, loss, times = time_steps(step, state, tokens, run.samples, run.steps)
         hidden = None
         if run.profiles:
@@ -353,7 +365,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
     per_worker = run.batch * (like.shape[1] - 1)
     flops = config and training_flops(config, way.model.shapes, per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)
-    sent = ways.sent_bytes(step.as_text(), t.mesh.size)
+    sent = ways.sent_bytes(program.step.as_text(), t.mesh.size)
     route = ways.parse(text, t).topology(t)
     return Row(
         model=run.model, tokens=per_worker, method=text,
@@ -363,7 +375,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
         exposed_ms=None if alone_ms is None else median - alone_ms,
         mfu=flops / (median / 1e3) / peak if flops and peak else None,
         wire_bytes=sent, link_share=1e3 * sent / run.rate / median if run.rate else None,
-        temporary_bytes=step.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=program.step.memory_analysis().temp_size_in_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
         transfer_ms=hidden and hidden.transfer_ms, hidden_ms=hidden and hidden.hidden_ms,
     )  # fmt: skip

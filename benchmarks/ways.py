@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -539,12 +539,22 @@ def make_way(text: str, training: Training) -> Way:
     return kind.build(training, scan, checkpoint, *methods)
 
 
-def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
-    """The program of a step, which donates the state; with options of XLA beside `dq.jit`'s."""
+def jitted(way: Way, xla: dict[str, Any] | None = None) -> Any:
+    """The step under `jax.jit`; it donates the state. ``xla`` are options beside `dq.jit`'s."""
     options = way.options | (xla or {}) if way.options else {}
-    with jax.set_mesh(way.mesh), compiled_by(options):
-        step = jax.jit(way.step, donate_argnums=0, compiler_options=options or None)
-        return step.lower(state, tokens)
+
+    @wraps(way.step)
+    def step(state: Any, tokens: Any) -> Any:
+        with compiled_by(options):
+            return way.step(state, tokens)
+
+    return jax.jit(step, donate_argnums=0, compiler_options=options or None)
+
+
+def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
+    """The program of a step, with options as for `jitted`."""
+    with jax.set_mesh(way.mesh):
+        return jitted(way, xla).lower(state, tokens)
 
 
 # --- What a compiled step sends -------------------------------------------------------------------

@@ -22,7 +22,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def load_corpus(
     train = b"".join(text for name, text in files if not _is_validation(name))
     validation = b"".join(text for name, text in files if _is_validation(name))
     if tokenizer == "bpe" and vocab_size > 256:
-        return Corpus(*_byte_pairs(train, validation, vocab_size), vocab_size, len(files))
+        return Corpus(*byte_pairs(train, validation, vocab_size), vocab_size, len(files))
     vocabulary = _frequent_pieces(train, vocab_size - 256)
     return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size, len(files))
 
@@ -100,7 +100,7 @@ def _frequent_pieces(text: bytes, count: int) -> dict[bytes, int]:
     return {piece: 256 + rank for rank, piece in enumerate(ranked[:count])}
 
 
-def _byte_pairs(train: bytes, validation: bytes, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def byte_pairs(train: bytes, validation: bytes, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids of both texts, ``int32[tokens]``, from the cache if they were made before."""
     digest = hashlib.blake2b(validation, digest_size=8)
     digest.update(train)
@@ -121,7 +121,7 @@ def _byte_pairs(train: bytes, validation: bytes, vocab_size: int) -> tuple[np.nd
     options = {"vocab_size": vocab_size, "min_frequency": 2, "show_progress": False}
     encoder.train_from_iterator(texts[0], **options)
     ids = [
-        np.array([i for one in encoder.encode_batch(files) for i in one.ids], np.int32)
+        np.concatenate([_encoded(encoder, files[i : i + 256]) for i in range(0, len(files), 256)])
         for files in texts
     ]
     root.mkdir(parents=True, exist_ok=True)
@@ -129,6 +129,10 @@ def _byte_pairs(train: bytes, validation: bytes, vocab_size: int) -> tuple[np.nd
     np.savez_compressed(draft, train=ids[0], validation=ids[1])
     os.replace(draft, file)
     return ids[0], ids[1]
+
+
+def _encoded(encoder: Any, files: list[str]) -> np.ndarray:
+    return np.array([i for one in encoder.encode_batch(files) for i in one.ids], np.int32)
 
 
 def _decoded(text: bytes) -> list[str]:

@@ -45,7 +45,7 @@ LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
 """A ring as a loop, which compiles in half the time; the same bits as unrolled (test_ring). Its
 stages have equal bits, so that width 4 is what the least of chunks gets of 5 bits."""
 
-TWO_STREAMS = {"streams": 2, "stream_size": 0}
+TWO_STREAMS = {"streams": 2}
 TOPOLOGIES = {
     "ring": (dq.Ring(unroll_up_to=4), range(1, 10)),
     "butterfly": (dq.Butterfly(), (1, 2, 4, 8)),

@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 ROUND_OFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 TOPOLOGIES = {
     "ring": dq.Ring(unroll_up_to=1),
-    "ring, two streams": dq.Ring(unroll_up_to=1, streams=2, stream_size=0),
+    "ring, two streams": dq.Ring(unroll_up_to=1, streams=2),
     "butterfly": dq.Butterfly(),
     "direct": dq.Direct(),
 }

@@ -12,7 +12,7 @@ from optax import contrib
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.collectives.scattered import split_of
+from dynamiq_jax.collectives.sum import split_of
 from dynamiq_jax.optax.elementwise import on_slices
 
 EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0, exclude="whole")

@@ -41,7 +41,7 @@ METHODS = {
     "dynamiq": (dq.DynamiQ(bits=5), RING),
     "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True), DIRECT),
     "minmax": (dq.comparators.MinMax(), DIRECT),
-    "minmax, ring": (dq.comparators.MinMax(bits=6), dq.Ring(streams=2, stream_size=0)),
+    "minmax, ring": (dq.comparators.MinMax(bits=6), dq.Ring(streams=2)),
     "mxfp4": (dq.comparators.MXFP4(), BUTTERFLY),
     "mxfp8, shared": (dq.comparators.MXFP8(sum="shared-scale"), RING),
     "qsgd": (dq.comparators.GlobalQSGD(piece_size=128), dq.Direct(transport="permutes")),
@@ -87,55 +87,44 @@ def run(method, topology, x, check=lambda step, found, before, after: None):
     return np.stack(results), state[0]
 
 
-@pytest.mark.parametrize("name", daily([*list(METHODS)[::2], "thc"], ["dynamiq", "minmax"]))
-def test_delivered_and_remembered_make_up_the_inputs(name):
-    """Results of "ef14" are single steps; averages get exact as one over steps squared."""
-    (method, topology), n = METHODS[name], WORKERS[name]
-    x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
-    results, state = run(feedback(method), topology, x)
-    exact = total_of(x[0])
-    gap = results.sum(axis=0) + total_of(state.residual) - 6 * exact
-    assert np.abs(gap).max() < 6e-6 * np.abs(exact).max()
-    assert np.abs(np.asarray(state.residual)).max() > 0
-    first, average = (relative_error(x, exact) for x in (results[0], results.mean(axis=0)))
-    assert average < first / 8
+LAWS = {
+    "ef14": [*list(METHODS)[::2], "thc"],
+    "ef21": list(METHODS)[::3],
+    "econtrol": ["dynamiq", *list(METHODS)[1::2]],
+}
+EVERY_DAY = [("ef14", "dynamiq"), ("ef14", "minmax"), ("ef21", "dynamiq"), ("econtrol", "dynamiq")]
 
 
 @pytest.mark.parametrize(
-    "name", daily(["dynamiq", *list(METHODS)[1::2]], ["dynamiq", "minmax, ring"])
+    ("kind", "name"), daily([(kind, name) for kind in LAWS for name in LAWS[kind]], EVERY_DAY)
 )
-def test_econtrol_delivers_all_and_its_result_is_the_sum_of_what_workers_sent(name):
-    """Both laws at once, with gradients that change in every step."""
+def test_delivered_and_remembered_make_up_the_inputs(kind, name):
+    """And a running total is what workers sent, in every step.
+
+    Gradients of "econtrol" change. Of one gradient averages of "ef14" get exact as one over steps
+    squared, and errors of "ef21" shrink with every step.
+    """
     (method, topology), n = METHODS[name], WORKERS[name]
-    x = gradients(n, 6)
-    size = np.abs(total_of(x[0])).max()
-
-    def check(step, found, before, after):
-        np.testing.assert_array_equal(found.astype(np.float32), after.total[0])
-        assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
-
-    results, state = run(feedback(method, kind="econtrol"), topology, x, check)
-    gap = results.sum(axis=0) + total_of(state.residual) - total_of(x.reshape(-1, SIZE))
-    assert np.abs(gap).max() < 3e-5 * size
-    assert np.abs(np.asarray(state.residual)).max() > 0
-    assert np.abs(np.asarray(state.sent)).max() > 0
-
-
-@pytest.mark.parametrize("name", daily(list(METHODS)[::3], ["dynamiq"]))
-def test_ef21_converges_where_gradients_do(name):
-    """Errors shrink with every step of one gradient, and the sum of h is the result throughout."""
-    (method, topology), n = METHODS[name], WORKERS[name]
-    x = np.broadcast_to(gradients(n, 1), (6, n, SIZE))
+    x = gradients(n, 6) if kind == "econtrol" else np.broadcast_to(gradients(n, 1), (6, n, SIZE))
     exact = total_of(x[0])
     size, errors = np.abs(exact).max(), []
 
     def check(step, found, before, after):
-        assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
         errors.append(relative_error(found, exact))
+        if kind != "ef14":
+            np.testing.assert_array_equal(found.astype(np.float32), after.total[0])
+            assert np.abs(found - total_of(after.sent)).max() < 4e-6 * size
 
-    run(feedback(method, kind="ef21"), topology, x, check)
-    assert errors[1] < errors[0] / 3
-    assert errors[-1] < max(errors[0] / 300, 1e-13)
+    results, state = run(feedback(method, kind=kind), topology, x, check)
+    if kind == "ef21":
+        assert errors[1] < errors[0] / 3
+        assert errors[-1] < max(errors[0] / 300, 1e-13)
+        return
+    gap = results.sum(axis=0) + total_of(state.residual) - total_of(x.reshape(-1, SIZE))
+    assert np.abs(gap).max() < (6e-6 if kind == "ef14" else 3e-5) * size
+    assert all(np.any(leaf) for leaf in (state.residual, state.sent) if leaf is not None)
+    if kind == "ef14":
+        assert relative_error(results.mean(axis=0), exact) < errors[0] / 8
 
 
 @pytest.mark.release
@@ -160,15 +149,13 @@ def test_what_each_kind_is_good_for():
     assert mean["econtrol"] < mean["ef14"] / 2
 
 
-@pytest.mark.parametrize("eta", [None, 0.5])
-def test_econtrol_sends_a_part_of_the_residual(eta):
+def test_econtrol_sends_a_tenth_of_the_residual():
     """Without loss the result is the sum of g + eta e, and e becomes (1 - eta) e."""
-    x, method = gradients(3, 2), feedback(dq.F32(), kind="econtrol", eta=eta)
+    x, method = gradients(3, 2), feedback(dq.F32(), kind="econtrol")
     (fresh,) = first_state(method, x[0], 3, DIRECT)
     found, state = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
-    eta = eta or 0.1
-    np.testing.assert_allclose(found[0], total_of(x[0] + eta * x[1]), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(state[0].residual, (1 - eta) * x[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[0], total_of(x[0] + 0.1 * x[1]), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(state[0].residual, 0.9 * x[1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_momentum_is_what_ef21m_sends():
@@ -176,7 +163,7 @@ def test_the_momentum_is_what_ef21m_sends():
     n, x = 3, gradients(3, 5)
     v = [x[0]]
     for own in x[1:]:
-        v.append(0.75 * v[-1] + 0.25 * own)
+        v.append(0.9 * v[-1] + 0.1 * own)
 
     def check(step, found, before, after):
         np.testing.assert_allclose(after.momentum, v[step], rtol=1e-5, atol=1e-5)
@@ -185,7 +172,7 @@ def test_the_momentum_is_what_ef21m_sends():
 
     for method, most in ((dq.F32(), 1e-11), (dq.comparators.MXFP4(), 0.06)):
         errors: list[float] = []
-        run(feedback(method, kind="ef21m", eta=0.25), DIRECT, x, check)
+        run(feedback(method, kind="ef21m"), DIRECT, x, check)
         assert max(errors) < most
         assert n == x.shape[1]
 
@@ -194,7 +181,7 @@ def test_the_momentum_is_what_ef21m_sends():
 def test_momentum_waits_for_a_step_in_which_all_is_finite():
     x = gradients(3, 3).copy()
     x[0, 1, 700] = np.inf
-    method = feedback(dq.comparators.MXFP8(), kind="ef21m", eta=0.25)
+    method = feedback(dq.comparators.MXFP8(), kind="ef21m")
     seen = []
 
     def check(step, found, before, after):
@@ -205,7 +192,7 @@ def test_momentum_waits_for_a_step_in_which_all_is_finite():
     assert [started for _, started in seen] == [False, True, True]
     np.testing.assert_array_equal(seen[0][0][:, sick], 0)
     np.testing.assert_array_equal(seen[1][0], x[1])
-    np.testing.assert_allclose(seen[2][0], 0.75 * x[1] + 0.25 * x[2], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(seen[2][0], 0.9 * x[1] + 0.1 * x[2], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,19 +216,6 @@ def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
     results, state = run(feedback(method, kind=kind), topology, x, check)
     if kind in ("ef21", "econtrol"):
         assert relative_error(results[3], total_of(x[3])) < 0.2
-
-
-def test_eta_of_ef14_filters_what_is_left():
-    """One step from a memory that is not empty: (1 - eta) e + eta (what is left of g + e)."""
-    x, plain = gradients(3, 2), feedback(dq.comparators.MXFP4())
-    found = []
-    for method in (plain, feedback(dq.comparators.MXFP4(), eta=0.3)):
-        (fresh,) = first_state(method, x[0], 3, DIRECT)
-        result, (after,) = stepper(method, DIRECT)(x[0], KEY, (fresh._replace(residual=x[1]),))
-        found.append((np.asarray(result), np.asarray(after.residual)))
-    (once, left), (again, filtered) = found
-    np.testing.assert_array_equal(once, again)
-    np.testing.assert_allclose(filtered, 0.7 * x[1] + 0.3 * left, rtol=1e-5, atol=1e-5)
 
 
 def test_the_bytes_of_a_state():
@@ -347,11 +321,6 @@ def test_what_makes_no_sense_is_refused():
         (lambda: around(dq.comparators.MinMax), "is not a method"),
         (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
         (lambda: around(alone, kind="ef15"), "kind='ef15'; expected one of 'ef14', 'ef21'"),
-        (lambda: around(alone, eta=2), "eta=2 must be above 0 and at most 1"),
-        (lambda: around(alone, kind="ef21", eta=0.5), r"eta=0\.5 has no place.* pass eta=None"),
-        (lambda: around(alone, kind="ef21m", eta=0), "eta=0 must be above 0 and at most 1"),
-        (lambda: around(alone, kind="econtrol", eta=1.5), "eta=1.5 must be above 0 and at most 1"),
-        (lambda: around(alone, kind="econtrol", eta=float("nan")), "eta=nan must be above 0"),
     ]
     for make, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -421,7 +390,7 @@ def test_without_state_and_in_halves_it_is_refused():
 
 
 def test_files_name_the_method_within(tmp_path):
-    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol", eta=0.2)
+    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol")
     for name in ("choice.json", "choice.toml"):
         dq.Compression(method, topology=dq.Ring()).save(tmp_path / name)
         assert dq.Compression.load(tmp_path / name) == dq.Compression(method, topology=dq.Ring())

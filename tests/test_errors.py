@@ -169,8 +169,6 @@ def test_methods_are_hashable_values():
 def test_bad_fields_of_topologies(topology):
     with raises(ValueError, "streams=0", "at least 1"):
         topology(streams=0)
-    with raises(ValueError, "stream_size=-1", "negative", "pass 0"):
-        topology(stream_size=-1)
     for balance in (17, -16.5, float("nan"), float("inf")):
         with raises(ValueError, f"balance={balance}", "between -16 and 16", "pass None"):
             topology(balance=balance)

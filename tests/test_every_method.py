@@ -140,7 +140,7 @@ def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
 
 
 ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method.method, "period", None) is None]
-"""Methods of which all steps move as much; `test_marsit` has the other."""
+"""Methods of which all steps move as much; `test_comparators` has the other."""
 
 
 @pytest.mark.parametrize("name", daily(ONE_KIND, ["bf16", "mxfp8", "thc", "powersgd"]))

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import scattered
+from dynamiq_jax.collectives import sum as sums
 
 N, DIM, LAYERS = 4, 128, 3
 EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
@@ -161,26 +161,25 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
     """A leaf that two axes split along two dimensions: two gathers and two scatters."""
     seeds = []
 
-    def spy(name, dimension, change):
-        def call(part, *args, key, **options):
+    def spy(name, change):
+        def call(axis, part, compression, at, *, key, **options):
             seeds.append((name, tuple(np.asarray(key).tolist())))
-            at = options[dimension]
             return {
                 leaf: jnp.zeros([change(n) if i == at else n for i, n in enumerate(x.shape)])
                 for leaf, x in part.items()
             }
 
-        monkeypatch.setattr(scattered, name, call)
+        monkeypatch.setattr(sums, name, call)
 
     def loss(shard):
         options = {"method": CHEAP, "key": KEY, "gather": CHEAP}
         return jnp.sum(dq.reduce_in_backward(shard, ("a", "b"), specs=P("a", "b"), **options))
 
-    spy("all_gather", "axis", lambda n: 2 * n)
-    spy("psum_scatter", "scatter_dimension", lambda n: n // 2)
+    spy("gather_over", lambda n: 2 * n)
+    spy("scatter_over", lambda n: n // 2)
     run = jax.vmap(jax.vmap(jax.grad(loss), axis_name="b"), axis_name="a")
     run(np.ones((2, 2, 64, 256), np.float32))
-    assert [name for name, _ in seeds].count("psum_scatter") == 2
+    assert [name for name, _ in seeds].count("scatter_over") == 2
     assert len({seed for _, seed in {*seeds}}) == 4, seeds
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import scattered
+from dynamiq_jax.collectives import sum as sums
 from dynamiq_jax.core.constraints import constraints_without
 
 F32 = small(dq.F32())
@@ -470,7 +470,7 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
     assert 1e-6 < float(dq.vnmse(grads, expected[1])) < 1e-3
     whole = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P()}, **OPTIONS)
     assert_close(whole(params, x, frozen=shards), expected)
-    monkeypatch.setattr(scattered, "LARGE_GATHER", 1000)
+    monkeypatch.setattr(sums, "LARGE_GATHER", 1000)
     with pytest.warns(UserWarning, match="2 sharded arguments.*524,288 bytes.*lax.all_gather"):
         whole(params, x, frozen=shards)
     whole(params, x, frozen=frozen)  # on one device: nothing is gathered

@@ -1,12 +1,16 @@
-"""The house: few frames from `psum` to its collective, few climbs, wings whose imports go down."""
+"""The house: few frames from a call to its collective, few climbs, wings that import downwards."""
 
 import ast
+import dataclasses
 import functools
+import importlib
+import inspect
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from cases import CHEAP
 from jax.sharding import AxisType
@@ -16,7 +20,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.request.compression
 
 ROOT = Path(dq.__file__).parent
-MOST_FRAMES, MOST_CLIMBS, MOST_FLOORS = 9, 2, 12
+MOST_CLIMBS, MOST_FLOORS = 2, 12
 
 
 @functools.cache
@@ -40,7 +44,63 @@ def psum(tree):
     return dq.psum(tree, "data", method=CHEAP, topology=dq.Direct())
 
 
-def test_a_psum_takes_few_frames_to_its_collective(monkeypatch):
+def on(kind: AxisType):
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+W, X = jnp.ones((64, 24)), jnp.ones((16, 64))
+OPTIONS = {"axis_name": "data", "method": dataclasses.replace(CHEAP, topology=dq.Direct())}
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+def gradients_of(loss, spec):
+    """Traces gradients of every worker's own loss, inside a map."""
+    options = {"mesh": on(AxisType.Auto), "in_specs": (spec, P("data")), "out_specs": spec}
+    jax.make_jaxpr(jax.shard_map(jax.grad(loss), **options))(W, X)
+
+
+def on_auto():
+    jax.make_jaxpr(dq.value_and_grad(loss, mesh=on(AxisType.Auto), **OPTIONS))(W, X)
+
+
+def on_explicit():
+    with jax.set_mesh(on(AxisType.Explicit)):
+        jax.make_jaxpr(dq.value_and_grad(loss, **OPTIONS))(W, jax.reshard(X, P("data")))
+
+
+def pipeline():
+    functions = [lambda w, x: jnp.tanh(x @ w), lambda _, x: jnp.sum(x)]
+    gradients_of(lambda w, x: dq.sequential(functions, [w, {}], x, **OPTIONS), P())
+
+
+def fsdp():
+    options = OPTIONS | {"specs": P("data")}
+    gradients_of(lambda w, x: loss(dq.reduce_in_backward(w, **options), x), P("data"))
+
+
+def sharded_updates():
+    optimizer = dq.optax.sharded(optax.sgd(1.0), differences=CHEAP, **OPTIONS)
+    update = lambda g, w: optimizer.update(g[0], optimizer.init(w), w)[0]  # noqa: E731
+    options = {"mesh": on(AxisType.Auto), "in_specs": (P("data"), P()), "out_specs": P()}
+    jax.make_jaxpr(jax.shard_map(update, **options))(jnp.ones((8, *W.shape)), W)
+
+
+WAYS = {
+    "psum": (lambda: trace(psum), 9),
+    "gradients on Auto axes": (on_auto, 12),
+    "gradients on Explicit axes": (on_explicit, 12),
+    "sequential": (pipeline, 12),
+    "FSDP": (fsdp, 11),
+    "sharded updates": (sharded_updates, 12),
+}
+"""Functions that trace a way in, and the most frames of this library down to `jax.lax`."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_in_takes_few_frames_to_its_collective(way, monkeypatch):
     found, all_to_all = [], jax.lax.all_to_all
 
     def spy(*args, **options):
@@ -53,9 +113,11 @@ def test_a_psum_takes_few_frames_to_its_collective(monkeypatch):
         return all_to_all(*args, **options)
 
     monkeypatch.setattr(jax.lax, "all_to_all", spy)
-    trace(psum)
-    assert found and found[0][0] == "psum"
-    assert max(map(len, found)) <= MOST_FRAMES, max(found, key=len)
+    run, most = WAYS[way]
+    jax.clear_caches()
+    run()
+    assert found
+    assert max(map(len, found)) <= most, max(found, key=len)
 
 
 def imported(file: Path) -> set[str]:
@@ -138,3 +200,42 @@ def test_leaves_are_grouped_once(monkeypatch, metrics):
     monkeypatch.setattr(dynamiq_jax.request.compression, "group_leaves", spy)
     trace(lambda tree: dq.reduce(tree, "data", method=CHEAP, metrics=metrics)[::2])
     assert len(calls) == 1
+
+
+PUBLIC = {
+    function: f"{module.__name__}.{name}"
+    for module in (dq, dq.optax, dq.nnx)
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name))
+}
+
+
+def calls_of_public_functions() -> set[str]:
+    """The text "file: function" for every call of a public function in what is not a command."""
+    found = set()
+    for file in ROOT.rglob("*.py"):
+        if wing(file) in ("commands", "comparators", "__main__"):
+            continue
+        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
+        known = vars(importlib.import_module(name.removesuffix(".__init__")))
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name):
+                function = known.get(called.id)
+            elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+                function = getattr(known.get(called.value.id), called.attr, None)
+            else:
+                continue
+            if inspect.isfunction(function) and function in PUBLIC:
+                found.add(f"{file.relative_to(ROOT)}: {PUBLIC[function]}")
+    return found
+
+
+STILL = {
+    "nnx.py: dynamiq_jax.value_and_grad",
+}
+"""The calls that are there still; no other may come."""
+
+
+def test_no_public_function_calls_a_public_function():
+    assert calls_of_public_functions() == STILL

@@ -20,7 +20,7 @@ NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 
 def ring(streams):
     """A ring of so many streams for gradients of any size but the very least."""
-    return dq.Ring(streams=streams, stream_size=0)
+    return dq.Ring(streams=streams)
 
 
 def share(n):
@@ -140,15 +140,20 @@ def test_only_the_narrowest_width_may_exceed_the_budget():
     assert layout.payload_words == (layout.chunk_tiles * fmt.tile_words(8),) * 2
 
 
-def test_streams_split_large_gradients_only():
-    for name in NAMED:
-        topology = dataclasses.replace(NAMED[name], streams=3, stream_size=1000)
-        sizes = (0, 10, 1999, 2000, 2999, 3000, 10**6)
-        assert [topology.chunks_per_worker(size) for size in sizes] == [1, 1, 1, 2, 2, 3, 3]
+def test_streams_split_large_gradients_only_unless_they_are_passed():
+    for topology, most, worth in (
+        (dq.Ring(), 2, 2**24),
+        (dq.Butterfly(), 2, 2**24),
+        (dq.Direct(), 4, 2**26),
+        (dq.Direct(transport="permutes"), 2, 2**27),
+    ):
+        sizes = (0, 10, worth, 2 * worth - 1, 2 * worth, most * worth, 2**32)
+        assert [topology.chunks_per_worker(size) for size in sizes] == [1, 1, 1, 1, 2, most, most]
+        topology = dataclasses.replace(topology, streams=3)
+        assert [topology.chunks_per_worker(size) for size in (0, 1, 2, 10)] == [1, 1, 2, 3]
         assert dq.DynamiQ().layout(10**6, 4, topology).chunks == 12
         # A slice of a reduce-scatter counts with all others.
         assert dq.DynamiQ().layout(750, 4, topology, "reduce_scatter").chunks == 12
-        assert dq.DynamiQ().layout(499, 4, topology, "reduce_scatter").chunks == 4
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

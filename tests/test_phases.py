@@ -11,10 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.training.phases import Progress, trace
+from dynamiq_jax.training.phases import Progress, cut
 
 N = 4
 TABLE = np.arange(5, dtype=np.float32)
+
+
+def trace(function, *args):
+    return cut(*jax.make_jaxpr(function, return_shape=True)(*args))
 
 
 def chained(x, y):

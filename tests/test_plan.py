@@ -167,7 +167,7 @@ def layout_of(method, size, n, streams=1, collective="all_reduce"):
     """That of a ring, whose hops get half a bit more than the all-gather."""
     if collective == "all_gather":
         return method.gather_layout(size, n)
-    ring = dq.Ring(streams=streams, stream_size=0, balance=0.5)
+    ring = dq.Ring(streams=streams, balance=0.5)
     return method.layout(size, n, ring, collective)
 
 

@@ -25,7 +25,7 @@ import dynamiq_jax as dq
 
 DEFAULT = METHODS["default"]
 UNROLLED = dq.Ring(unroll_up_to=16)
-STREAMS = dq.Ring(streams=3, stream_size=0, unroll_up_to=1, balance=0.0)
+STREAMS = dq.Ring(streams=3, unroll_up_to=1, balance=0.0)
 
 
 def relative_error(result, x):

@@ -195,7 +195,7 @@ def test_schedules_that_break_their_promises_are_refused():
 
 def test_a_loop_gives_the_bits_of_its_rounds():
     x = gradient(2, 5, 3000)
-    unrolled, looped = (dq.Ring(unroll_up_to=up_to, streams=2, stream_size=0) for up_to in (9, 1))
+    unrolled, looped = (dq.Ring(unroll_up_to=up_to, streams=2) for up_to in (9, 1))
     method = small(dq.comparators.MXFP4(rounding="stochastic"))
     key = jax.random.key(0)
     assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))

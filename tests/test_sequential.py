@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.training import under_way
-from dynamiq_jax.training.phases import trace
+from dynamiq_jax.training.phases import cut
 
 N, DIM = 4, 128
 METHOD = CHEAP
@@ -264,7 +264,7 @@ class Weights:
 @pytest.mark.parametrize("scanned", [True, False])
 def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
     traced = []
-    monkeypatch.setattr(under_way, "trace", lambda *args: traced.append(args) or trace(*args))
+    monkeypatch.setattr(under_way, "cut", lambda *args: traced.append(args) or cut(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]  # noqa: E731

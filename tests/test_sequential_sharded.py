@@ -19,7 +19,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.training import under_way
-from dynamiq_jax.training.phases import trace
+from dynamiq_jax.training.phases import cut
 
 N, DIM, LAYERS = 4, 16, 8
 EXACT = dq.Compression(dq.F32(), min_leaf_size=DIM * DIM, min_bucket_size=0)
@@ -270,10 +270,10 @@ def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(way, monkeyp
     seen = []
 
     def watched(*args):
-        seen.append(trace(*args))
+        seen.append(cut(*args))
         return seen[-1]
 
-    monkeypatch.setattr(under_way, "trace", watched)
+    monkeypatch.setattr(under_way, "cut", watched)
     method = dataclasses.replace(SOME, topology=dq.Direct())
     params, batches = problem()
     state, step = stepper(make(method), params, WAYS[way], method)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, TypeCheckError, jaxtyped
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.comparators import hadamard, mx_codec
+from dynamiq_jax.comparators import hadamard, lanes
 
 checked = jaxtyped(typechecker=shapes.checked)
 
@@ -47,5 +47,5 @@ def test_both_packages_are_checked():
         pk.statistics(jnp.zeros((2, 256)))
     with pytest.raises(TypeCheckError, match="'x'"):
         hadamard.cut(jnp.zeros((2, 256)))
-    with pytest.raises(TypeCheckError, match="'codes'"):
-        mx_codec.pack_codes(jnp.zeros(32), mx_codec.ELEMENTS["e4m3"])
+    with pytest.raises(TypeCheckError, match="'fields'"):
+        lanes.pack_bits(jnp.zeros(32), 4)

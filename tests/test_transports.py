@@ -17,7 +17,7 @@ from dynamiq_jax.topologies.base import permuted
 
 SIZE = 3000
 TOPOLOGIES = [dq.Direct, dq.Ring, dq.Butterfly]
-STREAMS = {"streams": 2, "stream_size": 1000}
+STREAMS = {"streams": 2}
 
 
 def mesh_of(n):
@@ -84,7 +84,7 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
     n, x = 3, gradient(5, 3, 2**16)
     results = {}
     for transport in ("collectives", "permutes"):
-        route = dq.Direct(transport=transport, streams=2, stream_size=2**14)
+        route = dq.Direct(transport=transport, streams=2)
 
         def reduce(x, route=route):
             return dq.psum(x, "data", method=CHEAP, topology=route)

@@ -124,7 +124,7 @@ def test_leaves_keep_shape_and_dtype_and_small_ones_are_exact():
     [
         (BF16, None, 16),
         (F32, None, 32),
-        (BF16, dq.Ring(streams=2, stream_size=0), 16),
+        (BF16, dq.Ring(streams=2), 16),
         (F32, dq.Direct(), 32),
     ],
 )
@@ -139,7 +139,7 @@ def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
 def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
     """`ChunkCodec.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
     n, streams, size = 4, 2, 96
-    topology = dq.Direct(streams=streams, stream_size=0)
+    topology = dq.Direct(streams=streams)
     layout = chunk_layout(n * size, n, topology)
     codec = PlainCodec(
         encode=lambda values, chunk, slot: values.astype(jnp.bfloat16),

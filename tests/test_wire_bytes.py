@@ -110,7 +110,7 @@ CASES = {
         [jax.ShapeDtypeStruct((70_000,), jnp.float32)],
         (3,),
         small(dq.DynamiQ(bits=6)),
-        dq.Ring(streams=2, stream_size=0),
+        dq.Ring(streams=2),
         HALVES,
     ),
     "butterfly": (ONE, (8,), small(dq.DynamiQ()), dq.Butterfly(balance=0.5), HALVES),
@@ -118,7 +118,7 @@ CASES = {
         ONE,
         (4,),
         small(dq.DynamiQ()),
-        dq.Butterfly(streams=2, stream_size=0),
+        dq.Butterfly(streams=2),
         HALVES,
     ),
     "direct": (TREE, (4,), low(dq.DynamiQ()), None, {"all-to-all", "all-gather"}),
@@ -126,7 +126,7 @@ CASES = {
         ONE,
         (3,),
         small(dq.DynamiQ()),
-        dq.Direct(streams=2, stream_size=0, balance=0.5),
+        dq.Direct(streams=2, balance=0.5),
         {"all-to-all", "all-gather"},
     ),
     "flat": (ONE, (2, 4), small(dq.DynamiQ()), dq.Butterfly(), HALVES),
@@ -180,7 +180,7 @@ def test_wire_bits_are_what_the_program_moves(name):
 
 SHARDED = {
     "direct": (3, dq.Direct(), {"all-to-all"}),
-    "ring": (4, dq.Ring(streams=2, stream_size=0), {"collective-permute"}),
+    "ring": (4, dq.Ring(streams=2), {"collective-permute"}),
     "butterfly": (4, dq.Butterfly(), {"collective-permute"}),
 }
 

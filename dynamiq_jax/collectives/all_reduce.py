@@ -1,26 +1,19 @@
 """`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from jax import Array
 
-from dynamiq_jax.collectives.in_maps import reduce_over
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.collectives.terms import Terms, reduce_terms
 from dynamiq_jax.collectives.unreduced import is_outside, reduce_outside
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
-from dynamiq_jax.methods.base import check_choice
-from dynamiq_jax.methods.metrics import (
-    Reduced,
-)
-from dynamiq_jax.request.compression import (
-    AnyTopology,
-    ByPath,
-    Compression,
-    as_compression,
-)
+from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.request.compression import AnyTopology, ByPath, Compression, as_compression
 
 
 def psum(
@@ -89,8 +82,8 @@ def psum(
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    request = as_compression(method, topology)
-    return _way(axis, x)(axis, x, "sum", request, key=key, specs=specs).tree
+    total = Sum(axis, as_compression(method, topology), "sum", specs=specs)
+    return way_of(total, x)(x, key).tree
 
 
 def pmean(
@@ -109,8 +102,8 @@ def pmean(
     See `psum` for everything but ``weight``, and `reduce` for that.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    request = as_compression(method, topology)
-    return _way(axis, x)(axis, x, "mean", request, key=key, specs=specs, weight=weight).tree
+    total = Sum(axis, as_compression(method, topology), "mean", specs=specs)
+    return way_of(total, x)(x, key, weight=weight).tree
 
 
 def reduce(
@@ -153,14 +146,13 @@ def reduce(
       ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is not a
         scalar, or is for a sum or for integers, or as for `psum`.
     """
-    axis = check_axis(axis_name)
-    check_choice("op", op, get_args(Op))
-    options = {"key": key, "state": state, "metrics": metrics, "specs": specs, "weight": weight}
-    return _way(axis, tree)(axis, tree, op, as_compression(method, topology), **options)
+    total = Sum(check_axis(axis_name), as_compression(method, topology), op, specs=specs)
+    return way_of(total, tree)(tree, key, state, metrics=metrics, weight=weight)
 
 
-def _way(axis: Axis, tree: Any) -> Callable[..., Reduced]:
-    """The function for ``tree``: `reduce_over` inside of maps; outside by where terms are."""
+def way_of(total: Sum, tree: Any) -> Callable[..., Reduced]:
+    """The function that reduces ``tree``: inside of maps, or outside by where terms are."""
     if isinstance(tree, Terms):
-        return reduce_terms
-    return reduce_outside if is_outside(axis, tree) else reduce_over
+        return functools.partial(reduce_terms, total)
+    outside = is_outside(total.axis, tree)
+    return functools.partial(reduce_outside, total) if outside else total.reduce

@@ -18,20 +18,19 @@ from jaxtyping import Float
 
 import pallas_kernels as pk
 from dynamiq_jax.collectives.checks import fixed_leaves
-from dynamiq_jax.collectives.halves import facts_of, group_parts, slice_of, slices_of
+from dynamiq_jax.collectives.halves import begin, group_parts, slice_of, slices_of
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
+from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, fold_seed, key_words, seed_of
 from dynamiq_jax.executors import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.request.agreement import compare_first
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves, from_flat, joined
+from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
@@ -98,13 +97,10 @@ def all_to_all(
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
     request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
-    sizes = axis_sizes(axis, "all_to_all")
-    values, treedef = jax.tree.flatten(x)
-    leaves = describe_leaves(x)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
-    facts = facts_of(request, axis, sizes, leaves, told | {"backward": backward, "key": key})
-    compare_first("all_to_all", axis, leaves, facts)
-    check_groups(axis, all_reduce=False)
+    more = {"backward": backward, "key": key}
+    sizes, leaves = begin("all_to_all", axis, x, request, told | more)
+    values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
     for leaf in leaves:
         _check_axes(leaf, split_axis, concat_axis, n, tiled=tiled)

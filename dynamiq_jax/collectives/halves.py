@@ -77,29 +77,38 @@ def psum_scatter(
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
-    axis = check_axis(axis_name, axis_index_groups)
+    axis, request = check_axis(axis_name, axis_index_groups), as_compression(method, topology)
+    return scatter_over(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+
+
+def scatter_over(
+    axis: Axis,
+    tree: Tree,
+    compression: Compression,
+    dimension: int,
+    *,
+    tiled: bool = True,
+    key: Array | None = None,
+) -> Tree:
+    """`psum_scatter` with its arguments as one request."""
     if not axis.names:
-        return x
-    request, sizes = as_compression(method, topology), axis_sizes(axis, "psum_scatter")
+        return tree
+    told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
+    sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
+    values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    values, treedef = jax.tree.flatten(x)
-    leaves = describe_leaves(x)
-    told = {"key": key, "scatter_dimension": scatter_dimension, "tiled": tiled}
-    compare_first("psum_scatter", axis, leaves, facts_of(request, axis, sizes, leaves, told))
-    check_groups(axis, all_reduce=False)
-    whole = group_parts(request, leaves, sizes, Route.scattered_bits)
+    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits)
     for leaf in leaves:
-        _check_divides(leaf, scatter_dimension, n, tiled=tiled)
+        _check_divides(leaf, dimension, n, tiled=tiled)
     check_key(key, axis)
-    fixed = fixed_leaves(leaves, values, axis)
-    check_varying(whole, fixed, axis)
-    options = {"fixed": fixed, "methods": whole.methods}
-    grouping = group_parts(request, leaves, sizes, Route.scattered_bits, **options)
+    if fixed := fixed_leaves(leaves, values, axis):
+        check_varying(grouping, fixed, axis)
+        options = {"fixed": fixed, "methods": grouping.methods}
+        grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, **options)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
-    options = {"scatter_dimension": scatter_dimension, "tiled": tiled, "n_workers": n}
-    values = run(values, key, grouping=grouping, axis=axis, **options)
-    return jax.tree.unflatten(treedef, values)
+    options = {"dimension": dimension, "tiled": tiled, "n_workers": n}
+    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
 
 
 def _scatter_leaves(
@@ -108,25 +117,25 @@ def _scatter_leaves(
     *,
     grouping: Grouping,
     axis: Axis,
-    scatter_dimension: int,
+    dimension: int,
     tiled: bool,
     n_workers: int,
 ) -> list[Array]:
-    n, words, values = n_workers, key_words(key), list(values)
-
-    cut: dict[str, Any] = {"dimension": scatter_dimension, "n_workers": n, "tiled": tiled}
-
+    words, values = key_words(key), list(values)
+    cut: dict[str, Any] = {"dimension": dimension, "n_workers": n_workers, "tiled": tiled}
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(slices_of(values[leaf.index], leaf, **cut))
         values[leaf.index] = from_flat(total, slice_of(leaf, **cut))
     for bucket in grouping.buckets:
         parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
-        x = joined(parts)
-        exact = axis.psum_scatter
         method, topology = bucket.route.halves()
         run = _scatter_bucket if axis.several_vmapped else _scatter_alike
         compressed = functools.partial(run, axis=axis, method=method, topology=topology)
-        total = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
+        x, seed = joined(parts), bucket_seed(words, bucket.tag)
+        if n_workers == 1:
+            total = axis.psum_scatter(x)
+        else:
+            total, _ = with_tangent(compressed, axis.psum_scatter)(x, seed, ())
         start = 0
         for leaf, part in zip(bucket.leaves, parts, strict=True):
             stop = start + part.shape[1]
@@ -156,9 +165,9 @@ def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf
 
 
 def _scatter_bucket(
-    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, topology: Topology | None
-) -> Array:
-    return method.reduce_scatter(x, Call(axis, topology, seed))
+    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, topology: Any
+) -> tuple[Array, tuple]:
+    return method.reduce_scatter(x, Call(axis, topology, seed)), state
 
 
 # Buckets of the same size are traced and lowered once, as in `in_maps`.
@@ -166,7 +175,7 @@ _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "to
 
 _scatter_compiled = inlined(
     _scatter_leaves,
-    static_argnames=("grouping", "axis", "scatter_dimension", "tiled", "n_workers"),
+    static_argnames=("grouping", "axis", "dimension", "tiled", "n_workers"),
 )
 
 
@@ -212,35 +221,44 @@ def all_gather(
     """
     workers = check_axis(axis_name, axis_index_groups)
     check_choice("to", to, get_args(Varying))
-    if not workers.names:
-        return x
-    request = replace(as_compression(method), topology=None)
-    sizes = axis_sizes(workers, "all_gather")
-    values, treedef = jax.tree.flatten(x)
-    leaves = describe_leaves(x)
-    told = {"key": key, "axis": axis, "tiled": tiled, "to": to}
-    compare_first("all_gather", workers, leaves, facts_of(request, workers, sizes, leaves, told))
-    check_groups(workers, all_reduce=False)
-    if to != "varying" and workers.groups is not None:
+    return gather_over(workers, x, as_compression(method), axis, tiled=tiled, to=to, key=key)
+
+
+def gather_over(
+    axis: Axis,
+    tree: Tree,
+    compression: Compression,
+    dimension: int,
+    *,
+    tiled: bool = True,
+    to: Varying = "varying",
+    key: Array | None = None,
+) -> Tree:
+    """`all_gather` with its arguments as one request."""
+    if not axis.names:
+        return tree
+    compression = replace(compression, topology=None)
+    told = {"key": key, "axis": dimension, "tiled": tiled, "to": to}
+    sizes, leaves = begin("all_gather", axis, tree, compression, told)
+    values, treedef = jax.tree.flatten(tree)
+    if to != "varying" and axis.groups is not None:
         raise NotImplementedError(
-            f"to={to!r}: what is gathered within axis_index_groups={workers.groups} varies "
+            f"to={to!r}: what is gathered within axis_index_groups={axis.groups} varies "
             "between them; pass to='varying', or give each group an axis of its own"
         )
     for leaf in leaves:
-        if not -len(leaf.shape) - (not tiled) <= axis < len(leaf.shape) + (not tiled):
+        if not -len(leaf.shape) - (not tiled) <= dimension < len(leaf.shape) + (not tiled):
             raise ValueError(
-                f"axis={axis}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every "
-                "leaf has, or gather such leaves apart"
+                f"axis={dimension}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that "
+                "every leaf has, or gather such leaves apart"
             )
-    check_key(key, workers)
-    n = math.prod(sizes)
-    fixed = fixed_leaves(leaves, values, workers)
-    grouping = group_parts(request, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
-    check_whole(grouping, workers)
-    run = _gather_leaves if workers.several_vmapped else _gather_compiled
-    options = {"axis": axis, "tiled": tiled, "to": to, "n_workers": n}
-    values = run(values, key, grouping=grouping, workers=workers, **options)
-    return jax.tree.unflatten(treedef, values)
+    check_key(key, axis)
+    n, fixed = math.prod(sizes), fixed_leaves(leaves, values, axis)
+    grouping = group_parts(compression, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
+    check_whole(grouping, axis)
+    run = _gather_leaves if axis.several_vmapped else _gather_compiled
+    options = {"dimension": dimension, "tiled": tiled, "to": to, "n_workers": n}
+    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
 
 
 def _gather_leaves(
@@ -248,35 +266,34 @@ def _gather_leaves(
     key: Array | None,
     *,
     grouping: Grouping,
-    workers: Axis,
-    axis: int,
+    axis: Axis,
+    dimension: int,
     tiled: bool,
     to: Varying,
     n_workers: int,
 ) -> list[Array]:
-    n, words, values = n_workers, key_words(key), list(values)
+    words, values = key_words(key), list(values)
 
-    def back(leaf: Leaf, gathered):
-        ndim = len(leaf.shape) + 1
-        at = axis % ndim if not tiled else axis % (ndim - 1)
+    def back(leaf: Leaf, gathered: Array) -> Array:
+        at = dimension % (len(leaf.shape) + (not tiled))
         whole = jnp.moveaxis(gathered, 0, at)
         if not tiled:
             return whole
         shape = list(leaf.shape)
-        shape[at] *= n
+        shape[at] *= n_workers
         return whole.reshape(shape)
 
     def exact(x: Array) -> Array:
-        return workers.all_gather(x, to)
+        return axis.all_gather(x, to)
 
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
-        x = concatenate(bucket, dict(enumerate(values)))
-        run = _gather_bucket if workers.several_vmapped else _gather_alike
+        run = _gather_bucket if axis.several_vmapped else _gather_alike
         method, _ = bucket.route.halves()
-        compressed = functools.partial(run, workers=workers, method=method, to=to)
-        gathered = (exact if n == 1 else _with_seed(compressed, exact, words, bucket))(x)
+        compressed = functools.partial(run, axis=axis, method=method, to=to)
+        x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
+        gathered = exact(x) if n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
         start = 0
         for leaf in bucket.leaves:
             stop = start + leaf.size
@@ -286,17 +303,28 @@ def _gather_leaves(
 
 
 def _gather_bucket(
-    x: Array, seed: Seed, *, workers: Axis, method: ShardedMethod, to: Varying
-) -> Array:
-    whole = method.all_gather(x, Call(workers, None, seed), invarying=to != "varying")
-    return workers.gathered_as(whole, to)
+    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, to: Varying
+) -> tuple[Array, tuple]:
+    whole = method.all_gather(x, Call(axis, None, seed), invarying=to != "varying")
+    return axis.gathered_as(whole, to), state
 
 
-_gather_alike = jax.jit(_gather_bucket, static_argnames=("workers", "method", "to"))
+_gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
 _gather_compiled = inlined(
     _gather_leaves,
-    static_argnames=("grouping", "workers", "axis", "tiled", "to", "n_workers"),
+    static_argnames=("grouping", "axis", "dimension", "tiled", "to", "n_workers"),
 )
+
+
+def begin(
+    collective: str, axis: Axis, tree: Any, request: Compression, told: dict[str, Any]
+) -> tuple[tuple[int, ...], list[Leaf]]:
+    """Sizes of the axes, and the leaves; compares the first call of all processes."""
+    sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
+    facts = functools.partial(request.facts, axis, sizes, leaves, hierarchies=False, **told)
+    compare_first(collective, axis, leaves, facts)
+    check_groups(axis, all_reduce=False)
+    return sizes, leaves
 
 
 def group_parts(
@@ -330,23 +358,6 @@ def group_parts(
     found = request.group(leaves, sizes, **options, hierarchies=False)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)
-
-
-def facts_of(
-    request: Compression, axis: Axis, sizes: tuple[int, ...], leaves: list[Leaf], told: dict
-) -> Callable[[], dict[str, str]]:
-    """Returns a function that tells the facts of a call, for `compare_first`."""
-    return lambda: request.facts(axis, sizes, leaves, hierarchies=False, **told)
-
-
-def _with_seed(compressed, exact, words, bucket: Bucket):
-    """``compressed`` with the bucket's seed and the derivative of ``exact``."""
-    seed = bucket_seed(words, bucket.tag)
-
-    def stateless(x: Array, seed: Seed, state: tuple) -> tuple[Array, tuple]:
-        return compressed(x, seed), state
-
-    return lambda x: with_tangent(stateless, exact)(x, seed, ())[0]
 
 
 def _check_divides(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> None:

@@ -1,7 +1,6 @@
-"""Reductions of pytrees inside of maps: checks, buckets, exact leaves, derivatives, metrics."""
+"""A device reduces its leaves: buckets, exact leaves, weights, derivatives and metrics."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,106 +11,29 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.checks import (
     Fixed,
-    check_state,
-    check_varying,
-    fixed_leaves,
-    warn_of_uncompressed,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
+from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined, zero_tangent
-from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.seeds import Seed, bucket_seed, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
     BucketMetrics,
     Metrics,
     PayloadFacts,
-    Reduced,
     bucket_metrics,
     of_all_parts,
     summarise,
 )
-from dynamiq_jax.request.agreement import compare_first
-from dynamiq_jax.request.compression import (
-    Compression,
-    first_states,
-)
-from dynamiq_jax.request.explanation import explain_grouping
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Grouping, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import (
     Surroundings,
-    bucket_axes,
-    n_parts,
-    surroundings,
-    told_specs,
 )
 
 
-def reduce_over(
-    axis: Axis,
-    tree: Any,
-    op: Op,
-    compression: Compression,
-    *,
-    key: Array | None = None,
-    state: State | None = None,
-    metrics: bool = False,
-    specs: Any = None,
-    weight: Array | float | None = None,
-) -> Reduced:
-    """`reduce` inside of a map, with its arguments as one request; workers may be groups."""
-    sizes = axis_sizes(axis)
-    n_workers = math.prod(sizes)
-    check_key(key, axis)
-    values, treedef = jax.tree.flatten(tree)
-    around = surroundings(axis)
-    leaves = around.leaves(tree, specs)
-    told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
-    told["weight"] = weight
-    facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
-    compare_first("all-reduce", axis, leaves, facts)
-    grouping = compression.group(leaves, sizes)
-    fixed = fixed_leaves(leaves, values, axis)
-    if len(fixed) < len(leaves):
-        check_groups(axis, all_reduce=True)
-    if op == "sum" or state is not None:
-        check_varying(grouping, fixed, axis)
-    limited = compression.min_bucket_size is not None or compression.min_bucket_bytes is not None
-    warn_of_uncompressed(grouping, fixed, axis, limited=limited)
-    if fixed and state is None:
-        grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
-    split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
-    counts = [n_parts(axes, around.sizes) for axes in split_over]
-    expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
-    states = check_state(state, expected, grouping)
-    if weight is not None:
-        values = _weighted(values, leaves, fixed, op, weight, axis)
-    compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
-    for i in fixed.keys() - compressed:
-        if op == "sum" or fixed[i] == "native" or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
-            values[i] = _exact(axis, op)(values[i])
-    moving = {i: value for i, value in enumerate(values) if i in compressed or i not in fixed}
-    sent = None
-    if metrics:
-        routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
-        traffic = explain_grouping(grouping, routes)
-        sent = traffic.bits_per_coord, traffic.wire_bytes
-    # JAX's rules for several axes of vmap have to be known before they are traced.
-    run = _reduce_leaves if axis.several_vmapped else _reduce_compiled
-    run = functools.partial(
-        run, grouping=grouping, axis=axis, n_workers=n_workers, op=op, sent=sent
-    )
-    if grouping.buckets and around.open:
-        opened = told_specs(tree, specs, around, grouping)
-        run = _over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
-    moved, states, found = run(moving, key, states)
-    total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
-    return Reduced(total, None if state is None else tuple(states), found)
-
-
-def _weighted(
+def weighted(
     values: list[Array],
     leaves: list[Leaf],
     fixed: Fixed,
@@ -161,11 +83,12 @@ def weigh(x: Array, share: Array | None) -> Array:
     return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
 
-def _exact(axis: Axis, op: Op) -> Callable:
+def exact_of(axis: Axis, op: Op) -> Callable:
+    """The exact reduction of a tree."""
     return axis.pmean if op == "mean" else axis.psum
 
 
-def _reduce_leaves(
+def reduce_leaves(
     values: dict[int, Array],
     key: Array | None,
     states: list[State],
@@ -181,7 +104,7 @@ def _reduce_leaves(
     Returns the sums or means, the next states, and the metrics if ``sent`` says bits per coordinate
     and bytes.
     """
-    exact_reduce, values, after = _exact(axis, op), dict(values), list(states)
+    exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
     known: list[BucketMetrics] = []
     if n_workers == 1:
         if sent is not None:
@@ -233,12 +156,12 @@ _reduce_alike = jax.jit(
 )
 
 
-_reduce_compiled = inlined(
-    _reduce_leaves, static_argnames=("grouping", "axis", "n_workers", "op", "sent")
+reduce_compiled = inlined(
+    reduce_leaves, static_argnames=("grouping", "axis", "n_workers", "op", "sent")
 )
 
 
-def _over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
+def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
     """``run(values, key, states)`` of what every device holds of leaves that are still whole.
 
     States of buckets whose parts differ have a leading axis of parts.

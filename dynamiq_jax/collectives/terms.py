@@ -4,8 +4,8 @@ JAX has a type for such values on Explicit axes alone ("unreduced"). On Auto axe
 array with a leading axis of workers, which is sharded over the data axes: a device holds its own.
 """
 
+import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,11 +13,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.in_maps import reduce_over
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.checks import Op
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import several
 
 
@@ -26,7 +23,7 @@ from dynamiq_jax.tree.placement import several
     data_fields=["tree"],
     meta_fields=["mesh", "axes", "specs"],
 )
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Terms:
     """A pytree of all workers' gradients, by ``value_and_grad(reduce=False)``; `psum` sums it.
 
@@ -47,15 +44,12 @@ class Terms:
 
 
 def reduce_terms(
-    axis: Axis,
+    total: Sum,
     terms: Terms,
-    op: Op,
-    compression: Compression,
-    *,
     key: Array | None = None,
     state: Any = None,
+    *,
     metrics: bool = False,
-    specs: Any = None,
     weight: Any = None,
 ) -> Reduced:
     """Sums the terms of all workers, under a map over the data axes; see `reduce`.
@@ -65,6 +59,7 @@ def reduce_terms(
     Raises:
       ValueError: the axes are others than those of the terms; or a mean, a weight or specs.
     """
+    axis, op, specs = total.axis, total.op, total.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
             "gradients of value_and_grad(reduce=False) are terms, and their sum is the gradient of "
@@ -84,11 +79,11 @@ def reduce_terms(
     mesh, over = terms.mesh, P(axis.name)
     others = several([name for name in mesh.axis_names if name not in axis.names], mesh.shape)
     own_specs = jax.tree.structure(terms.tree).unflatten(terms.specs)
+    own = dataclasses.replace(total, specs=own_specs)
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
         mine, before = (jax.tree.map(lambda x: x[0], x) for x in (tree, state))
-        options = {"key": key, "state": before, "metrics": metrics, "specs": own_specs}
-        found = reduce_over(axis, mine, "sum", compression, **options)
+        found = own.reduce(mine, key, before, metrics=metrics)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
         return found._replace(state=after)
 

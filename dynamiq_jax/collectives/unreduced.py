@@ -6,7 +6,7 @@ it. JAX types gradients so where parameters are typed as reduced, see `training.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +14,13 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.in_maps import reduce_over
-from dynamiq_jax.collectives.scattered import Reduction, split_of
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import zero_tangent
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import (
-    axes_of,
     bucket_axes,
     flat_specs,
     names_of,
@@ -54,34 +51,35 @@ def is_outside(axis: Axis, tree: Any) -> bool:
 
 
 def reduce_outside(
-    axis: Axis,
+    total: Sum,
     tree: Any,
-    op: Op,
-    compression: Compression,
+    key: Array | None = None,
+    state: State | None = None,
     *,
+    metrics: bool = False,
     weight: Array | float | None = None,
-    **options: Any,
 ) -> Reduced:
     """`reduce` outside of maps; warns where there is nothing to sum.
 
     Raises:
       ValueError: a mean or a weight, or as for `reduce_unreduced`.
     """
-    if op != "sum" or weight is not None:
+    name = total.axis.name
+    if total.op != "sum" or weight is not None:
         raise ValueError(
-            f"op={op!r} over axis {axis.name!r} outside of maps: every device holds a term of the "
+            f"op={total.op!r} over axis {name!r} outside of maps: every device holds a term of the "
             "gradient, and their sum is the gradient already. Pass op='sum', or call dq.psum; a "
             "loss that divides by all of its examples or tokens gives means"
         )
     if not any(map(unreduced_axes, jax.tree.leaves(tree))):
         warnings.warn(
-            f"no leaf is unreduced over axis {axis.name!r}: outside of maps they count as summed "
+            f"no leaf is unreduced over axis {name!r}: outside of maps they count as summed "
             "already and are returned as they are. Take gradients by dq.value_and_grad("
             "reduce=False), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
             "are small; or call this under jax.shard_map",
             stacklevel=3,
         )
-    return reduce_unreduced(tree, axis, compression, **options)
+    return reduce_unreduced(total, tree, key, state, metrics=metrics)
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -90,79 +88,71 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def reduce_unreduced(
+    total: Sum,
     tree: Any,
-    axis: Axis,
-    compression: Compression,
-    *,
     key: Array | None = None,
     state: State | None = None,
+    *,
     metrics: bool = False,
-    specs: Any = None,
 ) -> Reduced:
-    """Sums leaves that are unreduced over ``axis``, under a map over the whole mesh.
+    """Sums leaves that are unreduced over the axis, under a map over the whole mesh.
 
-    JAX has summed other leaves; they are only sharded as ``specs`` say.
+    JAX has summed other leaves; they are only sharded as ``total.specs`` say.
 
     Args:
+      total: the workers, the request, and how sums are sharded, a tree like ``tree`` or a prefix of
+        it; `None`: as their terms. What the workers split is scattered over them.
       tree: leaves with types of an Explicit mesh.
-      axis: the workers.
-      compression: the request.
       key: as for `psum`.
       state: `Compression.init_state`'s with ``stacked=True``.
       metrics: as for `reduce`.
-      specs: how sums are sharded, a tree like ``tree`` or a prefix of it; `None`: as their terms.
-        What the axes of ``axis`` split is scattered over these.
 
     Raises:
-      ValueError: a leaf is unreduced over other axes than ``axis``, or the state is for other
+      ValueError: a leaf is unreduced over other axes than the workers', or the state is for other
         leaves.
       NotImplementedError: a state, or metrics, of leaves that are scattered.
     """
-    mesh = mesh_of(tree)
+    axis, mesh = total.axis, mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
     check_axes(tree, axis, mesh)
-    moves = [bool(unreduced_axes(x)) for x in leaves]
+    moves = [i for i, x in enumerate(leaves) if unreduced_axes(x)]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
-    targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
-    splits = [split_of(spec, several(axis.names, mesh.shape)) for spec in targets]
-    scattered = any(split and moved for split, moved in zip(splits, moves, strict=True))
-    if scattered and (state is not None or metrics):
+    targets = terms if total.specs is None else flat_specs(total.specs, tree, mesh.axis_names)
+
+    def moving(found: Sequence[Any]) -> Any:
+        return treedef.unflatten([x if i in moves else None for i, x in enumerate(found)])
+
+    ways = {"compression": total.compression, "op": "sum", "specs": moving(terms)}
+    over = several(axis.names, mesh.shape)
+    own = Sum.of(axis, [targets[i] for i in moves], over=over, **ways)
+    if any(own.splits) and (state is not None or metrics):
         raise NotImplementedError(
             f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
             "state and has no metrics; pass metrics=False, no state, and a method without memory, "
             "or replicate the parameters over these axes"
         )
-
-    def moving(found: Sequence[Any]) -> Any:
-        return treedef.unflatten([x if moves[i] else None for i, x in enumerate(found)])
-
+    run, of_states = functools.partial(own.reduce, metrics=metrics), None
+    if state is not None:
+        run, state, of_states = _with_parts(run, state, own, moving(leaves), mesh)
+    after = [scattered_spec(spec, axis) for spec in targets] if any(own.splits) else terms
     pairs = zip(terms, leaves, strict=True)
     unreduced = [P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(moving(unreduced), P(), of_states),
+        out_specs=Reduced(moving(after), of_states, P()),  # type: ignore[arg-type]
+        check_vma=False,
+    )
 
-    @jax.custom_jvp
-    def total(tree: Any, key: Array | None, state: State | None) -> Reduced:
-        tree = _not_batched(tree)
-        if not scattered:
-            parts = tree, moving(terms), moving(unreduced)
-            return _mapped(*parts, axis, compression, mesh, key, state, metrics)
-        sizes = tuple(mesh.shape[name] for name in axis.names)
-        own = Reduction(axis.names, sizes, compression, "sum")
-        some = [i for i, moved in enumerate(moves) if moved]
-        others = [axes_of(targets[i]) - {*axis.names} for i in some]
-        after = moving([scattered_spec(spec, axis) for spec in targets])
-        mapped = jax.shard_map(
-            functools.partial(own, splits=[splits[i] for i in some], others=others),
-            mesh=mesh,
-            in_specs=(moving(unreduced), P()),
-            out_specs=after,
-            check_vma=False,
-        )
-        return Reduced(mapped(tree, key), None, None)
+    alone = jax.custom_batching.custom_vmap(mapped)
+    alone.def_vmap(_refuse_vmap)
+    summed = jax.custom_jvp(alone)
 
-    @total.defjvp
+    @summed.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Reduced, Reduced]:
         """That of the exact sum: JAX transposes a map of unreduced arrays to n times too much."""
-        found = total(*primals)
+        found = summed(*primals)
 
         def exact(x: Array, own: Array) -> Array:
             return resharded(x, mesh, P(*jax.typeof(own).sharding.spec.partitions))
@@ -171,22 +161,14 @@ def reduce_unreduced(
         return found, rest._replace(tree=jax.tree.map(exact, tangents[0], found.tree))
 
     found = Reduced(moving(leaves), state, None)
-    if any(moves) or state is not None or metrics:
-        found = total(moving(leaves), key, state)
-    done = iter(jax.tree.leaves(found.tree))
-    sums = [next(done) if moved else x for moved, x in zip(moves, leaves, strict=True)]
-    pairs = zip(sums, targets, strict=True)
-    return found._replace(tree=treedef.unflatten([resharded(x, mesh, spec) for x, spec in pairs]))
+    if moves or state is not None or metrics:
+        found = summed(moving(leaves), key, state)
+    done = dict(zip(moves, jax.tree.leaves(found.tree), strict=True))
+    sums = [resharded(done.get(i, x), mesh, targets[i]) for i, x in enumerate(leaves)]
+    return found._replace(tree=treedef.unflatten(sums))
 
 
-@jax.custom_batching.custom_vmap
-def _not_batched(tree: Any) -> Any:
-    """``tree``, of which `jax.vmap` takes one alone, in a function under `jax.jit`, too."""
-    return tree
-
-
-@_not_batched.def_vmap
-def _(size: int, batched: Any, tree: Any) -> Any:
+def _refuse_vmap(size: int, *_: Any) -> Any:
     raise NotImplementedError(
         f"jax.vmap over {size} sums of unreduced gradients, by value_and_grad or psum on Explicit "
         "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
@@ -236,50 +218,30 @@ def scattered_spec(spec: P, axis: Axis) -> P:
     return P(*(tuple(entry) or None for entry in entries))
 
 
-def _mapped(
-    tree: Any,
-    specs: Any,
-    unreduced: Any,
-    axis: Axis,
-    compression: Compression,
-    mesh: AbstractMesh,
-    key: Array | None,
-    state: State | None,
-    metrics: bool,
-) -> Reduced:
-    """`reduce_over` on every device, with its own part of the states."""
-    run = functools.partial(reduce_over, axis, op="sum", compression=compression)
-    sizes = tuple(mesh.shape[name] for name in axis.names)
-    buckets = compression.group(placed_leaves(tree, mesh, specs)[0], sizes).buckets
-    if state is not None and len(state) != len(buckets):
+def _with_parts(
+    run: Callable[..., Reduced], state: State, total: Sum, tree: Any, mesh: AbstractMesh
+) -> tuple[Callable[..., Reduced], State, Any]:
+    """``run`` with each device's part of the states; the states on the mesh, and their specs."""
+    axis, sizes = total.axis, tuple(mesh.shape[name] for name in total.axis.names)
+    leaves, _ = placed_leaves(tree, mesh, total.specs)
+    buckets = total.compression.group(leaves, sizes).buckets
+    if len(state) != len(buckets):
         raise ValueError(
             f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
             "some leaves in ways that leave JAX no choice but to sum them: exclude these from the "
             "request, Compression(exclude=...), and take its init_state(..., stacked=True)"
         )
     parts = [bucket_axes(bucket, mesh.axis_names) for bucket in buckets]
-    of_states = tuple(P(axis.name, axes) if axes else P(axis.name) for axes in parts)
+    specs = tuple(P(axis.name, axes) if axes else P(axis.name) for axes in parts)
+    leading = [1 + bool(axes) for axes in parts]  # of workers, and of parts
 
-    def local(tree: Any, key: Array | None, state: State | None) -> Reduced:
-        if state is None:
-            return run(tree, specs=specs, key=key, metrics=metrics)
-        leading = [1 + bool(axes) for axes in parts]  # of workers, and of parts
+    def local(tree: Any, key: Array | None, state: State) -> Reduced:
         pairs = zip(leading, state, strict=True)
         mine = [jax.tree.map(lambda x, k=k: x.reshape(x.shape[k:]), own) for k, own in pairs]
-        found = run(tree, specs=specs, key=key, state=tuple(mine), metrics=metrics)
+        found = run(tree, key, tuple(mine))
         pairs = zip(leading, found.state, strict=True)
         after = [jax.tree.map(lambda x, k=k: x[(None,) * k], own) for k, own in pairs]
         return found._replace(state=tuple(after))
 
-    of_state = None if state is None else of_states
-    if state is not None:  # as it comes from `init_state`, say
-        pairs = zip(state, of_states, strict=True)
-        state = tuple(jax.reshard(own, NamedSharding(mesh, spec)) for own, spec in pairs)
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(unreduced, P(), of_state),
-        out_specs=Reduced(specs, of_state, P()),  # type: ignore[arg-type]
-        check_vma=False,
-    )
-    return mapped(tree, key, state)
+    pairs = zip(state, specs, strict=True)  # as it comes from `init_state`, say
+    return local, tuple(jax.reshard(own, NamedSharding(mesh, spec)) for own, spec in pairs), specs

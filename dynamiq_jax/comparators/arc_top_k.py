@@ -6,41 +6,37 @@ all M_i is: its squared length over the true one has the relative deviation sqrt
 ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
 The others come out zero; `ErrorFeedback` remembers them. The published method has its kind "ef21m".
 
-What to know of it:
-
-* V should be new in every step: what it misses once it may find the next time. The number of the
-  step is in the state and makes it so; without state V is new only where the caller's key is.
-* Rows that cancel between workers have no length and are not sent. They stay in each worker's
-  memory, which grows as long as gradients have them. `OmniReduce` sums squares, and sends them.
-* A matrix has few long rows where rows mean something, as in an embedding's tokens; in
-  [inputs, outputs] of a dense layer they are inputs.
+V is new in every step by the number in the state; without state only where the caller's key is.
+Rows that cancel between workers have no length and are not sent: memories of them grow.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from dynamiq_jax.comparators.native import ROUNDING, MatrixMethod, Wire, native_sum
+from dynamiq_jax.comparators.native import (
+    ROUNDING,
+    WIRE_BITS,
+    MatrixMethod,
+    StepState,
+    Wire,
+    check_density,
+    first_step,
+    native_sum,
+    with_room,
+)
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
-class ARCTopKState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ARCTopK(MatrixMethod, TellsLosses):
+class ARCTopK(MatrixMethod):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
     Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
@@ -61,28 +57,20 @@ class ARCTopK(MatrixMethod, TellsLosses):
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density} must be above 0 and at most 1, such as 0.2")
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-
-    @property
-    def min_side(self) -> int:
-        """Twice the rank: the sketch takes at most half of what the matrix does."""
-        return 2 * self.rank
+        check_density(self.density)
+        self.check_rank()
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step."""
-        return ARCTopKState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         rows, columns = self.shape_of(size)
-        bits = 16 * self.rank * rows
-        bits += (32 if self.wire == "f32" else 16) * self._count(size) * columns
-        return 2 * (n_workers - 1) * bits // n_workers
+        sent = WIRE_BITS[self.wire] * self._count(size) * columns
+        return ring_bits(16 * self.rank * rows + sent, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
@@ -98,15 +86,13 @@ class ARCTopK(MatrixMethod, TellsLosses):
             sketch = axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
-            # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if call.keep_error else LARGEST
-            sent, total = native_sum(jnp.clip(matrix[chosen], -room, room), self.wire, axis)
+            sent, total = native_sum(with_room(matrix[chosen], call), self.wire, axis)
             result = jnp.zeros(shape, x.dtype)
             total = (clipped(total) / call.divisor).astype(x.dtype)
             result = result.at[chosen].set(total, unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
             left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
-            return Outcome(result, state and ARCTopKState(state.step + 1), lost=left)
+            return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""

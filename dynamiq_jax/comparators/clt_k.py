@@ -2,43 +2,38 @@
 
 In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
 coordinates of largest magnitude, and tells the others where they are: a native sum to which these
-add zeros. All workers' values there are summed by a second one. So the result is the
-same for all, its size is static, and choosing takes no sort of more than a chunk; the places of a
-chunk's coordinates fit 8 bits.
-
-Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
-Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
-Its ``eta`` is the beta of the paper.
+add zeros. All workers' values there are summed by a second one. Workers whose gradients are alike
+choose alike. The paper's low-pass filter of memory is not here.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Integer
 
-from dynamiq_jax.comparators.native import ROUNDING, NativeSumMethod, native_sum
+from dynamiq_jax.comparators.native import (
+    ROUNDING,
+    NativeMethod,
+    StepState,
+    check_density,
+    first_step,
+    native_sum,
+    with_room,
+)
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
 """Coordinates whose places fit 8 bits."""
 
 
-class CLTKState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers: whose turn it is to lead."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(NativeSumMethod, TellsLosses):
+class CLTK(NativeMethod, TellsLosses):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
     Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
@@ -55,23 +50,19 @@ class CLTK(NativeSumMethod, TellsLosses):
     chunk_size: int = 256
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"density={self.density} must be above 0 and at most 1; pass 1 for all"
-            )
+        check_density(self.density)
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
 
     def init(self, size: int, n_workers: int) -> State:
         """The first worker leads."""
-        return CLTKState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        bits = (8 + 16) * -(-size // self.chunk_size) * self._count
-        return 2 * (n_workers - 1) * bits // n_workers
+        return ring_bits((8 + 16) * -(-size // self.chunk_size) * self._count, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
@@ -81,9 +72,7 @@ class CLTK(NativeSumMethod, TellsLosses):
             chunks = self._cut(x.astype(jnp.float32))
             leads = axis.index == (state.step % n_workers if state else 0)
             places = self._places(chunks, leads, axis)
-            # What a sum has no room for waits in memory, if there is one.
-            room = LARGEST / n_workers if call.keep_error else LARGEST
-            values = jnp.clip(jnp.take_along_axis(chunks, places, axis=1), -room, room)
+            values = with_room(jnp.take_along_axis(chunks, places, axis=1), call)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
             sent, total = native_sum(values, "bf16", axis)
@@ -92,7 +81,7 @@ class CLTK(NativeSumMethod, TellsLosses):
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
             left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
-            return Outcome(result, state and CLTKState(state.step + 1), lost=left)
+            return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     @property
     def _count(self) -> int:

@@ -15,21 +15,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt
 
-from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.comparators.noise import chunk_noise, uniform
+from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import clipped
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, sent_bits
+from dynamiq_jax.methods.hops import Bound
+from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 
-Levels = Literal["linear", "exponential"]
-
-UNIT = 32
-"""Coordinates of which chunks are multiples: whole words of every bit plane."""
 LEAST_SCALE = 2.0**-100
 """Where a scale counts as zero, so that its inverse is finite."""
 LEAST_EXPONENTS = 4
@@ -46,7 +40,7 @@ class QSGDShared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalQSGD(HopMethod):
+class GlobalQSGD(PlainMethod):
     """All-reduce of codes with a scale that all workers share: b bits per coordinate.
 
     Unbiased. A NaN or infinity on any worker makes its whole piece NaN on all; sums of what is
@@ -61,7 +55,7 @@ class GlobalQSGD(HopMethod):
     """
 
     bits: int = 8
-    levels: Levels = "linear"
+    levels: Literal["linear", "exponential"] = "linear"
     piece_size: int = 4096
 
     agreement: ClassVar[Literal["sum", "max"]] = "max"
@@ -71,16 +65,13 @@ class GlobalQSGD(HopMethod):
         check_fields(self)
         if not 3 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits} must be an integer from 3 to 8, such as 8")
-        size = self.piece_size
-        if size < UNIT or size % UNIT:
-            raise ValueError(f"piece_size={size} must be a positive multiple of {UNIT}, as 4096")
+        if self.piece_size < 32 or self.piece_size % 32:
+            raise ValueError(
+                f"piece_size={self.piece_size} must be a positive multiple of 32, as 4096"
+            )
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses more workers than codes have room for.
-
-        Raises:
-          ValueError: the steps of "linear" would be none, or "exponential" lacks exponents.
-        """
+        """Refuses more workers than codes have steps ("linear") or exponents for."""
         if self.levels == "linear" and self._most // n_workers < 1:
             raise ValueError(
                 f"bits={self.bits} have no step for {n_workers} workers with levels='linear': sums "
@@ -97,9 +88,18 @@ class GlobalQSGD(HopMethod):
                     "more bits, or topology=dq.Direct()"
                 )
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
+    @property
+    def unit(self) -> int:
+        """Whole words of every bit plane."""
+        return 32
+
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        return 32 * bit_words(chunk_size, self.bits)
+
+    def agreed_bits(self, size: int) -> int:
+        """An f32 scale for every piece."""
+        return 32 * -(-size // self.piece_size)
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: object = ()) -> Array:
         """The largest magnitude of every piece, f32; infinite where something is not finite."""
@@ -112,58 +112,26 @@ class GlobalQSGD(HopMethod):
         """The scales of all."""
         return QSGDShared(seed_of(seed, message), message)
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: QSGDShared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """See `HopMethod`."""
+    def operations(
+        self, x: Float[Array, " d"], shared: QSGDShared, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
+        """Adds up what is in steps, or in units of the scale."""
         layout, n = bound.layout, bound.n_workers
         unit = shared.scale / (self._most // n) if self.levels == "linear" else shared.scale
         unit = jnp.where(unit > LEAST_SCALE, unit, 0.0)
         known = jnp.isfinite(unit)
         inverse = jnp.where(known & (unit > 0), 1 / jnp.where(unit > 0, unit, 1.0), 0.0)
-        own = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * self._spread(inverse, x)
+
+        def spread(of_pieces: Array) -> Array:
+            return jnp.repeat(of_pieces, self.piece_size)[: x.shape[0]]
+
+        own = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * spread(inverse)
         # Rounded on its own, or a compiler may fuse it with the addition of what arrived.
         own = lax.reduce_precision(own, 8, 22)
-        spread = self._spread(jnp.where(known, unit, jnp.nan), own)
-        units = jnp.pad(spread, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
-        plain = self._plain(layout, shared.seed, bound.n_slots, n)
-        plain = plain._replace(restore=lambda values, chunk: clipped(values * units[chunk]))
-        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
-        return chunk_codec(own, plain, layout, **options)
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        assert topology is not None
-        if n_workers == 1:
-            return 0
-        layout = self.bind(size, n_workers, topology).layout
-        payload = 32 * bit_words(layout.chunk_size, self.bits)
-        scales = 2 * (n_workers - 1) * 32 * -(-size // self.piece_size) // n_workers
-        return sent_bits(payload, layout, topology.stages(n_workers)) + scales
-
-    @property
-    def _most(self) -> int:
-        """The largest magnitude of a code."""
-        return 2 ** (self.bits - 1) - 1
-
-    def _headroom(self, n_workers: int, slots: int) -> int:
-        """Powers of two above the scale: a sum of n, doubled at most by each of its roundings."""
-        return math.ceil(math.log2(n_workers)) + slots
-
-    def _spread(self, of_pieces: Array, like: Array) -> Array:
-        return jnp.repeat(of_pieces, self.piece_size)[: like.shape[0]]
-
-    def _plain(self, layout: ChunkLayout, seed, slots: int, n_workers: int) -> PlainCodec:
-        """Payloads of packed codes; adds up what is in steps, or in units of the scale."""
-        words, most, size = chunk_noise(seed, slots, layout), self._most, layout.chunk_size
-        lowest = self._headroom(n_workers, slots) - most  # of the powers of two: code 1
+        units = spread(jnp.where(known, unit, jnp.nan))
+        units = jnp.pad(units, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
+        words, most = chunk_noise(shared.seed, bound.n_slots, layout), self._most
+        lowest = self._headroom(n, bound.n_slots) - most  # of the powers of two: code 1
 
         def encode(values, chunk, slot):
             share = uniform(words(chunk, slot))
@@ -180,11 +148,23 @@ class GlobalQSGD(HopMethod):
             return pack_bits(jnp.minimum(code, most).astype(jnp.uint32) | sign, self.bits)
 
         def decode(payload, chunk):
-            codes = unpack_bits(payload, size, self.bits).astype(jnp.int32)
+            codes = unpack_bits(payload, layout.chunk_size, self.bits).astype(jnp.int32)
             if self.levels == "linear":
                 return (codes - most).astype(jnp.float32)
             code = codes & most
             value = jnp.ldexp(jnp.float32(1), code - 1 + lowest)
             return jnp.where(code == 0, 0.0, jnp.where(codes > most, -value, value))
 
-        return PlainCodec(encode, decode)
+        def restore(values, chunk):
+            return clipped(values * units[chunk])
+
+        return own, PlainCodec(encode, decode, restore)
+
+    @property
+    def _most(self) -> int:
+        """The largest magnitude of a code."""
+        return 2 ** (self.bits - 1) - 1
+
+    def _headroom(self, n_workers: int, slots: int) -> int:
+        """Powers of two above the scale: a sum of n, doubled at most by each of its roundings."""
+        return math.ceil(math.log2(n_workers)) + slots

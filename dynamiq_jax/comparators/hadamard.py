@@ -73,8 +73,6 @@ def _hadamard_matrix(bits: int) -> np.ndarray:
 def _hadamard(x) -> Array:
     """H x along the last axis, not normalized: H is a Kronecker product of small factors."""
     bits = x.shape[-1].bit_length() - 1
-    if x.shape[-1] != 1 << bits:
-        raise ValueError(f"pieces have {x.shape[-1]} coordinates; pass a power of two, see cut")
     count = -(-bits // _FACTOR_BITS)
     factors = [(bits + i) // count for i in range(count)]
     y = x.reshape(-1, *(1 << f for f in factors))
@@ -88,9 +86,6 @@ def rotate(x: Float[Array, "*pieces D"], seed: UInt32[Array, " 2"]) -> Float[Arr
     """The randomized Hadamard transform H diag(s) x / sqrt(D) of every piece, in f32.
 
     Norms are kept. Signs differ between pieces and seeds; workers have to share the seed.
-
-    Raises:
-      ValueError: D is not a power of two.
     """
     return _hadamard(x * (_signs(x.shape, seed) / math.sqrt(x.shape[-1])))
 

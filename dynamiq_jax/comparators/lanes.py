@@ -1,4 +1,4 @@
-"""Small integers in ``uint32`` words, two ways.
+"""Small integers in ``uint32`` words, and the noise that rounds to them.
 
 *Lanes* (`pack_lanes`) are as wide as a sum over all workers needs, so that words can be added
 without decoding; `pack_bits` packs fields of any width without gaps, for payloads that are decoded
@@ -6,109 +6,56 @@ before they are added. In both, field i is in word i mod W of W words, so that t
 words are filled first: packing is arithmetic on long vectors, however many lanes a word has.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import UInt, UInt32
+from jaxtyping import Float, UInt, UInt32
 
+from dynamiq_jax.methods.plain import ChunkLayout
 from pallas_kernels.format import plane_shift, planes_of
+from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
-def lane_bits_for(granularity: int, n_workers: int) -> int:
-    """The smallest width w of a lane that holds any sum of n integers up to g: n g < 2^w.
+def pack_lanes(values: UInt[Array, "*rows m"], width: int) -> UInt32[Array, "*rows words"]:
+    """Packs nonnegative integers in lanes of ``width`` bits, 32 // width to a word, row by row.
 
-    Raises:
-      ValueError: no lane of up to 32 bits does.
+    Words can be added as long as no sum of a lane reaches 2^width.
     """
-    if granularity < 1 or n_workers < 1:
-        raise ValueError(f"granularity {granularity} and {n_workers} workers; pass 1 or more")
-    most = n_workers * granularity
-    if most >= 1 << 32:
-        raise ValueError(
-            f"{n_workers} workers of granularity {granularity} sum to {most}, which exceeds a "
-            f"32-bit lane; pass a granularity of at most {((1 << 32) - 1) // n_workers}"
-        )
-    return most.bit_length()
-
-
-def _packed(fields, width: int) -> Array:
-    """Fields of ``width`` bits, 32 // width to a word, along the last axis."""
     lanes = 32 // width
-    words = -(-fields.shape[-1] // lanes)
-    spare = [(0, 0)] * (fields.ndim - 1) + [(0, lanes * words - fields.shape[-1])]
-    fields = jnp.pad(fields.astype(jnp.uint32), spare)
+    words = -(-values.shape[-1] // lanes)
+    spare = [(0, 0)] * (values.ndim - 1) + [(0, lanes * words - values.shape[-1])]
+    fields = jnp.pad(values.astype(jnp.uint32), spare)
     fields = fields.reshape(*fields.shape[:-1], lanes, words)
     shifts = lax.broadcasted_iota(jnp.uint32, fields.shape, fields.ndim - 2) * width
     return jnp.sum(fields << shifts, axis=-2, dtype=jnp.uint32)
 
 
-def _unpacked(words, size: int, width: int) -> Array:
+def unpack_lanes(
+    words: UInt32[Array, "*rows words"], size: int, width: int
+) -> UInt32[Array, "*rows m"]:
+    """The ``size`` integers per row of packed lanes, or of a sum of such."""
     shape = *words.shape[:-1], 32 // width, words.shape[-1]
     shifts = lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1) * width
     fields = words[..., None, :] >> shifts & jnp.uint32((1 << width) - 1)
     return fields.reshape(*words.shape[:-1], -1)[..., :size]
 
 
-def pack_lanes(
-    values: UInt32[Array, "*rows m"], lane_bits: int, *, max_sum: int
-) -> UInt32[Array, "*rows words"]:
-    """Packs 32 // w integers to a word, in lanes that can be added as long as sums fit.
-
-    Args:
-      values: nonnegative integers; each row is packed by itself.
-      lane_bits: w, see `lane_bits_for`.
-      max_sum: the largest sum that a lane will have to hold (n g).
-
-    Returns:
-      ``ceil(m / (32 // w))`` words per row.
-
-    Raises:
-      ValueError: w is not in 1..32, or a sum of ``max_sum`` would carry into the next lane.
-    """
-    if not 1 <= lane_bits <= 32:
-        raise ValueError(f"lanes of {lane_bits} bits; a word has room for 1 to 32")
-    if max_sum >= 1 << lane_bits:
-        raise ValueError(
-            f"sums up to {max_sum} overflow lanes of {lane_bits} bits; pass lane_bits of at "
-            f"least {max_sum.bit_length()}"
-        )
-    return _packed(values, lane_bits)
-
-
-def unpack_lanes(
-    words: UInt32[Array, "*rows words"], size: int, lane_bits: int
-) -> UInt32[Array, "*rows m"]:
-    """The ``size`` integers per row of packed lanes, or of a sum of such."""
-    return _unpacked(words, size, lane_bits)
-
-
 def bit_words(size: int, bits: int) -> int:
-    """Words that `pack_bits` makes of ``size`` fields."""
-    if not 1 <= bits <= 31:
-        raise ValueError(f"fields of {bits} bits; pass 1 to 31")
+    """Words that `pack_bits` makes of ``size`` fields of 1 to 31 bits: size bits / 32, rounded."""
     return sum(-(-size // (32 // plane)) for plane in planes_of(bits))
 
 
 def pack_bits(fields: UInt[Array, "*rows m"], bits: int) -> UInt32[Array, "*rows words"]:
-    """Packs fields of ``bits`` bits in power-of-two planes, as the formats of `pallas_kernels` do.
+    """Packs fields below 2^bits in power-of-two planes, as the formats of `pallas_kernels` do.
 
     The first, largest plane holds the lowest bits of all fields: 3 bits are planes of 2 and 1.
-
-    Args:
-      fields: below ``2**bits``; each row is packed by itself.
-      bits: 1 to 31.
-
-    Returns:
-      ``bit_words(m, bits)`` words per row: m bits / 32 for m a multiple of 32.
-
-    Raises:
-      ValueError: ``bits`` is out of range.
     """
-    bit_words(fields.shape[-1], bits)
     fields = fields.astype(jnp.uint32)
     planes = []
     for plane in planes_of(bits):
         part = fields >> plane_shift(bits, plane) & jnp.uint32((1 << plane) - 1)
-        planes.append(_packed(part, plane))
+        planes.append(pack_lanes(part, plane))
     return jnp.concatenate(planes, axis=-1)
 
 
@@ -128,6 +75,28 @@ def unpack_bits(
     fields, at = jnp.uint32(0), 0
     for plane in planes_of(bits):
         end = at + bit_words(size, plane)
-        fields = fields | _unpacked(words[..., at:end], size, plane) << plane_shift(bits, plane)
-        at = end
+        part = unpack_lanes(words[..., at:end], size, plane)
+        fields, at = fields | part << plane_shift(bits, plane), end
     return jnp.asarray(fields)
+
+
+def chunk_noise(
+    seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
+) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
+    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
+
+    Chunks are multiples of 4 coordinates.
+    """
+    rows = slot_noise(seed, n_slots, "independent")
+
+    def words(chunk, slot):
+        within = jnp.arange(layout.chunk_size, dtype=jnp.uint32)
+        quad = jnp.asarray(chunk, jnp.uint32) * (layout.chunk_size // 4) + within // 4
+        return noise_words(quad, within % 4 * 8, Noise(*rows[slot]), "independent")
+
+    return words
+
+
+def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Numbers in [0, 1) from uniform words, multiples of 2^-23."""
+    return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)

@@ -12,7 +12,6 @@ have, and nothing waits in the memories of those who send. `dynamiq_jax.optax.li
 the optimizer.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.methods.base import Call, Limits, Method, Outcome, clipped
+from dynamiq_jax.methods.base import Around, Call, Outcome, clipped
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Direct, Topology
@@ -31,7 +30,7 @@ ROUTE = Direct(streams=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalError(Method):
+class LocalError(Around):
     """A method whose result on every worker has what that worker's own encoding lost.
 
     Not for `dynamiq_jax.psum`: results differ between workers. The state is f32[d / n], what the
@@ -53,11 +52,6 @@ class LocalError(Method):
             )
 
     @property
-    def needs_state(self) -> bool:
-        """The owners' errors."""
-        return True
-
-    @property
     def native_by_default(self) -> bool:
         """It has a route of its own."""
         return True
@@ -70,14 +64,6 @@ class LocalError(Method):
                 "which local errors take by themselves; leave topology=None"
             )
         self.method.check(n_workers, ROUTE)
-
-    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """As the method has them."""
-        return self.method.limits(given, n_workers, fast_links=fast_links)
-
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """As the method has it."""
-        return self.method.native_dtype(dtype)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates: those of the method."""

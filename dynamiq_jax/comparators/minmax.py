@@ -1,4 +1,4 @@
-"""Min-max quantisation: what Flash Communication and QSDP send, over any topology.
+"""Min-max quantisation: the codes of Flash Communication and QSDP, over any topology.
 
 Flash Communication (Li et al., arXiv 2412.04964) quantises between the extremes of groups of 128,
 to nearest, once for the all-to-all and once for the all-gather of `Direct`. QSDP (Markov et al.,
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax.comparators import minmax_codec as minmax
+from dynamiq_jax.comparators.lanes import chunk_noise
 from dynamiq_jax.comparators.minmax_codec import Rounding
-from dynamiq_jax.comparators.noise import chunk_noise
 from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.executors import ChunkCodec, reduce_scatter
+from dynamiq_jax.executors import reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, ShardedMethod
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, sent_bits
+from dynamiq_jax.methods.hops import Bound
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod, sent_bits
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MinMax(HopMethod, ShardedMethod):
+class MinMax(PlainMethod, ShardedMethod):
     """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
 
     Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
@@ -72,46 +72,52 @@ class MinMax(HopMethod, ShardedMethod):
         """As QSDP has it for weights: for `dq.all_gather`."""
         return cls(bits=bits, bucket_size=1024, rounding="shift", **options)
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        layout = chunk_layout(size, n_workers, topology, unit=self.bucket_size)
-        return Bound(layout, topology, n_workers)
+    @property
+    def unit(self) -> int:
+        """Whole buckets."""
+        return self.bucket_size
 
     def share(self, message: None, seed: Seed, bound: Bound) -> Array:
         """The seed of the rounding."""
         return seed_of(seed)
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: Array,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """See `HopMethod`."""
-        plain = self._plain(bound.layout, shared, bound.n_slots)
-        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
-        return chunk_codec(x, plain, bound.layout, **options)
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        return 32 * minmax.payload_words(chunk_size, self.bits, self.bucket_size)
 
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        assert topology is not None
-        if n_workers == 1:
-            return 0
-        layout = self.bind(size, n_workers, topology).layout
-        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers))
+    def operations(
+        self, x: Float[Array, " d"], shared: Array, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
+        """See `PlainMethod`."""
+        return x, self._plain(bound.layout, shared, bound.n_slots)
+
+    def _plain(self, layout: ChunkLayout, seed: Array, slots: int) -> PlainCodec:
+        options = {"bits": self.bits, "bucket_size": self.bucket_size, "rounding": self.rounding}
+        stochastic = self.rounding == "stochastic"
+        # A shift is that of all encodings: their decoder knows it.
+        words = chunk_noise(seed, slots if stochastic else 1, layout)
+
+        def drawn(chunk, slot) -> Array | None:
+            return None if self.rounding == "nearest" else words(chunk, slot if stochastic else 0)
+
+        def encode(values, chunk, slot):
+            return minmax.encode(values, drawn(chunk, slot), **options)
+
+        def decode(payload, chunk):
+            noise = None if stochastic else drawn(chunk, 0)
+            return minmax.decode(payload, noise, layout.chunk_size, **options)
+
+        return PlainCodec(encode, decode)
 
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
         if n_workers == 1:
             return 0
         layout = self._slices(size, n_workers, topology)
+        payload = self.payload_bits(layout.chunk_size)
         if topology is None:
-            return self._payload_bits(layout) * (n_workers - 1)
-        return sent_bits(self._payload_bits(layout), layout, topology.stages(n_workers)[:-1])
+            return payload * (n_workers - 1)
+        return sent_bits(payload, layout, topology.stages(n_workers)[:-1])
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
@@ -130,50 +136,24 @@ class MinMax(HopMethod, ShardedMethod):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """All workers' ``x``, each encoded once by itself; the same bits on all workers.
-
-        With ``invarying`` JAX counts the result as replicated.
-        """
+        """All workers' ``x``, each encoded once by itself; see `ShardedMethod`."""
         size, n, axis = x.shape[0], call.n_workers, call.axis
         layout = self._slices(size, n, None)
         with jax.named_scope("minmax_all_gather"):
-            plain = self._plain(layout, seed_of(call.seed), 1)
+            codec = self._plain(layout, seed_of(call.seed), 1)
             own = jnp.pad(x.astype(jnp.float32), (0, layout.chunk_size - size))
-            payload = plain.encode(own, axis.index, 0)
+            payload = codec.encode(own, axis.index, 0)
             payloads = axis.all_gather(payload, to="invarying" if invarying else "varying")
-            values = jax.vmap(plain.decode)(payloads, jnp.arange(n, dtype=jnp.int32))
+            values = jax.vmap(codec.decode)(payloads, jnp.arange(n, dtype=jnp.int32))
             return values[:, :size].astype(x.dtype)
 
     def _slices(self, size: int, n_workers: int, topology: Topology | None) -> ChunkLayout:
         """The chunks of slices of ``size`` coordinates, each of whole chunks."""
         streams = topology.chunks_per_worker(size * n_workers) if topology else 1
-        buckets = -(-size // (streams * self.bucket_size))
-        chunk = max(buckets, 1) * self.bucket_size
+        chunk = max(1, -(-size // (streams * self.bucket_size))) * self.bucket_size
         return ChunkLayout(
             size=n_workers * streams * chunk,
             n_workers=n_workers,
             chunks_per_worker=streams,
             chunk_size=chunk,
         )
-
-    def _payload_bits(self, layout: ChunkLayout) -> int:
-        return 32 * minmax.payload_words(layout.chunk_size, self.bits, self.bucket_size)
-
-    def _plain(self, layout: ChunkLayout, seed: UInt[Array, " 2"], slots: int) -> PlainCodec:
-        options = {"bits": self.bits, "bucket_size": self.bucket_size, "rounding": self.rounding}
-        stochastic = self.rounding == "stochastic"
-        words = chunk_noise(seed, slots if stochastic else 1, layout)
-
-        def drawn(chunk, slot) -> Array | None:
-            if self.rounding == "nearest":
-                return None
-            return words(chunk, slot if stochastic else 0)  # a shift is that of all encodings
-
-        def encode(values, chunk, slot):
-            return minmax.encode(values, noise=drawn(chunk, slot), **options)
-
-        def decode(payload, chunk):
-            known = None if stochastic else drawn(chunk, 0)
-            return minmax.decode(payload, layout.chunk_size, noise=known, **options)
-
-        return PlainCodec(encode, decode)

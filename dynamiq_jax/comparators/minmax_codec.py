@@ -1,9 +1,8 @@
 """Buckets of equally spaced levels between their smallest and their largest value.
 
 A bucket of G values has an *offset*, its minimum, and a *step*, its range over 2^b - 1, both bf16:
-the offset is rounded down and the step up, so that the levels enclose all values. Codes of b bits
-follow, in bit planes. A payload is one array of words: those of offsets and steps, one for each
-bucket, then the codes'.
+the offset is rounded down and the step up, so that the levels enclose all values. A payload is one
+array of words: those of offsets and steps, one for each bucket, then codes of b bits in bit planes.
 """
 
 from typing import Literal, get_args
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
-from dynamiq_jax.comparators.noise import uniform
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, uniform, unpack_bits
 
 Rounding = Literal["nearest", "stochastic", "shift"]
 """To the nearest level (biased); up or down at random; or to the nearest level of a grid that is
@@ -33,23 +31,17 @@ def payload_words(size: int, bits: int, bucket_size: int) -> int:
 
 def encode(
     x: Float[Array, " m"],
+    noise: UInt32[Array, " m"] | None,
     *,
     bits: int,
     bucket_size: int,
     rounding: Rounding,
-    noise: UInt32[Array, " m"] | None = None,
 ) -> UInt32[Array, " words"]:
     """The payload of values in f32, m a multiple of ``bucket_size``.
 
-    Values beyond `MOST` are cut. A NaN or infinity makes its whole bucket NaN.
-
-    Args:
-      x: the values.
-      bits: of a code, 1 to 8.
-      bucket_size: values that share offset and step.
-      rounding: see `Rounding`.
-      noise: a uniform word for every value, unless values are rounded to nearest; a shift takes
-        the first of its bucket.
+    Values beyond `MOST` are cut. A NaN or infinity makes its whole bucket NaN. ``noise`` is a
+    uniform word for every value, unless values are rounded to nearest; a shift takes the first of
+    its bucket.
     """
     top = (1 << bits) - 1
     x = x.astype(jnp.float32).reshape(-1, bucket_size)
@@ -66,8 +58,7 @@ def encode(
     else:
         assert noise is not None
         drawn = noise.reshape(values.shape)
-        share = uniform(drawn) if rounding == "stochastic" else _shift(drawn, bits)
-        codes = jnp.floor(scaled + share)
+        codes = jnp.floor(scaled + (uniform if rounding == "stochastic" else _shift(bits))(drawn))
     codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
     offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
     words = _bits(offset) >> 16 | _bits(step) & jnp.uint32(0xFFFF0000)
@@ -76,12 +67,12 @@ def encode(
 
 def decode(
     payload: UInt32[Array, " words"],
+    noise: UInt32[Array, " m"] | None,
     size: int,
     *,
     bits: int,
     bucket_size: int,
     rounding: Rounding,
-    noise: UInt32[Array, " m"] | None = None,
 ) -> Float[Array, " m"]:
     """The ``size`` values of a payload, f32; ``noise`` as for `encode` for a shift, else unread."""
     buckets = size // bucket_size
@@ -91,17 +82,22 @@ def decode(
     levels = codes.astype(jnp.float32)
     if rounding == "shift":
         assert noise is not None
-        levels = levels + (0.5 - _shift(noise.reshape(levels.shape), bits))
+        levels = levels + (0.5 - _shift(bits)(noise.reshape(levels.shape)))
     return (offset + levels * step).reshape(-1)
 
 
-def _shift(words: UInt32[Array, "B G"], bits: int) -> Float[Array, "B 1"]:
-    """The noise of every bucket: a multiple of 2^(bits - 16) in (0, 1), by its first word.
+def _shift(bits: int):
+    """The function words [B, G] -> the noise [B, 1] of every bucket, by its first word.
 
-    So few bits that a level times a step is exact: fused with an addition or not, it is the same.
+    It is a multiple of 2^(bits - 16) in (0, 1): of so few bits that a level times a step is exact.
+    Fused with an addition or not, it is the same.
     """
-    odd = (words[:, :1] >> (bits + 17)) * 2 + 1
-    return odd.astype(jnp.float32) * jnp.float32(2.0 ** (bits - 16))
+
+    def of(words: UInt32[Array, "B G"]) -> Float[Array, "B 1"]:
+        odd = (words[:, :1] >> (bits + 17)) * 2 + 1
+        return odd.astype(jnp.float32) * jnp.float32(2.0 ** (bits - 16))
+
+    return of
 
 
 def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:

@@ -16,20 +16,13 @@ from jax import Array
 from jaxtyping import Float, UInt, UInt8
 
 from dynamiq_jax.comparators import mx_codec as mx
-from dynamiq_jax.comparators.noise import chunk_noise
+from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, unpack_bits
 from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.executors import Carry, ChunkCodec
+from dynamiq_jax.executors import Carry
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.metrics import PayloadFacts
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, chunk_codec, chunk_layout, wire_bits
-from dynamiq_jax.topologies import Topology
-
-UNIT = 4 * mx.BLOCK
-"""Coordinates of which chunks are multiples: whole words of scale codes."""
-
-Sum = Literal["recompress", "shared-scale"]
-ElementRounding = Literal["nearest", "stochastic"]
+from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
 
 
 class ScaleState(NamedTuple):
@@ -44,17 +37,17 @@ class MXShared(NamedTuple):
 
     seed: UInt[Array, " 2"]
     """The seed of the rounding."""
-    scales: UInt8[Array, "C blocks"] | None
-    """With shared scales: the largest of every block."""
+    scales: UInt8[Array, " blocks"] | None
+    """With shared scales: the largest of every block, those of padding included."""
     mu: Float[Array, ""] | None
     """With shared scales: the multiplier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _MX(HopMethod):
+class _MX(PlainMethod):
     element: str
-    sum: Sum = "recompress"
-    rounding: ElementRounding = "nearest"
+    sum: Literal["recompress", "shared-scale"] = "recompress"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     max_saturated: float = 1e-5
     growth: float = 2 ** (1 / 1000)
 
@@ -72,9 +65,20 @@ class _MX(HopMethod):
         """The safe multiplier for shared scales; nothing else has a state."""
         return () if self.sum == "recompress" else ScaleState(self._safe_multiplier(n_workers))
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
+    @property
+    def unit(self) -> int:
+        """Whole words of scale codes."""
+        return 4 * mx.BLOCK
+
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        if self.sum == "recompress":
+            return 32 * mx.payload_words(chunk_size, self._element)
+        return 32 * bit_words(chunk_size, self._element.bits)
+
+    def agreed_bits(self, size: int) -> int:
+        """A shared scale code per block. A state's multiplier, another 32 bits, is not counted."""
+        return 0 if self.sum == "recompress" else 8 * -(-size // mx.BLOCK)
 
     def measure(
         self, x: Float[Array, " d"], bound: Bound, state: ScaleState | tuple[()] = ()
@@ -93,45 +97,68 @@ class _MX(HopMethod):
         seed: Seed,
         bound: Bound,
     ) -> MXShared:
-        """The largest scales, as chunks have them."""
+        """The largest scales."""
         if message is None:
             return MXShared(seed_of(seed), None, None)
         codes, state = message
         mu = state.mu if state else self._safe_multiplier(bound.n_workers)
         seed = seed_of(seed, codes[None].astype(jnp.float32))
-        layout: ChunkLayout = bound.layout
-        blocks = layout.padded_size // mx.BLOCK
-        scales = jnp.pad(codes, (0, blocks - codes.shape[0])).reshape(layout.chunks, -1)
-        return MXShared(seed, scales, mu)
+        blocks = bound.layout.padded_size // mx.BLOCK
+        return MXShared(seed, jnp.pad(codes, (0, blocks - codes.shape[0])), mu)
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: MXShared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """See `HopMethod`."""
-        layout, slots = bound.layout, bound.n_slots
-        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+    def operations(
+        self, x: Float[Array, " d"], shared: MXShared, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
+        """Payloads of `mx.encode`; with shared scales, codes of what is in units of elements."""
+        element, size, noise = self._element, bound.layout.chunk_size, None
+        if self.rounding == "stochastic":
+            noise = chunk_noise(shared.seed, bound.n_slots, bound.layout)
+
+        def drawn(chunk, slot) -> Array | None:
+            return None if noise is None else noise(chunk, slot)
+
         if shared.scales is None:
-            return chunk_codec(x, self._own_scales(layout, shared.seed, slots), layout, **options)
-        assert shared.mu is not None
-        scales = shared.scales.reshape(-1)[: -(-x.shape[0] // mx.BLOCK)]
-        u = mx.to_elements(x, scales, shared.mu).reshape(-1)
-        codec = self._shared_scales(layout, shared.seed, slots, shared.scales, shared.mu)
-        return chunk_codec(u, codec, layout, **options)
+            return x, PlainCodec(
+                encode=lambda values, chunk, slot: mx.encode(values, element, drawn(chunk, slot)),
+                decode=lambda payload, chunk: mx.decode(payload, size, element),
+            )
+        mu, scales = shared.mu, shared.scales.reshape(bound.layout.chunks, -1)
+        assert mu is not None
+
+        def encode(values, chunk, slot):
+            return pack_bits(mx.quantize(values, element, drawn(chunk, slot)), element.bits)
+
+        def decode(payload, chunk):
+            return mx.dequantize(unpack_bits(payload, size, element.bits), element)
+
+        def restore(values, chunk):
+            values = values.reshape(-1, mx.BLOCK) / mu
+            return mx.from_elements(values, scales[chunk]).reshape(-1)
+
+        def at_largest(payload, chunk):
+            """Everyone decodes all sums, so that all workers count alike by themselves."""
+            codes = unpack_bits(payload, size, element.bits).reshape(-1, mx.BLOCK)
+            largest = codes & ((1 << element.bits - 1) - 1) == element.max_code
+            finite = scales[chunk] != mx.NAN_SCALE
+            return jnp.sum(largest & finite[:, None], dtype=jnp.int32)
+
+        own = mx.to_elements(x, shared.scales[: -(-x.shape[0] // mx.BLOCK)]) * mu
+        return own.reshape(-1), PlainCodec(encode, decode, restore, at_largest)
 
     def after(
         self, shared: MXShared, carry: Carry, bound: Bound, state: ScaleState | tuple[()]
     ) -> ScaleState | tuple[()]:
-        """The next multiplier, by the number of sums at the largest magnitude."""
+        """The next multiplier by FP8-LM's rule, from the number of sums at the largest magnitude.
+
+        At the largest mu every block's largest value saturates by itself.
+        """
         if not state:
             return state
-        return ScaleState(self._next_multiplier(shared.mu, carry, bound.layout.size))
+        assert shared.mu is not None
+        largest = self._element.max_value / 2**self._element.emax
+        grown = jnp.minimum(shared.mu * self.growth, largest)
+        many = carry.astype(jnp.float32) > self.max_saturated * bound.layout.size
+        return ScaleState(jnp.where(many, shared.mu / 2, grown))
 
     def facts(
         self, shared: MXShared, carry: Carry, result: Array, bound: Bound, divisor: int
@@ -141,79 +168,13 @@ class _MX(HopMethod):
             return PayloadFacts()
         return PayloadFacts(saturated=carry.astype(jnp.float32))
 
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates.
-
-        A state's multiplier is not counted: another 32 bits of every all-reduce.
-        """
-        assert topology is not None
-        if n_workers == 1:
-            return 0
-        layout = chunk_layout(size, n_workers, topology, unit=UNIT)
-        if self.sum == "recompress":
-            return wire_bits(self._own_scales(layout), layout, topology)
-        shared_bits = 2 * (n_workers - 1) * 8 * -(-size // mx.BLOCK) // n_workers
-        return shared_bits + wire_bits(self._shared_scales(layout), layout, topology)
-
     @property
     def _element(self) -> mx.Element:
         return mx.ELEMENTS[self.element]
 
-    def _own_scales(self, layout: ChunkLayout, seed=None, slots: int = 1) -> PlainCodec:
-        """Payloads of `mx.encode`."""
-        size, element, noise = layout.chunk_size, self._element, self._noise(layout, seed, slots)
-        return PlainCodec(
-            encode=lambda v, chunk, slot: mx.encode(v, element, noise=noise(chunk, slot)),
-            decode=lambda payload, chunk: mx.decode(payload, size, element),
-        )
-
-    def _shared_scales(
-        self,
-        layout: ChunkLayout,
-        seed=None,
-        slots: int = 1,
-        scales: UInt8[Array, "C blocks"] | None = None,
-        mu: Float[Array, ""] | None = None,
-    ) -> PlainCodec:
-        """Payloads of packed codes; adds up what is in units of elements."""
-        element, noise = self._element, self._noise(layout, seed, slots)
-
-        def encode(values, chunk, slot):
-            return mx.pack_codes(mx.quantize(values, element, noise=noise(chunk, slot)), element)
-
-        def decode(payload, chunk):
-            return mx.dequantize(mx.unpack_codes(payload, element), element)
-
-        def restore(values, chunk):
-            assert scales is not None and mu is not None
-            values = values.reshape(-1, mx.BLOCK)
-            return mx.from_elements(values, scales[chunk], mu).reshape(-1)
-
-        def at_largest(payload, chunk):
-            """Everyone decodes all sums, so that all workers count alike by themselves."""
-            assert scales is not None
-            codes = mx.unpack_codes(payload, element).reshape(-1, mx.BLOCK)
-            largest = codes & ((1 << element.bits - 1) - 1) == element.max_code
-            finite = scales[chunk] != mx.NAN_SCALE
-            return jnp.sum(largest & finite[:, None], dtype=jnp.int32)
-
-        return PlainCodec(encode, decode, restore, at_largest)
-
-    def _noise(self, layout: ChunkLayout, seed: UInt[Array, " 2"] | None, slots: int):
-        """The function (chunk, slot) -> uint32[m] noise, or `None` to round to nearest."""
-        if self.rounding == "nearest" or seed is None:
-            return lambda chunk, slot: None
-        return chunk_noise(seed, slots, layout)
-
     def _safe_multiplier(self, n_workers: int) -> Float[Array, ""]:
         element = self._element
         return jnp.float32(element.max_value / (2 ** (element.emax + 1) * n_workers))
-
-    def _next_multiplier(self, mu, saturated, size: int) -> Float[Array, ""]:
-        """FP8-LM's rule. At the largest mu every block's largest value saturates by itself."""
-        largest = self._element.max_value / 2**self._element.emax
-        grown = jnp.minimum(mu * self.growth, largest)
-        return jnp.where(saturated.astype(jnp.float32) > self.max_saturated * size, mu / 2, grown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

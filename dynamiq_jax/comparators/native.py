@@ -1,24 +1,46 @@
-"""The bases of methods that sum by `lax.psum`: of flat arrays, and of leaves as matrices."""
+"""The bases of methods that sum by `lax.psum`: of flat arrays, of blocks, of leaves as matrices."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
+from dynamiq_jax.comparators.thc_codec import scale_of
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.methods.base import MIN_LEAF_SIZE, Limits, Method
+from dynamiq_jax.methods.base import (
+    LARGEST,
+    MIN_LEAF_SIZE,
+    Call,
+    Limits,
+    Method,
+    TellsLosses,
+    clipped,
+)
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Wire = Literal["bf16", "f32"]
 """Floats that native sums are in."""
+WIRE_BITS = {"bf16": 16, "f32": 32}
 
 ROUNDING = 1e-9
 """Tolerance for float error in products that should be whole numbers, as 0.07 * 100."""
+
+
+class StepState(NamedTuple):
+    """The state of methods that take turns or draw anew."""
+
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers."""
+
+
+def first_step() -> StepState:
+    """The state before any step."""
+    return StepState(jnp.zeros((), jnp.int32))
 
 
 def native_sum(
@@ -32,23 +54,93 @@ def native_sum(
     return sent, axis.psum(sent.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-class NativeSumMethod(Method):
-    """The base of methods that sum by `lax.psum` alone."""
+def with_room(x: Float[Array, "*shape"], call: Call) -> Float[Array, "*shape"]:
+    """Values that a sum has room for; the rest waits in memory, if there is one."""
+    room = LARGEST / call.n_workers if call.keep_error else LARGEST
+    return jnp.clip(x, -room, room)
+
+
+def check_density(density: float) -> None:
+    """Raises ValueError for a part that is nothing, or more than all."""
+    if not 0 < density <= 1:
+        raise ValueError(f"density={density} must be above 0 and at most 1, such as 0.25")
+
+
+class NativeMethod(Method):
+    """The base of methods that run on XLA's own collectives alone."""
 
     __slots__ = ()
 
     @property
     def native_by_default(self) -> bool:
-        """It sums by `lax.psum`."""
+        """It has collectives of its own."""
         return True
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies."""
         if topology is not None:
             raise NotImplementedError(
-                f"topology={topology!r}: {type(self).__name__} sums by native psum only; leave "
-                "topology=None"
+                f"topology={topology!r}: {type(self).__name__} runs on native collectives only; "
+                "leave topology=None"
             )
+
+
+class BlockMethod(NativeMethod, TellsLosses):
+    """The base of methods that sum some blocks of a bucket, the same ones on all workers.
+
+    They choose blocks by what all workers know from a psum of the blocks' energies, so that no
+    indices travel. How many are summed is static; the others come out zero.
+    """
+
+    __slots__ = ()
+
+    density: float
+    block_size: int
+
+    def check_blocks(self) -> None:
+        """Raises ValueError for a bad field."""
+        check_density(self.density)
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
+
+    def n_blocks(self, size: int) -> int:
+        """Blocks of ``size`` coordinates."""
+        return -(-size // self.block_size)
+
+    def measured(
+        self, x: Float[Array, " d"], call: Call
+    ) -> tuple[Float[Array, "N b"], Float[Array, " N"], Float[Array, " N"]]:
+        """This worker's blocks, their scales, and the energies of all workers.
+
+        An energy is a sum of mean squares in bf16, the same on all workers: not finite where a
+        worker's block is not, and finite elsewhere.
+        """
+        spare = self.n_blocks(x.shape[0]) * self.block_size - x.shape[0]
+        blocks = jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
+        scale = scale_of(blocks)
+        largest = 2.0**126 / call.n_workers
+        energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
+        return blocks, scale, call.axis.psum(energy.astype(jnp.bfloat16))
+
+    def sum_of(
+        self,
+        blocks: Float[Array, "N b"],
+        chosen: Int[Array, " K"],
+        finite: Bool[Array, " N"],
+        x: Float[Array, " d"],
+        call: Call,
+    ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+        """The sum of the chosen blocks in bf16, as the result for ``x``, and what it lacks.
+
+        Blocks that are not ``finite`` come out NaN.
+        """
+        size = x.shape[0]
+        sent, total = native_sum(with_room(blocks[chosen], call), "bf16", call.axis)
+        total = (clipped(total) / call.divisor).astype(x.dtype)
+        result = jnp.zeros(blocks.shape, x.dtype).at[chosen].set(total, unique_indices=True)
+        result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
+        left = blocks.at[chosen].add(-sent, unique_indices=True)
+        return result, left.reshape(-1)[:size]
 
 
 def matrix_of(leaf: Leaf) -> tuple[int, int]:
@@ -57,25 +149,30 @@ def matrix_of(leaf: Leaf) -> tuple[int, int]:
     return math.prod(leaf.shape[:-1]), columns
 
 
-class MatrixMethod(NativeSumMethod):
+class MatrixMethod(NativeMethod, TellsLosses):
     """The base of methods that take leaves as matrices, each alone, by native collectives.
 
     A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
     the part that one device holds. Vectors and small matrices are summed exactly.
     The members of `Method` see the matrix as a flat array, row after row, and know its shape from
-    the field ``matrix``, which `of_matrix` fills in for every bucket. Where it is `None` an array
-    is a single row.
+    the field ``matrix``, which `of_bucket` fills in. Where it is `None` an array is a single row.
     """
 
     __slots__ = ()
 
+    rank: int
     matrix: tuple[int, int] | None
     """Rows and columns."""
 
     @property
     def min_side(self) -> int:
-        """Matrices with fewer rows or columns are summed exactly."""
-        raise NotImplementedError
+        """Matrices with fewer rows or columns are summed exactly: factors would not save half."""
+        return 2 * self.rank
+
+    def check_rank(self) -> None:
+        """Raises ValueError for a bad field."""
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """The least size of a leaf; every leaf is a bucket by itself."""

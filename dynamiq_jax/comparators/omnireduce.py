@@ -1,17 +1,13 @@
 """The OmniReduce method: only the blocks that matter are summed, in bf16.
 
-OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero. Dense gradients have none, and
-their evaluations keep the top blocks instead. Shapes are static here: K = ceil(density N) of the N
-blocks are summed by a dense psum, the rest comes out zero; `ErrorFeedback` remembers it.
-The K blocks are chosen by what all workers know from small psums:
+OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero; its evaluations keep the top
+blocks of dense gradients. Here K = ceil(density N) of the N blocks are summed by a dense psum. They
+are chosen by what all workers know from small psums:
 
 * ``select="energy"``: those of the largest sum over workers of squared norms. No state. Blocks of
   64 to 128 coordinates within `ErrorFeedback` are chunked top-k (Han et al., HotNets 2024).
 * ``select="union"``: first those in the *union* U of what single workers mark, their top k N blocks
   each; then as above. The fraction k is state, adapted so that U has about K blocks.
-
-Where U has fewer than K blocks, what else is of most energy uses the room (published evaluations
-leave it empty).
 """
 
 import math
@@ -23,12 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Integer
 
-from dynamiq_jax.comparators.blocks import BlockMethod
+from dynamiq_jax.comparators.native import BlockMethod
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
-
-Select = Literal["energy", "union"]
 
 CLIP = 0.6
 """The controller takes |U| / K to be within this and its inverse,"""
@@ -60,10 +54,10 @@ class OmniReduce(BlockMethod):
 
     density: float = 0.5
     block_size: int = 256
-    select: Select = "energy"
+    select: Literal["energy", "union"] = "energy"
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
         self.check_blocks()
 
@@ -71,11 +65,7 @@ class OmniReduce(BlockMethod):
     def top_k_chunked(
         cls, density: float = 1 / 16, chunk_size: int = 64, **options
     ) -> "OmniReduce":
-        """Chunked top-k as "Beyond Throughput and Compression Ratios" (HotNets 2024) has it.
-
-        All workers take the chunks of most energy; chunks have 64 to 128 coordinates. It belongs
-        within `ErrorFeedback`.
-        """
+        """Chunked top-k (HotNets 2024): chunks have 64 to 128 coordinates. See the module."""
         return cls(density=density, block_size=chunk_size, **options)
 
     @property
@@ -91,21 +81,20 @@ class OmniReduce(BlockMethod):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        blocks, sent = self._shape(size)
+        blocks = self.n_blocks(size)
         count_bits = 8 * _count_dtype(n_workers).itemsize if self.select == "union" else 0
-        bits = (16 + count_bits) * blocks + 16 * sent * self.block_size
-        return 2 * (n_workers - 1) * bits // n_workers
+        bits = (16 + count_bits) * blocks + 16 * self._count(blocks) * self.block_size
+        return ring_bits(bits, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
-        axis, n_workers, state = call.axis, call.n_workers, call.state
-        count = self._shape(x.shape[0])[1]
+        state = call.state
         with jax.named_scope("omnireduce_all_reduce"):
-            blocks, scale, energy = self.measured(x, axis, n_workers)
-            finite = jnp.isfinite(energy)
+            blocks, scale, energy = self.measured(x, call)
+            count, finite = self._count(energy.size), jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             if self.select == "union":
-                counts = axis.psum(_marks(scale, state.fraction, n_workers))
+                counts = call.axis.psum(_marks(scale, state.fraction, call.n_workers))
                 union = finite & (counts > 0)
                 chosen = jnp.lexsort((-priority, ~union))[:count]
                 state = OmniReduceState(self._adapt(state.fraction, union))
@@ -114,10 +103,9 @@ class OmniReduce(BlockMethod):
             result, left = self.sum_of(blocks, chosen, finite, x, call)
             return Outcome(result, state, lost=left)
 
-    def _shape(self, size: int) -> tuple[int, int]:
-        """Blocks, and how many of them are sent."""
-        blocks = self.n_blocks(size)
-        return blocks, math.ceil(self.density * blocks)
+    def _count(self, blocks: int) -> int:
+        """Blocks that are sent."""
+        return math.ceil(self.density * blocks)
 
     def _adapt(self, fraction: Float[Array, ""], union: Bool[Array, " N"]) -> Float[Array, ""]:
         """The next step's k: k / r for a union r times as large as it should be, in small steps.

@@ -1,14 +1,10 @@
 """The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): every coordinate is one worker's.
 
 Each worker sends another nth of its coordinates, and n times these stand for the sum: a single
-all-gather, which moves half of what an all-reduce does. Whose a coordinate is comes from a seed
-that all share. Here neighbours share a permutation up to a shift: of every n consecutive
-coordinates worker i sends number (i + shift) mod n. Each coordinate is each worker's with the same
-probability, as under a permutation of all, and the expected error is the same; nothing is gathered
-from distant places of memory.
-
-The error is that of taking one worker for all: none where all have the same, and n - 1 times the
-sum's own square where they have nothing in common. Then other methods serve better.
+all-gather, which moves half of what an all-reduce does. Here neighbours share a permutation up to
+a shift: of every n consecutive coordinates worker i sends number (i + shift) mod n, so that nothing
+is gathered from distant places of memory. The error is that of taking one worker for all: none if
+all have the same, and n - 1 times the sum's own square if they have nothing in common.
 """
 
 from dataclasses import dataclass
@@ -18,14 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, UInt
 
+from dynamiq_jax.comparators.native import NativeMethod
 from dynamiq_jax.core.seeds import seed_of
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Method, Outcome, clipped
+from dynamiq_jax.methods.base import Call, Outcome, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PermK(Method):
+class PermK(NativeMethod):
     """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
 
     Unbiased, but for rounding to bf16. A NaN or infinity on any worker makes all coordinates NaN
@@ -33,25 +29,9 @@ class PermK(Method):
     bf16 number. Serves ``topology=None`` only.
     """
 
-    def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
-        check_fields(self)
-
-    @property
-    def native_by_default(self) -> bool:
-        """It gathers by XLA's own collective."""
-        return True
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses topologies."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: PermK gathers natively only; leave topology=None"
-            )
-
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""
-        return (n_workers - 1) * 16 * -(-size // n_workers) + 2 * (n_workers - 1) * 64 // n_workers
+        return (n_workers - 1) * 16 * -(-size // n_workers) + ring_bits(64, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""

@@ -7,16 +7,10 @@ that starts where the step before ended:
 2. Q = the sum of transposed M_i times P;
 3. M is about P times transposed Q; a worker loses M_i - P (its own part of Q) transposed.
 
-Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
-approaches the best approximation of that rank as long as gradients change slowly.
-
-The published method remembers what it loses: put `ErrorFeedback` around it. Memories add up to what
-the sums lacked, whatever each of them holds: what cancels between workers outside of the columns of
-P is in no sum, so that each worker's memory of it grows as long as its gradients have it.
-
-Replicas: what follows from the two sums is computed by every worker, with sums and products that
-XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
-version of XLA get the same bits.
+Both sums are native. The published method remembers what it loses: put `ErrorFeedback` around it.
+Gradients that cancel between workers outside of the columns of P are in no sum, so that memories of
+them grow. After the two sums every worker computes by operations that XLA does not tune at run
+time, as it does matrix products: workers of one kind of device get the same bits.
 """
 
 from dataclasses import dataclass
@@ -27,10 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.comparators.native import MatrixMethod, Wire, native_sum
+from dynamiq_jax.comparators.native import WIRE_BITS, MatrixMethod, Wire, native_sum
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
@@ -45,7 +39,7 @@ class PowerSGDState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PowerSGD(MatrixMethod, TellsLosses):
+class PowerSGD(MatrixMethod):
     """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
 
     Biased: what is not in the factors is lost without `ErrorFeedback`. A NaN or infinity on any
@@ -68,15 +62,9 @@ class PowerSGD(MatrixMethod, TellsLosses):
     matrix: tuple[int, int] | None = None
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
-
-    @property
-    def min_side(self) -> int:
-        """Twice the rank: factors take less than the matrix."""
-        return 2 * self.rank
+        self.check_rank()
 
     def init(self, size: int, n_workers: int) -> State:
         """A factor at random, the same for all leaves of its shape."""
@@ -84,8 +72,8 @@ class PowerSGD(MatrixMethod, TellsLosses):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        bits = (32 if self.wire == "f32" else 16) * self._columns(size) * sum(self.shape_of(size))
-        return 2 * (n_workers - 1) * bits // n_workers
+        bits = WIRE_BITS[self.wire] * self._columns(size) * sum(self.shape_of(size))
+        return ring_bits(bits, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""

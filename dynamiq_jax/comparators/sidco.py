@@ -1,24 +1,16 @@
 """The SIDCo method (Abdelmoniem et al., MLSys 2021): a threshold from a fitted tail, and no sort.
 
-What is larger than a threshold is sent. It follows from the mean alone, in *stages*: of what
-survived so far, less its minimum, an exponential distribution of the same mean is above
-``-mean * log(part)`` with probability ``part``. The first stage keeps a quarter, further ones in
-equal ratios what leads to the density. One stage is right where the whole distribution is
-exponential, more follow a tail that is not.
+The threshold follows from the mean alone, in *stages*: of what survived so far, less its minimum,
+an exponential distribution of the same mean is above ``-mean * log(part)`` with probability
+``part``. The first stage keeps a quarter, further ones in equal ratios what leads to the density.
+More stages follow a tail that is not exponential. Every step counts what each number of stages
+would keep. Every `PERIOD` steps, if the average of the number in use is off by more than
+`TOLERANCE`, the number whose average is nearest takes its place.
 
-Published SIDCo compares every worker's own coordinates, so that workers choose differently and sums
-need all their indices. Here the numbers are norms of blocks, of which all know the sums of squares
-over workers by a small psum: all choose the same blocks, and these are summed by a dense psum.
-
-Shapes are static: there is room for ``headroom`` times the density. Blocks that find no room stay
-in the residual of `ErrorFeedback`, and are lost without it; room that is left goes to other blocks.
-Both go by a place in the order of blocks that moves on from step to step, so that all get their
-turn.
-
-The number of stages is state. Norms of blocks may have lighter or heavier tails than an exponential
-distribution, and with more stages the former keep more, the latter fewer. So every step counts what
-each number of stages would keep. Every `PERIOD` steps, if the average of the number in use is off
-by more than `TOLERANCE`, the number whose average is nearest takes its place.
+Published SIDCo compares every worker's own coordinates, so that sums need all their indices. Here
+the numbers are norms of blocks over all workers: all choose the same ones, which a dense psum sums.
+There is room for ``headroom`` times the density. Blocks without room are left out, and room that is
+left goes to other blocks, both by a place in the order of blocks that moves on from step to step.
 """
 
 import math
@@ -30,10 +22,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.blocks import BlockMethod
-from dynamiq_jax.comparators.native import ROUNDING
+from dynamiq_jax.comparators.native import ROUNDING, BlockMethod
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State
+from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
@@ -78,7 +69,7 @@ class SIDCo(BlockMethod):
     block_size: int = 64
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
@@ -93,19 +84,18 @@ class SIDCo(BlockMethod):
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         blocks = self.n_blocks(size)
-        bits = 16 * blocks + 16 * self._room(blocks) * self.block_size
-        return 2 * (n_workers - 1) * bits // n_workers
+        return ring_bits(16 * blocks + 16 * self._room(blocks) * self.block_size, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
-        axis, n_workers, state = call.axis, call.n_workers, call.state
-        own = state or self.init(x.shape[0], n_workers)
+        state = call.state
+        own = state or self.init(x.shape[0], call.n_workers)
         with jax.named_scope("sidco_all_reduce"):
-            blocks, _, energy = self.measured(x, axis, n_workers)
+            blocks, _, energy = self.measured(x, call)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)
-            place, stages = (axis.assume_invarying(s) for s in (own.place, own.stages))
+            place, stages = (call.axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
             result, left = self.sum_of(blocks, chosen, finite, x, call)

@@ -1,6 +1,6 @@
 """The THC method (Li et al., NSDI 2024): integers that add up on the way, in native collectives.
 
-Numerics are those of `codecs.thc`. All workers agree by a pmax on one scale per piece, rotate,
+Numerics are those of `thc_codec`. All workers agree by a pmax on one scale per piece, rotate,
 round to integers 0..g and sum these; the sum is exact, so that its order does not matter and both
 forms return the same bits:
 
@@ -16,7 +16,7 @@ z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``s
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +28,19 @@ from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.lanes import (
     bit_words,
-    lane_bits_for,
     pack_bits,
     pack_lanes,
     unpack_bits,
     unpack_lanes,
 )
+from dynamiq_jax.comparators.native import NativeMethod, StepState, first_step
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
-
-Form = Literal["psum", "two-shot"]
 
 MAX_BITS = 8
 MAX_GRANULARITY = 1023
@@ -50,15 +48,8 @@ MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
 STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 
 
-class THCState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class THC(TellsLosses):
+class THC(NativeMethod, TellsLosses):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
     Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
@@ -86,14 +77,14 @@ class THC(TellsLosses):
     table: bool = True
     granularity: int | None = None
     p: float = 1 / 32
-    form: Form = "psum"
+    form: Literal["psum", "two-shot"] = "psum"
     sum_bits: int | None = None
     saturate: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(f"bits={self.bits} must be an integer from 1 to {MAX_BITS}")
@@ -127,18 +118,9 @@ class THC(TellsLosses):
             return thc.optimal_table(self.bits, self.g, self.p)
         return thc.uniform_table(self.g + 1)
 
-    @property
-    def native_by_default(self) -> bool:
-        """It chooses among XLA's own collectives by ``form``."""
-        return True
-
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies, and sums that overflow their bits."""
-        if topology is not None:
-            raise NotImplementedError(
-                f"topology={topology!r}: THC runs on native collectives only; leave topology=None "
-                "and choose these by THC(form='psum') or THC(form='two-shot')"
-            )
+        NativeMethod.check(self, n_workers, topology)
         most, room = n_workers * self.g, self.sum_bits or MAX_SUM_BITS
         if self.saturate:
             room = MAX_SUM_BITS
@@ -153,19 +135,18 @@ class THC(TellsLosses):
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step."""
-        return THCState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         pieces, length = hadamard.piece_shape(size, piece_size=self.piece_size)
         width = self._sum_bits(n_workers)
-        rings = 2 * 32 * pieces
         if self.form == "psum":
-            rings += 2 * 32 * -(-pieces * length // (32 // width))
-            return rings * (n_workers - 1) // n_workers
+            lanes = -(-pieces * length // (32 // width))
+            return ring_bits(32 * (pieces + lanes), n_workers)
         part = _part_size(pieces * length, n_workers)
         words = bit_words(part, self.bits) + bit_words(part, width)
-        return rings * (n_workers - 1) // n_workers + 32 * words * (n_workers - 1)
+        return ring_bits(32 * pieces, n_workers) + 32 * words * (n_workers - 1)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
@@ -189,7 +170,7 @@ class THC(TellsLosses):
             result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / call.divisor))
             delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
             lost = pieces - decode(delivered.astype(jnp.uint32), 1)
-            state = state and THCState((state.step + 1) % STEPS)
+            state = state and StepState((state.step + 1) % STEPS)
             lost = hadamard.join(lost, x.shape[0])
             return Outcome(result.astype(x.dtype), state, lost=lost)
 
@@ -199,7 +180,7 @@ class THC(TellsLosses):
         """The sum of all workers' integers, and what saturation took from it at this worker."""
         width, flat = self._sum_bits(n), index.reshape(-1)
         if self.form == "psum":
-            words = pack_lanes(thc.lookup(flat, self.integers), width, max_sum=n * self.g)
+            words = pack_lanes(thc.lookup(flat, self.integers), width)
             total = unpack_lanes(axis.psum(words), flat.size, width)
             return total.reshape(index.shape), 0
         part = _part_size(flat.size, n)
@@ -225,7 +206,7 @@ class THC(TellsLosses):
     def _sum_bits(self, n_workers: int) -> int:
         if self.saturate:
             return self.sum_bits or self.bits
-        return self.sum_bits or lane_bits_for(self.g, n_workers)
+        return self.sum_bits or (n_workers * self.g).bit_length()
 
 
 def _seed_of_step(

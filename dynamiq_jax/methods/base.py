@@ -7,6 +7,7 @@ file here, an export, a row in the common test table and a row in the benchmark 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ if nothing."""
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-"""Where sums of memories end: finite in bf16, too."""
+"""Error-feedback sums are clipped to this value, the largest finite bf16."""
 
 
 class Call(NamedTuple):
@@ -74,9 +75,9 @@ class Limits(NamedTuple):
     min_leaf_size: int
     """Leaves of fewer coordinates are summed exactly."""
     min_bucket_size: int
-    """Buckets of fewer coordinates are summed exactly"""
+    """Buckets of fewer coordinates are summed exactly."""
     min_bucket_bytes: int
-    """and so are buckets of fewer bytes."""
+    """Buckets of fewer bytes are summed exactly."""
     bucket_bytes: int
     """Leaves up to this size are concatenated to buckets of about this size."""
 
@@ -90,6 +91,11 @@ def check_choice(name: str, value: object, allowed: tuple) -> None:
     """Raises ValueError if a field has none of the values it may have."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}; expected one of {allowed}")
+
+
+def ring_bits(bits: int, n_workers: int) -> int:
+    """Bits that one worker sends in a native all-reduce of so many bits, the least there are."""
+    return 2 * (n_workers - 1) * bits // n_workers
 
 
 def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -237,3 +243,61 @@ class ShardedMethod(Method):
 
         Without a topology: to all-gather them.
         """
+
+
+class Around(Method):
+    """The base of methods around another one, which has the same buckets and wire as alone."""
+
+    __slots__ = ()
+
+    method: Any
+
+    @property
+    def needs_state(self) -> bool:
+        """It is nothing without its memory."""
+        return True
+
+    @property
+    def native_by_default(self) -> bool:
+        """As the method within has it; so have all members below."""
+        return self.method.native_by_default
+
+    @property
+    def most_bits(self) -> float:
+        """See `Method`."""
+        return self.method.most_bits
+
+    @property
+    def scale_axis(self) -> ScaleAxis:
+        """See `Method`."""
+        return self.method.scale_axis
+
+    def of_bucket(self, bucket: Bucket) -> Self:
+        """Itself around the method for this bucket."""
+        return replace(self, method=self.method.of_bucket(bucket))  # type: ignore[type-var]
+
+    def declines(self, leaf: Leaf) -> str | None:
+        """See `Method`."""
+        return self.method.declines(leaf)
+
+    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
+        """See `Method`."""
+        return self.method.limits(given, n_workers, fast_links=fast_links)
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """See `Method`."""
+        self.method.check(n_workers, topology)
+
+    def native_dtype(self, dtype) -> jnp.dtype:
+        """See `Method`."""
+        return self.method.native_dtype(dtype)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """See `Method`."""
+        return self.method.wire_bits(size, n_workers, topology)
+
+    def relative_error(
+        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
+    ) -> float | None:
+        """See `Method`."""
+        return self.method.relative_error(n_workers, topology, collective)

@@ -1,11 +1,10 @@
-"""Error feedback around a method: what compression leaves behind reaches a later step.
+"""Memory around methods: error feedback of four kinds.
 
-Worker i compresses y_i in the place of its gradient g_i. With C(y) what is delivered of the y of
-all, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
+g_i is worker i's gradient, y_i what is given to the method, C(y) the result, which is a sum over
+workers, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
 
 * ``ef14`` (Seide et al., Interspeech 2014; EF-SGD, Karimireddy et al., ICML 2019): y = g + e, the
-  result is C(y), and e becomes y - c, what was not delivered. With eta, e becomes
-  (1 - eta) e + eta (y - c): the low-pass filter of ScaleCom (Chen et al., NeurIPS 2020).
+  result is C(y), and e becomes y - c, the part that was not delivered.
 * ``ef21`` (Richtárik et al., NeurIPS 2021): y = g - h, h becomes h + c, and the result is the sum
   of all h. What travels gets small as gradients stop to change, and so do errors.
 * ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` of v in the place of g, where
@@ -22,9 +21,8 @@ itself, would drift away from the h_i for ever.
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +31,9 @@ from jaxtyping import Bool, Float
 
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
+    Around,
     Call,
     Collective,
-    Limits,
     Method,
     Outcome,
     State,
@@ -44,11 +42,11 @@ from dynamiq_jax.methods.base import (
     with_memory,
 )
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
 
-DEFAULT_ETA = 0.1
+ETA = 0.1
+"""The weight of the newest gradient in momentum, and of the residual in what "econtrol" sends."""
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -59,7 +57,7 @@ class ErrorFeedbackState(NamedTuple):
     sent: Float[Array, " d"] | None
     """h, on every worker its own: with all but "ef14"."""
     total: Float[Array, " d"] | None
-    """The sum of h over workers, the same on all: likewise."""
+    """The sum of h over workers, the same on all: with all but "ef14"."""
     momentum: Float[Array, " d"] | None
     """v, on every worker its own: with "ef21m"."""
     started: Bool[Array, ""] | None
@@ -69,7 +67,7 @@ class ErrorFeedbackState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback(Method):
+class ErrorFeedback(Around):
     """A method with a memory of what its compression lost.
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
@@ -81,8 +79,7 @@ class ErrorFeedback(Method):
     their average that gets exact. With the other kinds results are running estimates, whose error
     shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
 
-    * "ef14" (without eta) and "econtrol": all results of the past and the residuals add up to all
-      gradients.
+    * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
     * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
       ever. It holds from step to step: f32 rounding adds up over steps.
 
@@ -104,32 +101,18 @@ class ErrorFeedback(Method):
 
     Attributes:
       method: what compresses, without memory of its own.
-      kind: "ef14", "ef21", "ef21m" or "econtrol", see the module.
-      eta: a weight above 0 up to 1: of the newest loss in the residual ("ef14"; default 1), of the
-        newest gradient in momentum ("ef21m"; default 0.1), or of the residual in what is sent
-        ("econtrol"; default 0.1). With "ef14" a weight below 1 is for large learning rates: memory
-        forgets some of what is left, and remembers some of what was sent. The papers of the others
-        begin with exact gradients and send them; here momentum begins with the first gradient that
-        is finite on all workers, compressed as all others are.
+      kind: "ef14", "ef21", "ef21m" or "econtrol", see the module; eta is 0.1. The papers of the
+        latter two begin with exact gradients and send them. Here momentum begins with the first
+        gradient that is finite on all workers, compressed as all others are.
     """
 
     method: TellsLosses
     kind: Kind = field(default="ef14", kw_only=True)
-    eta: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        """Checks every field; errors name the value, what is allowed and what to pass."""
+        """Checks every field."""
         check_fields(self)
-        if self.eta is not None and self.kind == "ef21":
-            raise ValueError(
-                f"eta={self.eta} has no place in kind='ef21'; pass eta=None, or 'ef14', 'ef21m' or "
-                "'econtrol' as kind"
-            )
-        if self.eta is not None and not 0 < self.eta <= 1:
-            raise ValueError(f"eta={self.eta} must be above 0 and at most 1, such as 0.1")
-        self._check_method(self.method)
-
-    def _check_method(self, method: Any) -> None:
+        method: Any = self.method
         if not isinstance(method, Method):
             raise ValueError(
                 f"method={method!r} is not a method; pass for example "
@@ -148,45 +131,16 @@ class ErrorFeedback(Method):
             )
 
     @property
-    def needs_state(self) -> bool:
-        """It is nothing without its memory."""
-        return True
-
-    @property
     def keeps_gradients(self) -> bool:
         """The memory is of gradients."""
         return True
-
-    @property
-    def native_by_default(self) -> bool:
-        """As the method has it."""
-        return self.method.native_by_default
-
-    @property
-    def most_bits(self) -> float:
-        """As the method has it."""
-        return self.method.most_bits
-
-    @property
-    def scale_axis(self) -> ScaleAxis:
-        """As the method has it."""
-        return self.method.scale_axis
-
-    def relative_error(
-        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
-    ) -> float | None:
-        """As the method has it."""
-        return self.method.relative_error(n_workers, topology, collective)
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
         """As the method has it, and against a memory that grows."""
-        found = (
-            self.method.advice(n_workers, topology, collective),
-            self._growth(n_workers, topology),
-        )
-        return " ".join(filter(None, found)) or None
+        own = self.method.advice(n_workers, topology, collective)
+        return " ".join(filter(None, (own, self._growth(n_workers, topology)))) or None
 
     def _growth(self, n_workers: int, topology: Topology | None) -> str | None:
         lost = self.method.lost(n_workers, topology)
@@ -197,34 +151,6 @@ class ErrorFeedback(Method):
             f"{lost:.2g} times the energy of what they send, and from 1 on the memory of "
             "dq.ErrorFeedback grows from step to step; pass more bits, or the method without memory"
         )
-
-    @property
-    def _eta(self) -> float:
-        return DEFAULT_ETA if self.eta is None else self.eta
-
-    def of_bucket(self, bucket: Bucket) -> Self:
-        """Error feedback around the method for this bucket."""
-        return replace(self, method=self.method.of_bucket(bucket))
-
-    def declines(self, leaf: Leaf) -> str | None:
-        """The reason of the method."""
-        return self.method.declines(leaf)
-
-    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """As the method has them."""
-        return self.method.limits(given, n_workers, fast_links=fast_links)
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """As the method checks."""
-        self.method.check(n_workers, topology)
-
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """As the method has it."""
-        return self.method.native_dtype(dtype)
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates: those of the method."""
-        return self.method.wire_bits(size, n_workers, topology)
 
     def init(self, size: int, n_workers: int) -> ErrorFeedbackState:
         """Nothing lost, nothing sent."""
@@ -250,14 +176,16 @@ class ErrorFeedback(Method):
         with jax.named_scope("error_feedback"):
             own, momentum = x, state.momentum
             if momentum is not None:
-                eta = jnp.where(state.started, jnp.float32(self._eta), 1.0)
+                eta = jnp.where(state.started, jnp.float32(ETA), 1.0)
                 own = with_memory(x * eta, (1 - eta) * momentum)
-            y = self._to_send(own, state)
+            memory = state.residual
+            if state.sent is not None:
+                memory = -state.sent if memory is None else ETA * memory - state.sent
+            y = with_memory(own, memory)
             inner = call._replace(state=state.inner, divisor=1, keep_error=True)
             delivered = self.method.all_reduce(y, inner)
-            lost = delivered.lost
+            value, lost = delivered.value, delivered.lost
             assert lost is not None
-            value = delivered.value
             good = jnp.isfinite(value)
             if state.total is not None:  # the same on all workers, as what was added to it
                 total = call.axis.assume_invarying(state.total)
@@ -272,10 +200,7 @@ class ErrorFeedback(Method):
 
             after = state._replace(inner=delivered.state)
             if state.sent is None:
-                left = lost
-                if self.eta is not None:
-                    left = state.residual + self.eta * (lost - state.residual)
-                after = after._replace(residual=kept(left, state.residual))
+                after = after._replace(residual=kept(lost, state.residual))
             else:
                 sent = kept(state.sent + (y - lost), state.sent)
                 after = after._replace(sent=sent, total=kept(value, state.total))
@@ -286,14 +211,5 @@ class ErrorFeedback(Method):
             if momentum is not None:
                 started = state.started | jnp.all(good)
                 after = after._replace(momentum=kept(own, momentum), started=started)
-            facts = delivered.facts
-            facts = facts._replace(error=facts.error / divisor**2)
+            facts = delivered.facts._replace(error=delivered.facts.error / divisor**2)
             return Outcome(result, after, facts)
-
-    def _to_send(self, x: Float[Array, " d"], state: State) -> Float[Array, " d"]:
-        """y, f32: not finite where the gradient is not, and finite elsewhere."""
-        if self.kind == "ef14":
-            return with_memory(x, state.residual)
-        if self.kind == "econtrol":
-            return with_memory(x, self._eta * state.residual - state.sent)
-        return with_memory(x, -state.sent)

@@ -15,6 +15,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.methods.base import ring_bits
+from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
 from dynamiq_jax.topologies import Stage, Topology
 
 
@@ -168,10 +170,56 @@ def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -
     return payload_bits * sent * layout.chunks_per_worker
 
 
-def wire_bits(codec: PlainCodec, layout: ChunkLayout, topology: Topology) -> int:
-    """Bits of all payloads that one worker sends, from the shapes that the codec gives them."""
-    values = jax.ShapeDtypeStruct((layout.chunk_size,), jnp.float32)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    payload = jax.eval_shape(codec.encode, values, number, number)
-    payload_bits = sum(8 * a.dtype.itemsize * a.size for a in jax.tree.leaves(payload))
-    return sent_bits(payload_bits, layout, topology.stages(layout.n_workers))
+class PlainMethod(HopMethod):
+    """The base of methods that encode chunks by themselves."""
+
+    __slots__ = ()
+
+    @property
+    def unit(self) -> int:
+        """Coordinates of which chunks are multiples."""
+        raise NotImplementedError
+
+    def operations(
+        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
+        """The gradient in units in which values are added up, perhaps padded, and their codec."""
+        raise NotImplementedError
+
+    def payload_bits(self, chunk_size: int) -> int:
+        """Bits of the payload of a chunk."""
+        raise NotImplementedError
+
+    def agreed_bits(self, size: int) -> int:
+        """Bits of a worker's message to the agreement."""
+        return 0
+
+    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+        """See `HopMethod`."""
+        return Bound(chunk_layout(size, n_workers, topology, unit=self.unit), topology, n_workers)
+
+    def codec(
+        self,
+        x: Float[Array, " d"],
+        shared: Shared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
+    ) -> ChunkCodec:
+        """See `HopMethod`."""
+        own, codec = self.operations(x, shared, bound)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
+        return chunk_codec(own, codec, bound.layout, **options)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        assert topology is not None
+        if n_workers == 1:
+            return 0
+        layout = self.bind(size, n_workers, topology).layout
+        payloads = sent_bits(
+            self.payload_bits(layout.chunk_size), layout, topology.stages(n_workers)
+        )
+        return payloads + ring_bits(self.agreed_bits(size), n_workers)

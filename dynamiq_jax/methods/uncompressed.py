@@ -11,18 +11,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.executors import ChunkCodec
-from dynamiq_jax.methods.base import Call, Outcome
+from dynamiq_jax.methods.base import Call, Outcome, ring_bits
 from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
-from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout, wire_bits
+from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
-
-UNIT = 16
-"""Coordinates of which chunks are multiples, so that GPUs read them in whole sectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Uncompressed(HopMethod):
+class _Uncompressed(PlainMethod):
     wire_dtype: ClassVar[Any] = jnp.float32
 
     @property
@@ -49,34 +45,24 @@ class _Uncompressed(HopMethod):
         own = x.astype(jnp.float32)
         return outcome._replace(lost=own - lax.reduce_precision(own, kind.nexp, kind.nmant))
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        return Bound(chunk_layout(size, n_workers, topology, unit=UNIT), topology, n_workers)
+    @property
+    def unit(self) -> int:
+        """Whole sectors of a GPU's memory."""
+        return 16
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: Shared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """See `HopMethod`."""
-        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
-        return chunk_codec(x, self._codec(), bound.layout, **options)
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        return 8 * jnp.dtype(self.wire_dtype).itemsize * chunk_size
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends; without a topology, if `lax.psum` sends the least it can."""
-        if n_workers == 1:
-            return 0
         if topology is None:
-            bits = 8 * jnp.dtype(self.wire_dtype).itemsize
-            return 2 * (n_workers - 1) * size * bits // n_workers
-        return wire_bits(self._codec(), self.bind(size, n_workers, topology).layout, topology)
+            return ring_bits(self.payload_bits(size), n_workers)
+        return PlainMethod.wire_bits(self, size, n_workers, topology)
 
-    def _codec(self) -> PlainCodec:
+    def operations(
+        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
 
@@ -88,7 +74,7 @@ class _Uncompressed(HopMethod):
         def decode(payload, chunk):
             return lax.bitcast_convert_type(payload, self.wire_dtype).astype(jnp.float32)
 
-        return PlainCodec(encode, decode)
+        return x, PlainCodec(encode, decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ import optax
 from jax import Array, lax
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.all_reduce import way_of
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.core.axis import AxisName
@@ -78,13 +79,9 @@ def liec(
         return LIECState(jnp.zeros((), jnp.int32), memory, state)
 
     def update(updates, state, params=None, **extra) -> Any:
-        found = reduce(
-            updates,
-            axis.name,
-            method=exchange,
-            key=None if key is None else jax.random.fold_in(key, state.step),
-            state=state.memory.own() or None,
-        )
+        folded = None if key is None else jax.random.fold_in(key, state.step)
+        run = way_of(Sum(axis, exchange, "mean"), updates)
+        found = run(updates, folded, state.memory.own() or None)
         final, after = inner.update(found.tree, state.inner.own(), params, **extra)
         memory = state.memory if found.state is None else state.memory.after(found.state)
         return final, LIECState(state.step + 1, memory, state.inner.after(after))

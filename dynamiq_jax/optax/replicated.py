@@ -9,7 +9,8 @@ import optax
 from jax import Array, lax
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import reduce
+from dynamiq_jax.collectives.all_reduce import way_of
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.methods import Method
@@ -80,15 +81,10 @@ def all_reduce(
             now, always = chosen.methods_of(leaves), own_method.methods_of(leaves)
             takes = list(map(type, now)) == list(map(type, always))
             takes |= any(each is not None and each.needs_state for each in now)
-            found = reduce(
-                updates,
-                axis.name,
-                op=op,
-                method=chosen,
-                key=None if key is None else jax.random.fold_in(key, state.step),
-                state=own if jax.tree.leaves(keeps) and takes else None,
-                metrics=metrics,
-            )
+            folded = None if key is None else jax.random.fold_in(key, state.step)
+            before = own if jax.tree.leaves(keeps) and takes else None
+            run = way_of(Sum(axis, chosen, op), updates)
+            found = run(updates, folded, before, metrics=metrics)
             kept = own if found.state is None else found.state
             memory = None if state.memory is None else state.memory.after(kept)
             return found.tree, AllReduceState(state.step + 1, memory, found.metrics)

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from dynamiq_jax.collectives.scattered import Gather, Reduction, Split, split_of, whole_shape
+from dynamiq_jax.collectives.sum import Split, Sum, split_of, whole_shape
 from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
@@ -333,24 +333,16 @@ class _Layout(NamedTuple):
     Attributes:
       names: their paths.
       treedef: their tree.
-      placed: how mesh axes split their masters.
-      splits: the part of it that the workers do.
-      others: the axes that split the copy, too. Leaves of which these differ share no payload, so
-        that what is replicated over such an axis gets the same bits along it.
+      total: the sum of their gradients, which the workers split, and the gather of differences.
     """
 
     names: list[str]
     treedef: Any
-    placed: list[P]
-    splits: list[Split]
-    others: list[frozenset[str]]
+    total: Sum
 
-    def run(self, half: Reduction | Gather, values: dict[int, Array], key: Array) -> dict:
-        """``half`` of an all-reduce of some leaves, by their numbers."""
-        tree = self.treedef.unflatten(map(values.get, range(len(self.splits))))  # `None`: no leaf
-        splits, others = [self.splits[i] for i in values], [self.others[i] for i in values]
-        found = half(tree, key, splits, others) if values else ()
-        return dict(zip(values, jax.tree.leaves(found), strict=True))
+    def tree(self, values: dict[int, Array]) -> Any:
+        """A tree like the parameters of some leaves, by their numbers."""
+        return self.treedef.unflatten(map(values.get, range(len(self.names))))  # `None`: no leaf
 
 
 class _Update(NamedTuple):
@@ -381,12 +373,12 @@ class _Update(NamedTuple):
         names = [leaf.path for leaf in describe_leaves(params)]
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
-        splits = [split_of(spec, self.axis.names) for spec in placed]
-        others = [axes_of(spec) - {*self.axis.names} for spec in placed]
-        layout = _Layout(names, treedef, placed, splits, others)
+        ways = {"compression": self.request, "gathers": self.differences, "to": "invarying"}
+        total = Sum.of(self.axis, placed, op=op, **ways)
+        layout = _Layout(names, treedef, total)
         held = jax.tree.leaves(state.masters)
         self._check_copies(copies, held, layout)
-        own = [_own(x, split, self.axis) for x, split in zip(copies, splits, strict=True)]
+        own = [_own(x, split, self.axis) for x, split in zip(copies, total.splits, strict=True)]
         self._compare(copies, state.step)
         state = _begun(state, treedef.unflatten(own))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
@@ -396,7 +388,7 @@ class _Update(NamedTuple):
         if self._are_slices(terms, held, copies, names):
             means = [x.astype(jnp.float32) for x in terms]
         else:
-            means = self._means(terms, layout, for_gradients, op, moved)
+            means = self._means(terms, layout, for_gradients, moved)
         norm = _norm(means, placed)
         finite = jnp.isfinite(norm)
         if self.max_norm is not None:
@@ -422,7 +414,8 @@ class _Update(NamedTuple):
 
     def _check_copies(self, copies: list[Array], masters: list[Array], layout: _Layout) -> None:
         sizes = dict(zip(self.axis.names, axis_sizes(self.axis, "sharded"), strict=True))
-        for name, x, own, split in zip(layout.names, copies, masters, layout.splits, strict=True):
+        splits = layout.total.splits
+        for name, x, own, split in zip(layout.names, copies, masters, splits, strict=True):
             if x.shape != (whole := whole_shape(own.shape, split, sizes)):
                 raise ValueError(
                     f"params: leaf {name} has shape {x.shape}, and its master is a slice of "
@@ -453,24 +446,25 @@ class _Update(NamedTuple):
         )
 
     def _means(
-        self, terms: list[Array], layout: _Layout, key: Array, op: Op, moved: list[bool]
+        self, terms: list[Array], layout: _Layout, key: Array, moved: list[bool]
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
-        reduction = Reduction(self.axis.names, axis_sizes(self.axis, "sharded"), self.request, op)
+        splits = layout.total.splits
         some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
         tracked = self.axis.tracked and self.axis.size > 1
         for i, x in some.items() if tracked else ():
-            if layout.splits[i] and self.axis.replicates(x):
+            if splits[i] and self.axis.replicates(x):
                 raise ValueError(
                     f"the gradient of leaf {layout.names[i]} is the same on all {self.axis.size} "
                     f"workers of axis {self.axis.name!r}: JAX has summed gradients of replicated "
                     "parameters already (check_vma=True). Differentiate with respect to "
                     f"jax.lax.pcast(params, {self.axis.name!r}, to='varying')"
                 )
-        reduced = layout.run(reduction, some, key)
+        sums = layout.total.some(some).scatter(layout.tree(some), key)
+        reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
         return [
             (reduced[i] if i in reduced else _own(x, split, self.axis)).astype(jnp.float32)
-            for i, (x, split) in enumerate(zip(terms, layout.splits, strict=True))
+            for i, (x, split) in enumerate(zip(terms, splits, strict=True))
         ]
 
     def _differences(
@@ -482,11 +476,11 @@ class _Update(NamedTuple):
         """
         pairs = zip(masters, copies, strict=True)
         found = [master - copy.astype(jnp.float32) for master, copy in pairs]
-        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(layout.splits) if x}
-        gather = Gather(self.differences, to="invarying")
+        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(layout.total.splits) if x}
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
             warnings.filterwarnings("ignore", message=".*error of a super-group")
-            whole = layout.run(gather, own, key)
+            gathered = layout.total.some(own).gather(layout.tree(own), key)
+        whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
 
 

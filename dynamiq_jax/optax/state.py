@@ -74,7 +74,7 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     """
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(optimizer.init, params)
-        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), state_specs(shapes))
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), _specs(shapes))
         return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
@@ -84,8 +84,11 @@ def state_specs(opt_state: Tree) -> Tree:
     Leaves of `PerWorker` get ``P(axis_name)``, those of `sharded` the specs of their arrays, and
     all others ``P()``.
     """
+    return _specs(opt_state)
 
-    def spec(part):
+
+def _specs(opt_state: Tree) -> Tree:
+    def spec(part: Any) -> Any:
         return part.specs() if isinstance(part, Part) else PartitionSpec()
 
     return jax.tree.map(spec, opt_state, is_leaf=lambda x: isinstance(x, Part))

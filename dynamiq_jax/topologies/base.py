@@ -249,9 +249,14 @@ class Topology(AnyTopology):
         return dataclasses.replace(self, transport=transport)  # type: ignore[type-var]
 
 
-def streams_for(size: int, streams: int, stream_size: int) -> int:
-    """One stream for every ``stream_size`` coordinates, at least one and at most ``streams``."""
-    return min(streams, max(1, size // max(stream_size, 1)))
+def streams_for(size: int, streams: int | None, most: int, worth: int) -> int:
+    """As many streams as were passed; else one for every ``worth`` coordinates, ``most`` at most.
+
+    No stream is without a coordinate.
+    """
+    if streams is not None:
+        return min(streams, max(1, size))
+    return min(most, max(1, size // worth))
 
 
 def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:
@@ -268,11 +273,9 @@ def n_slots(stages: tuple[Stage, ...]) -> int:
 def check_options(topology: Any) -> None:
     """Refuses fields of a wrong type, less than one stream, and balances beyond 16 bits."""
     check_fields(topology)
-    streams, size, balance = topology.streams, topology.stream_size, topology.balance
+    streams, balance = topology.streams, topology.balance
     if streams is not None and streams < 1:
         raise ValueError(f"streams={streams} must be at least 1")
-    if size is not None and size < 0:
-        raise ValueError(f"stream_size={size} must not be negative; pass 0")
     if balance is not None and not -16 <= balance <= 16:
         raise ValueError(
             f"balance={balance} must lie between -16 and 16 bits; pass None for what the method "

@@ -29,17 +29,15 @@ class Butterfly(Topology):
     """Recursive halving: log2 n re-compressions per chunk; n must be a power of two.
 
     Attributes:
-      streams: at most so many independent chunks per worker: kernels of one run under the transfers
-        of another.
-      stream_size: coordinates of the gradient that are worth a stream.
+      streams: independent chunks per worker: kernels of one run under the transfers of another.
+        Default: 2 from 2^25 coordinates on, 1 below.
       balance: bits per coordinate that all rounds get beyond the all-gather; `None`: every round
         as the method shares them out; later ones, which send less, get more.
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
         `dynamiq_jax.topologies.choice`.
     """
 
-    streams: int = 2
-    stream_size: int = 2**24
+    streams: int | None = None
     balance: float | None = None
     transport: Transport | None = None
 
@@ -68,8 +66,8 @@ class Butterfly(Topology):
         return (*stages, Stage(n_workers - 1, range(first, first + 1), 1.0))
 
     def chunks_per_worker(self, size: int) -> int:
-        """One for every ``stream_size`` coordinates, at most ``streams``."""
-        return streams_for(size, self.streams, self.stream_size)
+        """As many as were passed; else two from 2^25 coordinates on."""
+        return streams_for(size, self.streams, 2, 2**24)
 
     def schedule(self, n_workers: int) -> Schedule:
         """A round for every bit of the workers' numbers."""

@@ -26,10 +26,9 @@ class Direct(Topology):
     """All-to-all topology: one encoding of each gradient, one of each sum; any number of workers.
 
     Attributes:
-      streams: at most so many independent chunks per worker: kernels of one run under the transfers
-        of another. Default: 4, or 2 of permutes, which take more messages for each.
-      stream_size: coordinates of the gradient that are worth a stream. Default: 2^26, or 2^27 of
-        permutes.
+      streams: independent chunks per worker: kernels of one run under the transfers of another.
+        Default: one for every 2^26 coordinates, up to 4; of permutes, which take more messages for
+        each, one for every 2^27, up to 2.
       balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
         method shares them out. With 0 both share one assignment of widths.
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
@@ -37,7 +36,6 @@ class Direct(Topology):
     """
 
     streams: int | None = None
-    stream_size: int | None = None
     balance: float | None = None
     transport: Transport | None = None
 
@@ -55,11 +53,9 @@ class Direct(Topology):
         return Stage(n - 1, range(n), (n - 1) / (2 * n)), Stage(n - 1, range(n), 1.0)
 
     def chunks_per_worker(self, size: int) -> int:
-        """One for every ``stream_size`` coordinates, at most ``streams``."""
-        streams, worth = (2, 2**27) if self.transport == "permutes" else (4, 2**26)
-        streams = streams if self.streams is None else self.streams
-        worth = worth if self.stream_size is None else self.stream_size
-        return streams_for(size, streams, worth)
+        """As many as were passed; else as the class says."""
+        most, worth = (2, 2**27) if self.transport == "permutes" else (4, 2**26)
+        return streams_for(size, self.streams, most, worth)
 
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""

@@ -25,9 +25,8 @@ class Ring(Topology):
     """Ring topology: n-1 re-compressions per chunk; any number of workers, neighbours only.
 
     Attributes:
-      streams: at most so many independent chunks per worker: kernels of one run under the transfers
-        of another.
-      stream_size: coordinates of the gradient that are worth a stream.
+      streams: independent chunks per worker: kernels of one run under the transfers of another.
+        Default: 2 from 2^25 coordinates on, 1 below.
       unroll_up_to: rings of at most this many workers are unrolled into the program; larger ones
         loop over their hops, so that program size and compile time do not grow with n.
       balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
@@ -36,8 +35,7 @@ class Ring(Topology):
         `dynamiq_jax.topologies.choice`.
     """
 
-    streams: int = 2
-    stream_size: int = 2**24
+    streams: int | None = None
     unroll_up_to: int = 16
     balance: float | None = None
     transport: Transport | None = None
@@ -52,8 +50,8 @@ class Ring(Topology):
         return Stage(n - 1, range(n - 1), (n - 1) / 4), Stage(n - 1, range(n - 1, n), 1.0)
 
     def chunks_per_worker(self, size: int) -> int:
-        """One for every ``stream_size`` coordinates, at most ``streams``."""
-        return streams_for(size, self.streams, self.stream_size)
+        """As many as were passed; else two from 2^25 coordinates on."""
+        return streams_for(size, self.streams, 2, 2**24)
 
     def schedule(self, n_workers: int) -> Schedule:
         """n-1 hops."""

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.scattered import warn_of_gather
+from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.collectives.unreduced import (
     large_leaves,
     reduce_unreduced,
@@ -64,6 +64,7 @@ class Deferred(NamedTuple):
         *,
         key: Array | None = None,
         state: State | None = None,
+        strict: bool = False,
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``.
 
@@ -73,37 +74,12 @@ class Deferred(NamedTuple):
           data: the other arguments of the loss.
           key: as for `psum`.
           state: `Compression.init_state`'s with ``stacked=True``.
+          strict: whether losses are refused that do not take all large leaves deferred.
 
         Returns:
           The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
           their place with metrics or a state.
         """
-        call = functools.partial(self._call, loss, key=key, state=state)
-        if 1 not in self.mesh.axis_sizes:
-            return call(params, data)
-        # Types name axes of size 1, too: those of the arrays, of the loss and of ours may differ.
-        with contextlib.suppress(*REFUSALS):
-            return call(params, data, strict=True)
-        specs = jax.tree.map(_spec, params)
-        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
-            value, found = call(*jax.tree.map(self._without_ones, (params, data)))
-            with jax.remove_size_one_mesh_axis_from_type(False):
-                if isinstance(found, Reduced):
-                    return value, found._replace(tree=self._typed(found.tree, specs))
-                return value, self._typed(found, specs)
-        return call(params, data)  # the loss may close over arrays of the other types
-
-    def _call(
-        self,
-        loss: Callable[[Any, Any], Any],
-        params: Any,
-        data: Any,
-        *,
-        key: Array | None,
-        state: State | None,
-        strict: bool = False,
-    ) -> tuple[Any, Any]:
-        """See `__call__`; ``strict`` refuses losses that do not take all large leaves deferred."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         large = large_leaves(params, placed, self.mesh, self.axis, self.compression)
@@ -129,8 +105,29 @@ class Deferred(NamedTuple):
         grads = treedef.unflatten(grads)
         if not self.reduces:
             return value, grads
-        found = self._reduce(grads, placed, key, state)
+        total = Sum(self.axis, self.compression, "sum", specs=treedef.unflatten(placed))
+        found = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
         return value, found if self.metrics or state is not None else found.tree
+
+    def with_ones(
+        self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
+    ) -> tuple[Any, Any]:
+        """Differentiates on meshes with axes of size 1, which types name, too.
+
+        The types of arrays, those in the loss and those of this library may differ in these axes.
+        """
+        with contextlib.suppress(*REFUSALS):
+            return self(loss, params, data, **options, strict=True)
+        specs = jax.tree.map(_spec, params)
+        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
+            arrays = jax.tree.map(self._without_ones, (params, data))
+            value, found = self(loss, *arrays, **options)
+            with jax.remove_size_one_mesh_axis_from_type(False):
+                if isinstance(found, Reduced):
+                    return value, found._replace(tree=self._typed(found.tree, specs))
+                return value, self._typed(found, specs)
+        # The loss may close over arrays of the other types.
+        return self(loss, params, data, **options)
 
     def _own(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, large: set[int]
@@ -373,14 +370,6 @@ class Deferred(NamedTuple):
                 f"jax.device_put(batch, NamedSharding(mesh, P({self.axis.name!r}))), or in "
                 f"jax.jit jax.reshard(batch, P({self.axis.name!r}))"
             ) from why
-
-    def _reduce(
-        self, grads: Any, placed: list[P], key: Array | None, state: State | None
-    ) -> Reduced:
-        """Sums what is unreduced, and shards gradients as parameters are."""
-        specs = jax.tree.structure(grads).unflatten(placed)
-        options = {"key": key, "state": state, "metrics": self.metrics, "specs": specs}
-        return reduce_unreduced(grads, self.axis, self.compression, **options)
 
     def _without_ones(self, x: Any) -> Any:
         """``x``, whose type names no axis of size 1."""

@@ -6,7 +6,6 @@ unreduced and one compressed collective sums and scatters it.
 
 import contextlib
 import contextvars
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.scattered import Gather, split_of
+from dynamiq_jax.collectives.sum import Sum, gathers_of
 from dynamiq_jax.collectives.unreduced import (
     large_leaves,
     mesh_of,
@@ -29,7 +28,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.tree.placement import axes_of, only
+from dynamiq_jax.tree.placement import only
 
 _calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dynamiq_jax_calls")
 _numbers = itertools.count(2)
@@ -93,15 +92,15 @@ def watched() -> Iterator[list[Axis]]:
 
 
 def gather_outside(
-    params: Any, axis: Axis, gather: Gather, compression: Compression, *, key: Array | None
+    params: Any, axis: Axis, compression: Compression, gather: Any, *, key: Array | None
 ) -> Any:
     """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass.
 
     Args:
       params: leaves with types of an Explicit mesh.
       axis: all axes over which the batch is sharded.
-      gather: how shards become whole leaves.
-      compression: how their gradients are summed.
+      compression: how gradients are summed.
+      gather: how shards become whole leaves; see `gathers_of`.
       key: as for `psum`.
 
     Raises:
@@ -113,27 +112,23 @@ def gather_outside(
     mesh = mesh_of(params)
     leaves, treedef = jax.tree.flatten(params)
     placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
-    splits = [split_of(spec, axis.names) for spec in placed]
+    ways = {"compression": compression, "op": "sum", "gathers": gathers_of(gather, compression)}
+    total = Sum.of(axis, placed, **ways)
     kept = [name for name in mesh.axis_names if name not in axis.names]
     whole = [only(spec, kept) for spec in placed]
     large = large_leaves(params, placed, mesh, axis, compression)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    chosen = [i for i in numbers if splits[i]]
+    chosen = [i for i in numbers if total.splits[i]]
 
     def some(values: list[Any]) -> Any:
         """A tree like the parameters, of the shards that have gradients."""
         return treedef.unflatten([values[i] if i in chosen else None for i in range(len(leaves))])
 
-    own = functools.partial(
-        gather,
-        splits=[splits[i] for i in chosen],
-        others=[axes_of(placed[i]) - {*axis.names} for i in chosen],
-    )
     before = [scattered_spec(spec, axis) for spec in placed]
     reduced = frozenset(axis.names)
     after = [P(*spec, reduced=reduced) if i in large else spec for i, spec in enumerate(whole)]
     maps = {"in_specs": (some(before), P()), "out_specs": some(whole)}
-    mapped = jax.shard_map(own, mesh=mesh, check_vma=False, **maps)
+    mapped = jax.shard_map(total.some(chosen).gather, mesh=mesh, check_vma=False, **maps)
 
     def put(tree: Any, specs: list[P]) -> Any:
         pairs = zip(jax.tree.leaves(tree), chosen, strict=True)
@@ -155,11 +150,11 @@ def gather_outside(
                 f"all to the terms that are summed over {axis.names}; pass the loss to "
                 f"dq.value_and_grad(loss, axis_name={axis.name!r})"
             )
-        options = {"key": words, "specs": some(placed)}
-        return reduce_unreduced(gradients, axis, compression, **options).tree, None
+        back = Sum(axis, compression, "sum", specs=some(placed))
+        return reduce_unreduced(back, gradients, words).tree, None
 
     gathered.defvjp(forward, backward)
     with jax.named_scope(SCOPE):
         found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
-    exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
+    exact = [resharded(x, mesh, whole[i]) if total.splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.collectives.all_reduce import reduce
-from dynamiq_jax.collectives.scattered import Gather, Reduction, Shards
+from dynamiq_jax.collectives.sum import Sum, gathers_of
 from dynamiq_jax.collectives.unreduced import is_outside
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
@@ -124,8 +123,7 @@ def reduce_in_backward(
                 "parameters are sharded; leave it out"
             )
         check_choice("op", op, get_args(Op))
-        own = as_compression(method)
-        return gather_outside(params, axis, Gather.of(gather, own), own, key=key)
+        return gather_outside(params, axis, as_compression(method), gather, key=key)
     reducer = Reducer(params, axis, "reduce_in_backward", copies=copies, **options)
     check_key(key, axis)
 
@@ -165,37 +163,25 @@ class Reducer:
         copies: Any = None,
         stacked: bool = False,
     ):
-        check_choice("op", op, get_args(Op))
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         if stacked:
             first = functools.partial(jax.tree.map, lambda w: w[0])
             params, copies = jax.eval_shape(first, (params, copies))
         compression, sizes = as_compression(method), axis_sizes(axis, caller)
-        self._shards = Shards(params, axis, specs)
-        self._copied = copies is not None
-        if self._copied:
-            _check_copies(copies, self._shards.whole)
-        _check_memory(self._shards.whole, compression, sizes)
+        ways = {"compression": compression, "op": op, "gathers": gathers_of(gather, compression)}
+        total, whole = Sum.of_shards(params, axis, specs, **ways)
+        moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        self.whole = total.whole
+        """Gathers the leaves of a tree that are shards, with the words of a key; others pass."""
+        self.reduce = total.some(moving).reduce
+        """Reduces gradients that move, with the words of a key; those of shards to shards."""
+        if copies is not None:
+            _check_copies(copies, whole)
+        _check_memory(whole, compression, sizes)
+        self.gathers = any(total.splits) and copies is None
+        """Whether any leaf is a shard that has no copy."""
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
         self._axis, self._caller, self.specs = axis, caller, specs
-        self._options = {"op": op, "method": compression, "specs": specs}
-        self._reduction = Reduction(axis.names, sizes, compression, op)
-        self._gather = Gather.of(gather, compression)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether any leaf is a shard that has no copy."""
-        return bool(self._shards) and not self._copied
-
-    def whole(self, params: Any, words: Array | None) -> Any:
-        """Gathers leaves that are shards; others pass."""
-        return self._shards.gather(self._gather, params, words) if self._shards else params
-
-    def reduce(self, moving: Any, words: Array | None) -> Any:
-        """Reduces the gradients that move, with the words of a key; those of shards to shards."""
-        if self._shards:
-            return self._shards.reduce(self._reduction, moving, words)
-        return reduce(moving, self._axis.name, key=words, **self._options).tree
 
     def moving(self, gradients: Any) -> Any:
         """The gradients but for those of integers, which are float0.

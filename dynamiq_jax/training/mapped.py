@@ -15,9 +15,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.all_reduce import reduce
 from dynamiq_jax.collectives.in_maps import share_of, weigh
-from dynamiq_jax.collectives.scattered import Reduction, gather, split_of, warn_of_gather
+from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
 from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op
@@ -35,7 +34,6 @@ from dynamiq_jax.tree.placement import (
     only,
     part,
     several,
-    surroundings,
 )
 
 WORDS = ("mean", "sum", "rows", "same")
@@ -123,15 +121,15 @@ def mapped_value_and_grad(
             f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
             "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
         )
-    reduction = Reduction(axes, sizes, compression, op)
 
     @functools.partial(jax.jit, inline=True, static_argnames=("placed", "told", "split", "folded"))
     def mapped(params, key, state, arrays, *, placed, told, split, folded):
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axes) for spec in placed]
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
-        over_others = tree.unflatten(only(spec, others) for spec in placed)
-        splits = [split_of(spec, counting) for spec in mine]
+        opened = [only(spec, others) for spec in placed]
+        ways = {"compression": compression, "op": op, "specs": tree.unflatten(opened)}
+        total = Sum.of(axis, mine, over=counting, opened=opened, **ways)
         pairs = zip(describe_leaves(params), placed, strict=True)
         gathered = [
             part(leaf, only(spec, others), mesh.shape)
@@ -144,11 +142,7 @@ def mapped_value_and_grad(
         aux_tree: list[Any] = []
 
         def local(params, key, state, arrays):
-            around = surroundings(axis)
-            if any(splits):
-                whole = functools.partial(gather, splits=splits)
-                params = around.per_part(whole, (over_others,), over_others)(params)
-            params = axis.to_varying(params)
+            params = axis.to_varying(total.whole(params))
             own = zip(arrays, folded, strict=True)
             arrays = [jax.random.fold_in(x, axis.index) if fold else x for x, fold in own]
             data = told.join(arrays)
@@ -163,15 +157,9 @@ def mapped_value_and_grad(
             if not reduces:
                 scale = 1 / axis.size if op == "mean" else 1
                 found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
-            elif any(splits):
-                apart = [axes_of(spec) - {*axes} for spec in placed]
-                scatter = functools.partial(reduction, splits=splits, others=apart)
-                grads = around.per_part(scatter, (over_others, P()), over_others)(grads, key)
-                found = Reduced(grads, None, None)
             else:
                 own = jax.tree.map(lambda x: x[0], state)
-                stateful = {"key": key, "state": own, "metrics": metrics, "specs": over_others}
-                found = reduce(grads, axis_name, op=op, method=compression, **stateful)
+                found = total.reduce(grads, key, own, metrics=metrics)
             after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
             value, rest = value if has_aux else (value, None)
             leaves, structure = jax.tree.flatten(rest)

@@ -4,7 +4,8 @@ A *round* is all collectives of a function that wait for equally many others: a 
 all-reduce over `Direct` has three, for the statistics, the payloads of all gradients and those of
 the sums. The function is traced once; then its equations run round by round::
 
-    progress = Progress.start(trace(function, *args), *args)
+    traced = cut(*jax.make_jaxpr(function, return_shape=True)(*args))
+    progress = Progress.start(traced, *args)
     while not progress.done:
         progress.compute()      # all that needs no more than what has arrived
         progress.exchange()     # the collectives of the next round
@@ -16,7 +17,7 @@ may pass through a barrier, together with arrays of its own.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,11 +87,10 @@ def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def trace(function: Callable[..., Any], *args: Any) -> Traced:
-    """Traces a function of pytrees of arrays, for arguments like these."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+def cut(closed: Any, shapes: Any) -> Traced:
+    """Cuts a program at its collectives; `jax.make_jaxpr` gives it, and its result's shapes."""
     numbers = itertools.count()
-    takes = tuple(itertools.islice(numbers, len(jax.tree.leaves(args))))
+    takes = tuple(itertools.islice(numbers, len(closed.in_avals)))
     rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
     operations: list[Operation] = []
     constants: dict[Slot, Any] = {}

@@ -10,7 +10,7 @@ from jax import Array, lax
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.seeds import fold_seed
 from dynamiq_jax.training.in_backward import Reducer
-from dynamiq_jax.training.phases import Progress, Traced, trace
+from dynamiq_jax.training.phases import Progress, Traced, cut
 
 
 class Traces:
@@ -30,7 +30,7 @@ class Traces:
         likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike))
         found = (traced for other, traced in self._known if other == likeness)
         if (traced := next(found, None)) is None:
-            traced = trace(function, own, words)
+            traced = cut(*jax.make_jaxpr(function, return_shape=True)(own, words))
             self._known.append((likeness, traced))
         return Progress.start(traced, own, words)
 

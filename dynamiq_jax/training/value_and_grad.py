@@ -189,7 +189,8 @@ def value_and_grad(
                     "it out"
                 )
             deferred = Deferred(mesh=abstract, reduces=reduce, **options)
-            return _in_context(functools.partial(deferred, loss), mesh)
+            run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
+            return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": weigh if weight is not None else None}
         suspicious = closes_over_tracers(loss_fn)
         ways = {"op": op, "reduces": reduce, "suspicious": suspicious}

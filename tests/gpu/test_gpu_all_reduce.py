@@ -16,14 +16,14 @@ from dynamiq_jax.methods.dynamiq.plan import make_plan
 METHOD = dq.Compression(dq.DynamiQ(), min_bucket_size=1)
 TOPOLOGIES = {
     "ring": dq.Ring(),
-    "ring, two streams": dq.Ring(streams=2, stream_size=1),
+    "ring, two streams": dq.Ring(streams=2),
     "looped ring": dq.Ring(unroll_up_to=1),
     "butterfly": dq.Butterfly(),
-    "butterfly, two streams": dq.Butterfly(streams=2, stream_size=1),
+    "butterfly, two streams": dq.Butterfly(streams=2),
     "direct": dq.Direct(),
-    "direct, three streams": dq.Direct(streams=3, stream_size=1),
+    "direct, three streams": dq.Direct(streams=3),
     "ring, permutes": dq.Ring(transport="permutes"),
-    "direct, permutes": dq.Direct(transport="permutes", streams=2, stream_size=1),
+    "direct, permutes": dq.Direct(transport="permutes", streams=2),
 }
 
 

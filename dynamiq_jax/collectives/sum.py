@@ -1,0 +1,420 @@
+"""A sum over workers of leaves that they may shard: data parallelism, FSDP, HSDP and ZeRO-1.
+
+Terms of a leaf that is split over some of the data axes are scattered over these, and what each
+device is left with is all-reduced over the others. The way back gathers its shards.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.collectives.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.collectives.halves import gather_over, scatter_over
+from dynamiq_jax.collectives.in_maps import (
+    exact_of,
+    over_open_axes,
+    reduce_compiled,
+    reduce_leaves,
+    weighted,
+)
+from dynamiq_jax.core.axis import Axis, Varying
+from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
+from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.methods import BF16, F32, Method, State
+from dynamiq_jax.methods.base import check_choice
+from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.request.agreement import compare_first
+from dynamiq_jax.request.compression import ByPath, Compression, first_states
+from dynamiq_jax.request.explanation import explain_grouping
+from dynamiq_jax.request.routes import Route
+from dynamiq_jax.request.ways import PARAMETERS
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
+from dynamiq_jax.tree.placement import (
+    axes_of,
+    bucket_axes,
+    flat_specs,
+    n_parts,
+    names_of,
+    part,
+    surroundings,
+    told_specs,
+)
+
+Split = tuple[tuple[int, tuple[str, ...]], ...]
+"""The dimensions of a leaf that data axes split, each with its axes."""
+
+
+def split_of(spec: P, axes: tuple[str, ...]) -> Split:
+    """How ``axes`` split a leaf."""
+    own = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
+    return tuple((dimension, names) for dimension, names in enumerate(own) if names)
+
+
+LARGE_GATHER = 1 << 30
+"""Bytes of whole parameters on one device above which a gather before the loss is warned of."""
+
+
+def warn_of_gather(gathered: list[Leaf], remedy: str, what: str = "parameters") -> None:
+    """Warns of a large gather before the loss; the leaves are what one device holds afterwards."""
+    nbytes = sum(leaf.nbytes for leaf in gathered)
+    if nbytes > LARGE_GATHER:
+        warnings.warn(
+            f"{len(gathered)} sharded {what} are gathered before the loss, "
+            f"{nbytes:,} bytes on every device; to hold one layer at a time {remedy}",
+            stacklevel=3,
+        )
+
+
+def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a leaf, from that of one shard."""
+    counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
+    return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))
+
+
+GATHERS = 1 << 31
+"""Added to a dimension's number for the seed of a gather, whose noise is not the scatter's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum, or mean, over workers: of which leaves, over which axes, and how they travel.
+
+    Attributes:
+      axis: the workers, over axes of which the outermost comes first.
+      compression: how terms travel.
+      op: "sum" or "mean".
+      splits: how the axes split every leaf; nothing if all are whole.
+      others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
+        part of another leaf shares their widths.
+      gathers: how shards travel; `None`: exactly.
+      to: see `all_gather`.
+      specs: how open axes split leaves, as for `psum`.
+      opened: the same of every leaf, for leaves that workers split; `None`: no axes are open.
+    """
+
+    axis: Axis
+    compression: Compression
+    op: Op
+    splits: tuple[Split, ...] = ()
+    others: tuple[frozenset[str], ...] = ()
+    gathers: Compression | None = None
+    to: Varying = "varying"
+    specs: Any = None
+    opened: tuple[P, ...] | None = None
+
+    def __post_init__(self):
+        """Refuses other operations."""
+        check_choice("op", self.op, get_args(Op))
+
+    @classmethod
+    def of(
+        cls,
+        axis: Axis,
+        placed: Sequence[P],
+        *,
+        over: tuple[str, ...] | None = None,
+        opened: Sequence[P] | None = None,
+        **options: Any,
+    ) -> "Sum":
+        """The sum of leaves that are ``placed`` so; ``over`` are the axes that count as splits."""
+        splits = tuple(split_of(spec, axis.names if over is None else over) for spec in placed)
+        pairs = zip(placed, opened or placed, strict=True)
+        others = tuple((axes_of(a) | axes_of(b)) - {*axis.names} for a, b in pairs)
+        opened = None if opened is None else tuple(opened)
+        return cls(axis, splits=splits, others=others, opened=opened, **options)
+
+    @classmethod
+    def of_shards(cls, params: Any, axis: Axis, specs: Any, **options: Any) -> tuple["Sum", Any]:
+        """The sum of gradients of ``params``, of which some leaves are one worker's shards.
+
+        Returns the shapes and dtypes of whole leaves, too.
+
+        Args:
+          params: as they are inside of a map.
+          axis: the workers.
+          specs: over the axis, which tells of shards, and over others as for `psum`.
+          options: other attributes.
+
+        Raises:
+          ValueError: a spec does not fit its leaf, the leaf is known to be the same on all workers,
+            or a dimension is split over other axes within the data axes' parts.
+        """
+        around = surroundings(axis)
+        known = {*around.sizes, *axis.names}
+        placed = flat_specs(specs, params, known)
+        splits = [split_of(spec, axis.names) for spec in placed]
+        opened = (around.specs(params, specs) if any(splits) else None) or [P()] * len(placed)
+        sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
+        within = {name: around.sizes[name] if name in around.open else 1 for name in known}
+        leaves, treedef = jax.tree.flatten(params)
+        shapes = []
+        for leaf, x, spec, split in zip(
+            describe_leaves(params), leaves, placed, splits, strict=True
+        ):
+            part(leaf, spec, within)  # refuses specs that do not fit
+            _check_shard(leaf, x, spec, split, axis, around.open)
+            shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
+        total = cls.of(axis, placed, opened=opened, specs=specs, **options)
+        return total, treedef.unflatten(shapes)
+
+    def some(self, places: Collection[int]) -> "Sum":
+        """The sum of some leaves, by their numbers."""
+        names = ("splits", "others") if self.opened is None else ("splits", "others", "opened")
+        kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
+        return dataclasses.replace(self, **kept)
+
+    # --- Where axes may be open -------------------------------------------------------------------
+
+    def reduce(
+        self,
+        tree: Any,
+        key: Array | None = None,
+        state: State | None = None,
+        *,
+        metrics: bool = False,
+        weight: Array | float | None = None,
+    ) -> Reduced:
+        """`dynamiq_jax.reduce` inside of a map; of a leaf that workers split each gets its shard.
+
+        Shards come without states, metrics and weights. Workers may be groups.
+        """
+        axis, op, compression = self.axis, self.op, self.compression
+        if any(self.splits):
+            return Reduced(self._per_part(self.scatter, tree)(tree, key), None, None)
+        sizes = axis_sizes(axis)
+        n_workers = math.prod(sizes)
+        check_key(key, axis)
+        values, treedef = jax.tree.flatten(tree)
+        around = surroundings(axis)
+        leaves = around.leaves(tree, self.specs)
+        told = {"op": op, "specs": self.specs, "metrics": metrics, "key": key, "state": state}
+        told["weight"] = weight
+        facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
+        compare_first("all-reduce", axis, leaves, facts)
+        grouping = compression.group(leaves, sizes)
+        fixed = fixed_leaves(leaves, values, axis)
+        if len(fixed) < len(leaves):
+            check_groups(axis, all_reduce=True)
+        if op == "sum" or state is not None:
+            check_varying(grouping, fixed, axis)
+        limits = compression.min_bucket_size, compression.min_bucket_bytes
+        warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
+        if fixed and state is None:
+            grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
+        split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
+        counts = [n_parts(axes, around.sizes) for axes in split_over]
+        expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
+        states = check_state(state, expected, grouping)
+        if weight is not None:
+            values = weighted(values, leaves, fixed, op, weight, axis)
+        compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+        for i in fixed.keys() - compressed:
+            moves = op == "sum" or fixed[i] == "native"
+            if moves or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
+                values[i] = exact_of(axis, op)(values[i])
+        moving = {i: x for i, x in enumerate(values) if i in compressed or i not in fixed}
+        sent = None
+        if metrics:
+            routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
+            traffic = explain_grouping(grouping, routes)
+            sent = traffic.bits_per_coord, traffic.wire_bytes
+        # JAX's rules for several axes of vmap have to be known before they are traced.
+        run = reduce_leaves if axis.several_vmapped else reduce_compiled
+        ways = {"grouping": grouping, "axis": axis, "n_workers": n_workers, "op": op, "sent": sent}
+        run = functools.partial(run, **ways)
+        if grouping.buckets and around.open:
+            opened = told_specs(tree, self.specs, around, grouping)
+            run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
+        moved, states, found = run(moving, key, states)
+        total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
+        return Reduced(total, None if state is None else tuple(states), found)
+
+    def whole(self, shards: Any, key: Array | None = None) -> Any:
+        """Whole leaves, from every worker's shards of them."""
+        return self._per_part(self.gather, shards)(shards, key) if any(self.splits) else shards
+
+    def _per_part(self, run: Callable[[Any, Array | None], Any], tree: Any) -> Callable[..., Any]:
+        if self.opened is None:
+            return run
+        specs = jax.tree.structure(tree).unflatten(self.opened)
+        return surroundings(self.axis).per_part(run, (specs, P()), specs)
+
+    # --- What one device holds --------------------------------------------------------------------
+
+    def scatter(self, terms: Any, key: Array | None) -> Any:
+        """Sums terms of whole leaves; every device gets its shards of the sums.
+
+        Leaves that are split alike and have the same method are reduced together.
+        """
+        found, treedef = _named(terms)
+        axes, words = self.axis.names, key_words(key)
+        for some, own, split in self._kinds(terms, self.compression):
+            route = own.route(axis_sizes(self.axis))
+            dtypes = {name: x.dtype for name, x in some.items()}
+            within = tuple(name for _, names in split for name in names)
+            rest = tuple(name for name in axes if name not in within)
+            for dimension, names in split:
+                seed = None if words is None else fold_seed(words, dimension)
+                if seed is not None and rest:  # other groups scatter with other noise
+                    seed = fold_seed(seed, lax.axis_index(rest))
+                topology = route.topology and route.topology.over(names, axes)
+                if topology is None and (route.topology or isinstance(route.method, BF16 | F32)):
+                    some = _scatter_natively(some, route, names, dimension)
+                else:
+                    half = dataclasses.replace(own, topology=topology and topology.sharded)
+                    some = scatter_over(Axis(names), some, half, dimension, key=seed)
+            if rest:
+                topology = route.topology and route.topology.over(rest, axes)
+                own = dataclasses.replace(own, topology=topology)
+                some = Sum(Axis(rest), own, self.op).reduce(some, key).tree
+            n = math.prod(map(lax.axis_size, within)) if self.op == "mean" else 1
+            for name, x in some.items():
+                found[name] = (x.astype(jnp.float32) / n if n > 1 else x).astype(dtypes[name])
+        return treedef.unflatten(found.values())
+
+    def gather(self, shards: Any, key: Array | None) -> Any:
+        """Gathers every device's shards; all devices get the same bits of whole leaves.
+
+        Leaves are gathered together as `scatter` reduces them together; leaves that are not split
+        pass. `BF16` and `F32` are native all-gathers in no more bits than the leaf has.
+        """
+        found, treedef = _named(shards)
+        words = key_words(key)
+        if self.gathers is None:
+            pairs = zip(found.values(), self.splits, strict=True)
+            return treedef.unflatten([_exactly(x, split) for x, split in pairs])
+        for some, own, split in self._kinds(shards, self.gathers, sharded=True):
+            for dimension, names in split:
+                seed = None if words is None else fold_seed(words, GATHERS + dimension)
+                axis = Axis(names)
+                if isinstance(own.method, BF16 | F32):
+                    route = own.route((axis.size,), hierarchies=False)
+                    some = _gather_natively(some, route, names, dimension, self.to)
+                else:
+                    some = gather_over(axis, some, own, dimension, key=seed, to=self.to)
+            found |= some
+        return treedef.unflatten(found.values())
+
+    def _kinds(
+        self, tree: Any, compression: Compression, *, sharded: bool = False
+    ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
+        """Leaves that are split alike and have the same method, by name, and their own request.
+
+        Methods by path see whole leaves; with ``sharded`` the tree holds one device's shards.
+        """
+        described, (named, _) = describe_leaves(tree), _named(tree)
+        if sharded:
+            sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
+            pairs = zip(described, self.splits, strict=True)
+            described = [
+                dataclasses.replace(leaf, whole=whole_shape(leaf.shape, split, sizes))
+                for leaf, split in pairs
+            ]
+        methods = compression.methods_of(described)
+        kinds = list(zip(methods, self.splits, self.others, strict=True))
+        for kind in dict.fromkeys(kinds):
+            method, split, _ = kind
+            pairs = zip(named.items(), kinds, strict=True)
+            part = {name: x for (name, x), own in pairs if own == kind}
+            exclude = "" if method is None else None
+            yield part, dataclasses.replace(compression, method=method, exclude=exclude), split
+
+
+def gathers_of(
+    gather: Compression | Method | ByPath | None, compression: Compression
+) -> Compression:
+    """How shards travel; a bare method, by default 8 bits, joins the request of the gradients.
+
+    It has the limits of the latter, and leaves that the latter excludes are gathered exactly.
+    """
+    if isinstance(gather, Compression):
+        return gather
+    chosen = PARAMETERS if gather is None else gather
+
+    def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
+        if cast(ByPath, compression.method)(path, leaf) is None:
+            return None
+        return chosen if isinstance(chosen, Method) else chosen(path, leaf)
+
+    method = method_of if compression.by_path else chosen
+    return dataclasses.replace(compression, method=method, topology=None)
+
+
+def _named(tree: Any) -> tuple[dict[str, Array], Any]:
+    """The leaves by name, and the structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}, treedef
+
+
+def _check_shard(
+    leaf: Leaf, x: Array, spec: P, split: Split, axis: Axis, opened: Collection[str]
+) -> None:
+    varying = varying_axes(x)
+    for dimension, names in split:
+        if axis.tracked and not varying.issuperset(names):
+            raise ValueError(
+                f"specs: leaf {leaf.name} is sharded over {names}, as {spec} says, and all "
+                f"workers hold the same {leaf.shape}; pass jax.shard_map the same specs as "
+                "in_specs, or leave the axis out of this leaf's spec"
+            )
+        entry = names_of(spec[dimension])
+        within = [name for name in entry if name not in names]
+        if entry != (*within, *names) or {*within} & {*opened}:
+            raise ValueError(
+                f"specs: dimension {dimension} of leaf {leaf.name} is split over {entry}, and "
+                f"what a gather over {names} gives would be out of order; split another "
+                f"dimension over {tuple(within)}"
+            )
+
+
+def _exactly(x: Array, split: Split) -> Array:
+    for dimension, names in split:
+        x = lax.all_gather(x, names, axis=dimension, tiled=True)
+    return x
+
+
+def _scatter_natively(
+    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int
+) -> dict[str, Array]:
+    """Sums over some axes, in the method's dtype; every device gets its slice along a dimension."""
+
+    def native(x: Array) -> Array:
+        if x.size >= route.limits.min_leaf_size and x.dtype.name in COMPRESSED_DTYPES:
+            x = x.astype(route.method.native_dtype(x.dtype))
+        return lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+
+    return jax.tree.map(native, part)
+
+
+def _gather_natively(
+    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, to: Varying
+) -> dict[str, Array]:
+    """Leaves that are whole along a dimension, which some axes split; the wire has 16 bits."""
+
+    def exact(x: Array) -> Array:
+        stacked = jnp.moveaxis(Axis(names).all_gather(x, to), 0, dimension)
+        return stacked.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
+
+    def native(x: Array) -> Array:
+        wire = route.method.native_dtype(x.dtype)
+        narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
+        if not narrow or route.n_workers * x.size < route.limits.min_leaf_size:
+            return exact(x)
+        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens words
+        return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)
+
+    return jax.tree.map(native, part)
