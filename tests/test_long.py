@@ -90,22 +90,22 @@ def test_a_sharded_run_goes_on_with_other_workers(tmp_path):
     assert found["losses"][3] != expected["losses"][3]
 
 
-def test_gathered_text_is_there_once_and_the_same_at_each_call(tmp_path, monkeypatch):
+def test_gathered_text_is_there_once_and_the_same_whatever_files_are_called(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(long, "HELD_OUT_PERCENT", 50)
-    root = tmp_path / "root"
-    (root / "share" / "doc").mkdir(parents=True)
     texts = [f"def function_{i}():\n    return {i * i}\n" * 9 for i in range(20)]
     shared = "a paragraph in every file " * 9
-    for i, text in enumerate(texts):
-        (root / f"{i}.py").write_text(f"{text}\n\n{shared}")
-        (root / f"{i}-again.py").write_text(f"{text}\n\n{shared}")
-    (root / "picture.png").write_text("a file of another kind " * 9)
-    (root / "binary.txt").write_bytes(b"\xff\xfe" * 99)
-    (root / "share" / "doc" / "changes.gz").write_bytes(gzip.compress(b"compressed text " * 9))
     found = []
-    for name in ("one", "two"):
-        file = tmp_path / name
+    for root in (tmp_path / "one", tmp_path / "two"):
+        (root / "share" / "doc").mkdir(parents=True)
+        for i, text in enumerate(texts):
+            name = i if root.name == "one" else 99 - i
+            (root / f"{name}.py").write_text(f"{text}\n\n{shared}")
+            (root / f"{name}-again.py").write_text(f"{text}\n\n{shared}")
+        (root / "picture.png").write_text("a file of another kind " * 9)
+        (root / "binary.txt").write_bytes(b"\xff\xfe" * 99)
+        (root / "share" / "doc" / "changes.gz").write_bytes(gzip.compress(b"compressed text " * 9))
+        file = tmp_path / f"{root.name}.xz"
         arguments = ["gather", str(file), "--roots", str(root), "--vocab-size", "300"]
         ran = CliRunner().invoke(long.app, arguments)
         assert ran.exit_code == 0 and "21 files" in ran.output, ran.output

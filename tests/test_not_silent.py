@@ -74,6 +74,14 @@ class TestLargeLeavesThatTravelNatively:
         with pytest.warns(UserWarning, match=r"'w'.*90000 < min_bucket_size 131072.*min_bucket_b"):
             assert "min_bucket_size 131072" in self.run(dq.DynamiQ())
 
+    def test_a_small_model_of_which_nothing_is_compressed_warns_once(self):
+        leaf = jax.ShapeDtypeStruct((40_000,), jnp.float32)
+        words = r"'a'.*1 more \(320,000 bytes\).*; nothing is compressed"
+        with pytest.warns(UserWarning, match=words) as warned:
+            traced(lambda x: dq.pmean(as_varying(x), "data"), {"a": leaf, "b": leaf, "c": SMALL})
+        assert len(warned) == 1
+        traced(lambda x: dq.pmean(as_varying(x), "data"), {"a": leaf, "loss": SMALL})
+
     def test_within_error_feedback_too(self):
         method = dq.ErrorFeedback(dq.DynamiQ())
         state = jax.eval_shape(lambda: as_compression(method).init_state({"w": LARGE}, N))

@@ -39,7 +39,6 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import training as base
 import typer
 from jax import Array, lax
@@ -58,8 +57,8 @@ PARAGRAPH = 100
 HELD_OUT_PERCENT = 2
 LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
 """For numbers of two bytes."""
-WINDOWS, AT_ONCE = 128, 8
-"""Sequences of the validation, and of one batch of it."""
+WINDOWS = 128
+"""Sequences of the validation."""
 
 
 def found_texts(roots: list[Path]) -> Iterator[tuple[bytes, bytes]]:
@@ -138,7 +137,7 @@ def read_text(file: Path | None, vocab_size: int) -> Corpus:
 # --- Means ----------------------------------------------------------------------------------------
 
 
-def bf16_sum(reverse: bool) -> base.Mean:
+def bf16_sum(reverse: bool, steps: int) -> base.Way:
     """The mean by a sum in bf16 over the workers in order, or in reverse order."""
 
     def add(left: Array, right: Array) -> Array:
@@ -152,82 +151,18 @@ def bf16_sum(reverse: bool) -> base.Mean:
         return jax.tree.map(mean, grads), state
 
     name = "bf16-reversed" if reverse else "bf16"
-    return base.Mean(name, "native", "", average, lambda g, n: 16.0)
+    return base.Way(name, "native", "", lambda g, n: 16.0, **base.replicated(average, steps))
 
 
-class Way(NamedTuple):
-    """One way to train; ``grads`` have an axis of workers first, and so has a sharded state."""
-
-    init: Callable[[Tree, int], Any]
-    """(parameters, workers) -> the first state of the optimizer and the mean."""
-    update: Callable[[Tree, Any, Tree, Array, int], tuple[Tree, Any, Tree]]
-    """(grads, state, parameters, key, workers) -> parameters, state, and the mean if it is seen."""
-    used: Callable[[Tree, Array, int], Tree] = lambda params, key, n: params
-    """(parameters, key, workers) -> those that the loss takes."""
-    settings: dict[str, str] = {}
-
-
-def whole_way(mean: base.Mean, optimizer: optax.GradientTransformation) -> Way:
-    """Every worker runs the whole optimizer; the simulation runs it once."""
-
-    def init(params: Tree, n: int) -> Any:
-        return optimizer.init(params), mean.init(params, n)
-
-    def update(grads: Tree, state: Any, params: Tree, key: Array, n: int) -> tuple:
-        average = jax.vmap(mean.average, (0, None, 0), axis_name=AXIS)
-        copies, memory = average(grads, key, state[1])
-        found = jax.tree.map(lambda x: x[0], copies)
-        updates, inner = optimizer.update(found, state[0], params)
-        return optax.apply_updates(params, updates), (inner, memory), found
-
-    def used(params: Tree, key: Array, n: int) -> Tree:
-        return params if mean.spread is None else mean.spread(params, key, n)
-
-    own = {"method": mean.method, "topology": mean.topology, "options": mean.options}
-    return Way(init, update, used, own)
-
-
-def sharded_way(text: str, optimizer: optax.GradientTransformation, backend: str) -> Way:
-    """`dq.optax.sharded`: every worker has slices of masters and moments."""
-    methods = [base.parse_method(part, backend)[1] for part in text.split("/")]
-    limits = {"min_leaf_size": base.MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
-    scatter, gather = (dq.Compression(method, **limits) for method in methods)
-    sharded = dq.optax.sharded(
-        optimizer, AXIS, method=scatter, differences=gather, max_norm=base.MAX_NORM
-    )
-
-    def init(params: Tree, n: int) -> Any:
-        return jax.vmap(lambda _: sharded.init(params), axis_name=AXIS)(jnp.arange(n))
-
-    def update(grads: Tree, state: Any, params: Tree, key: Array, n: int) -> tuple:
-        own = jax.vmap(sharded.update, (0, 0, None), axis_name=AXIS)
-        updates, state = own(grads, state, params)
-        return optax.apply_updates(params, jax.tree.map(lambda u: u[0], updates)), state, None
-
-    options = " / ".join(map(base.contenders.in_full, methods))
-    own = {"method": text, "topology": "direct", "options": f"dq.optax.sharded {options}"}
-    return Way(init, update, settings=own)
-
-
-def parse_way(text: str, steps: int, peak: float, backend: str) -> Way:
+def parse_way(text: str, steps: int, backend: str) -> base.Way:
     """The way to train with a method of this name.
 
     Raises:
       ValueError: the method is not known.
     """
-
-    def adamw(max_norm: float | None) -> optax.GradientTransformation:
-        return optax.chain(base.make_optimizer("adamw", steps, max_norm), optax.scale(peak))
-
-    if text.count("/") == 1:
-        return sharded_way(text, adamw(None), backend)
     if text in ("bf16", "bf16-reversed"):
-        mean = bf16_sum(text == "bf16-reversed")
-    else:
-        mean = base.parse_means([text], ["direct"], backend)[-1]
-    if mean.period:
-        raise ValueError(f"method {text!r} gives every worker another model: pass another method")
-    return whole_way(mean, adamw(base.MAX_NORM))
+        return bf16_sum(text == "bf16-reversed", steps)
+    return base.parse_ways([text], ["direct"], backend, steps)[-1]
 
 
 # --- State ----------------------------------------------------------------------------------------
@@ -263,7 +198,7 @@ class Errors(NamedTuple):
     errors: Tree
     exact: Tree
     squares: Array
-    """Of all errors, f32[]."""
+    """The sum over all errors, f32[]."""
 
 
 def summed(errors: Errors) -> dict[str, Array]:
@@ -292,7 +227,7 @@ def save(file: Path, carry: tuple[Tree, Any, Any], record: dict[str, Any]) -> No
 
 
 def load(file: Path, like: tuple[Tree, Any, Any], workers: int) -> tuple[Any, dict[str, Any]]:
-    """What `save` kept, for so many workers: a tree like ``like``, and the record."""
+    """Reads a file of `save` for so many workers: a tree like ``like``, and the record."""
     with np.load(file) as kept:
         record = json.loads(kept["record"].tobytes())
         leaves = [kept[f"{i}"] for i in range(len(kept) - 1)]
@@ -307,48 +242,43 @@ def load(file: Path, like: tuple[Tree, Any, Any], workers: int) -> tuple[Any, di
 # --- Training -------------------------------------------------------------------------------------
 
 
-def make_parts(task: base.Task, way: Way, kind: str, seed: int) -> tuple[Callable, Callable]:
+def make_parts(
+    task: base.Task, way: base.Way, kind: str, peak: float, seed: int
+) -> tuple[Callable, Callable]:
     """Returns ``init() -> carry`` and ``run(carry, number, starts, text, windows)``.
 
     ``run`` trains one step for each row of ``starts``, i32[steps, sequences], from step ``number``
     on. It returns the carry, losses f32[steps], the validation loss and the figures of errors.
     """
-    shape, n = task.shape, task.n_workers
     start_key, key = jax.random.split(jax.random.key(seed))
+    one_step = base.make_step(task.shape, way, task.n_workers)
 
     def init() -> tuple[Tree, Any, Any]:
-        index = jnp.int32(base.INITS.index(kind))
-        params = base.unstack(base.init(shape, start_key, index))
-        state = way.init(params, n)
+        params = base.init(task.shape, start_key, jnp.int32(base.INITS.index(kind)))
+        state = way.init(params, task.n_workers)
         if isinstance(state, dq.optax.ShardedState):
             return params, state, ()
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return params, state, Errors(zeros, jax.tree.map(jnp.copy, zeros), jnp.zeros(()))
+        zeros, again = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return params, state, Errors(zeros, again, jnp.zeros(()))
 
     def step(text: Array, carry: tuple[Tree, Any, Any], now: Any) -> tuple[Any, Array]:
         params, state, errors = carry
-        number, own = now
+        number, starts = now
         step_key = jax.random.fold_in(key, number)
-        used = way.used(params, jax.random.fold_in(step_key, 1), n)
-        one = jax.value_and_grad(partial(base.loss, shape))
-        tokens = base.worker_tokens(text, own, shape, n)
-        losses, grads = lax.map(partial(one, used), tokens)
-        params, state, found = way.update(grads, state, params, step_key, n)
-        if found is not None:
-            exact = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
+        params, state, loss, exact, found = one_step(params, state, step_key, peak, text, starts)
+        if errors:
             error = jax.tree.map(jnp.subtract, found, exact)
             squares = sum((jnp.sum(e * e) for e in jax.tree.leaves(error)), errors.squares)
             sums = jax.tree.map(jnp.add, (errors.errors, errors.exact), (error, exact))
             errors = Errors(*sums, squares)
-        return (params, state, errors), jnp.mean(losses)
+        return (params, state, errors), loss
 
     def run(carry: Any, number: Array, starts: Array, text: Array, windows: Array) -> tuple:
         numbers = number + jnp.arange(starts.shape[0])
         carry, losses = lax.scan(partial(step, text), carry, (numbers, starts))
         params, _, errors = carry
-        used = way.used(params, jax.random.fold_in(key, number), n)
-        rows = windows.reshape(-1, AT_ONCE, shape.seq_len + 1)
-        validation = jnp.mean(lax.map(partial(base.loss, shape, used), rows))
+        used = way.used(params, jax.random.fold_in(key, number), task.n_workers)
+        validation = base.validation_loss(task.shape, used, windows)
         return carry, losses, validation, summed(errors) if errors else {}
 
     return jax.jit(init), jax.jit(run, donate_argnums=0)
@@ -382,21 +312,21 @@ def train(
             f"of --workers {workers}"
         )
     on_gpu = jax.default_backend() == "gpu"
-    shape = base.MODELS[model]._replace(remat=False, sequences=sequences // workers)
+    shape = base.MODELS[model]._replace(sequences=sequences // workers)
     shape = shape._replace(attention=attention or ("cudnn" if on_gpu else "xla"), windows=WINDOWS)
-    rate = base.learning_rate("adamw", "unit", model) if learning_rate is None else learning_rate
+    rate = base.learning_rate(model, "unit") if learning_rate is None else learning_rate
     try:
         task = base.make_task(model, shape, workers, steps, read_text(text, shape.vocab_size))
-        way = parse_way(method, steps, rate, backend)
+        way = parse_way(method, steps, backend)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     settings = {
         "model": model, "init": "unit", "optimiser": "adamw", "learning_rate": rate,
         "steps": steps, "every": every, "sequences": sequences, "seed": seed,
         "text": task.digest, "train_tokens": int(task.text.size),
-        "tokens": steps * sequences * shape.seq_len, **way.settings,
+        "tokens": steps * sequences * shape.seq_len, **base.way_settings(way),
     }  # fmt: skip
-    init, run = make_parts(task, way, "unit", seed)
+    init, run = make_parts(task, way, "unit", rate, seed)
     record: dict[str, Any] = {"settings": settings, "losses": [], "parts": [], "invocations": []}
     if checkpoint.exists():
         carry, record = load(checkpoint, jax.eval_shape(init), workers)

@@ -1,33 +1,24 @@
 r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
-    python benchmarks/evidence/training.py --models tiny,mid,125m --optimisers adamw,sgd,muon,lion \
-        --topologies direct,ring,butterfly --seeds 16    # one GPU
 
-Trains small language models (`MODELS`) with several simulated workers on one
-device. The library's own `dq.pmean` averages their gradients. Start, tokens and key of the rounding
-depend on (seed, step) alone, so that the runs of all methods are paired: every row is compared
-seed by seed with the exact mean in f32, which always runs.
+Trains small language models (`MODELS`) by AdamW with several workers that one device simulates.
+Start, tokens and key of the rounding depend on (seed, step) alone, so that the runs of all methods
+are paired: every row is compared seed by seed with the exact mean in f32, which always runs.
 
-Methods are those of `dynamiq-jax error` (``f32`` and ``bf16`` sum uncompressed over the topology),
-and
+Methods are those of ``dynamiq-jax error`` (``f32`` and ``bf16`` sum uncompressed over the
+topology), those of `METHODS`, and
 
 * ``bf16-psum``: `lax.pmean` of all gradients in bf16;
-* ``dynamiq-piecewise:5``: floors as in the default, but the levels of least squared error;
-* ``dynamiq-memory:3``: the default with error feedback over all hops;
-* ``powersgd-memory``, ``arc-top-k-memory:4``, ``clt-k-memory:4``, ``sidco-memory:4``,
-  ``topk-chunked-memory:4``: these with error feedback;
-* ``dynamiq-axis:4``, ``dynamiq-dither-axis:4``: with ``scale_axis="auto"``;
-* ``dynamiq-dither-axis-companded:4``, ``dynamiq-dither-axis-floor2:3``: the latter with other
-  levels, and with floors of 2 bits in all stages;
-* ``dynamiq-dither-companded:4``, ``dynamiq-dither-uniform:4``: as `dynamiq-dither`, with other
-  levels.
+* ``dynamiq:5/dynamiq-dither:2.5``: `dq.optax.sharded`, which scatters gradients at 5 bits and
+  gathers differences of parameters at 2.5;
+* ``dynamiq:5/dynamiq:8/whole``: FSDP, which gathers the parameters themselves.
 
 Every finished row is kept in ``--json`` at once. Rows that the file has are not trained again, so
-that an interrupted command goes on where it was.
+that an interrupted command goes on where it was. `git show 4ffd39a:benchmarks/evidence/training.py`
+has other optimisers and methods.
 """
 
-import inspect
 import json
 import math
 import os
@@ -49,12 +40,9 @@ import numpy as np
 import optax
 import typer
 from jax import Array, lax
-from optax import contrib
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.comparators.local_error import LocalError
-from dynamiq_jax.optax import liec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -63,24 +51,11 @@ from llm_data import Corpus, load_corpus  # pyright: ignore[reportMissingImports
 Tree = Any
 Row = dict[str, Any]
 
-RATES = {
-    ("adamw", "gpt2"): 1e-3, ("adamw", "unit"): 1e-3, ("adamw", "unit", "tiny"): 2e-3,
-    ("adamw", "gpt2", "125m"): 6e-4, ("adamw", "unit", "125m"): 6e-4,
-    ("sgd", "gpt2"): 0.3, ("sgd", "unit"): 0.3,
-    ("muon", "gpt2"): 8e-3, ("muon", "unit"): 8e-3,
-    ("lion", "gpt2"): 8e-4, ("lion", "unit"): 8e-4,
-}  # fmt: skip
-"""Peak learning rates by (optimiser, initialisation), or by those and the model."""
+RATES = {"tiny": {"unit": 2e-3}, "125m": {"gpt2": 6e-4, "unit": 6e-4}}
+"""Peak learning rates of models and initialisations where they are not 1e-3."""
 
 CURVE_WINDOW = 25
 """Steps that a point of the kept training curve averages."""
-EARLY_STEPS = 50
-"""Steps after the first quarter of the training, which "early" averages."""
-CPU_SEEDS = 2
-"""That one program trains by default on a CPU."""
-FOLDER = "benchmarks/evidence"
-LABEL = ("model", "init", "optimiser", "method", "topology")
-"""Settings that name a row."""
 
 
 # --- The model ------------------------------------------------------------------------------------
@@ -104,8 +79,8 @@ class Shape(NamedTuple):
     """Sequences of the validation text."""
     seeds_at_once: int
     """That a GPU trains in one program."""
-    remat: bool = False
-    """Recompute each block in the backward pass: less memory, a third more work."""
+    workers_at_once: int = 8
+    """Whose gradients are computed together."""
     attention: Literal["xla", "cudnn"] = "xla"
     """How `jax.nn.dot_product_attention` computes it; cuDNN's wants bf16."""
 
@@ -114,7 +89,7 @@ MODELS = {
     "micro": Shape(256, 16, 2, 64, 2, 128, jnp.float32, 2, 20, 64, 8),  # 0.1 M: for tests
     "tiny": Shape(256, 64, 2, 192, 6, 576, jnp.float32, 2, 200, 512, 32),  # 1.1 M, bytes
     "mid": Shape(4096, 256, 8, 384, 6, 1024, jnp.bfloat16, 4, 400, 256, 8),  # 17 M
-    "125m": Shape(24576, 1024, 12, 768, 12, 2048, jnp.bfloat16, 2, 200, 64, 1, remat=True),
+    "125m": Shape(24576, 1024, 12, 768, 12, 2048, jnp.bfloat16, 2, 200, 64, 1, 1),
 }
 
 INITS = ("gpt2", "unit")
@@ -147,27 +122,9 @@ def init(shape: Shape, key: Array, kind: Array) -> Tree:
         for (name, (size, factor, unit)), part in zip(drawn.items(), parts, strict=True)
     }
     outer = {"embed": tree.pop("embed"), "head": tree.pop("head"), "norm": jnp.ones(dim)}
-    scales = {name: jnp.ones((layers, dim)) for name in ("attention_norm", "mlp_norm")}
-    return outer | {"blocks": tree | scales}
-
-
-def unstack(tree: Tree) -> Tree:
-    """The tree with one leaf per layer and matrix; `stack` undoes it."""
-    n_layers = jax.tree.leaves(tree["blocks"])[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], tree["blocks"]) for i in range(n_layers)]
-    return tree | {"blocks": layers}
-
-
-def stack(tree: Tree) -> Tree:
-    """The tree with the layers' leaves stacked."""
-    return tree | {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *tree["blocks"])}
-
-
-def is_matrix(params: Tree) -> Tree:
-    """True for matrices, stacked or not, False for the scales of norms."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "norm" not in jax.tree_util.keystr(path), params
-    )
+    tree |= {name: jnp.ones((layers, dim)) for name in ("attention_norm", "mlp_norm")}
+    blocks = [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(layers)]
+    return outer | {"blocks": blocks}
 
 
 def _norm(x: Array, scale: Array) -> Array:
@@ -193,8 +150,8 @@ def times(y: Array, layer: Tree, name: str) -> Array:
     return y @ layer[name].astype(y.dtype)
 
 
-def _block(shape: Shape, x: Array, layer: Tree) -> tuple[Array, None]:
-    """One decoder layer on ``[B, T, dim]``, as `lax.scan` takes it."""
+def _block(shape: Shape, x: Array, layer: Tree) -> Array:
+    """One decoder layer on ``[B, T, dim]``."""
     y = _norm(x, layer["attention_norm"])
     q, k, v = (times(y, layer, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
     attended = jax.nn.dot_product_attention(
@@ -203,20 +160,15 @@ def _block(shape: Shape, x: Array, layer: Tree) -> tuple[Array, None]:
     x = x + times(attended.reshape(x.shape), layer, "o")
     y = _norm(x, layer["mlp_norm"])
     hidden = jax.nn.silu(times(y, layer, "gate")) * times(y, layer, "up")
-    return x + times(hidden, layer, "down"), None
+    return x + times(hidden, layer, "down")
 
 
 def loss(shape: Shape, params: Tree, tokens: Array) -> Array:
     """Mean cross-entropy in nats per token; ``tokens`` is ``int32[batch, seq_len + 1]``."""
     # Looked up in f32: gradients of rows that a batch uses often are summed in f32, too.
     x = params["embed"][tokens[:, :-1]].astype(shape.dtype)
-    block = partial(_block, shape)
-    block = jax.checkpoint(block) if shape.remat else block
-    if isinstance(params["blocks"], list):  # as `unstack` gives them
-        for layer in params["blocks"]:
-            x, _ = block(x, layer)
-    else:
-        x, _ = lax.scan(block, x, params["blocks"])
+    for layer in params["blocks"]:
+        x = _block(shape, x, layer)
     logits = _norm(x, params["norm"]) @ params["head"].astype(shape.dtype)
     logits = logits.astype(jnp.float32)
     target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -240,99 +192,80 @@ def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback
     return dq.ErrorFeedback(method(**options), kind=kind)
 
 
-def _liec(bits: float = 4, **options: Any) -> LocalError:
-    """The method by which `dynamiq_jax.optax.liec` sends gradients, around MinMax of ``bits``."""
-    return LocalError(dq.comparators.MinMax(bits=int(bits), **options))
-
-
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-piecewise": partial(dq.DynamiQ, format=dq.Format(levels="piecewise")),
     "dynamiq-memory": partial(contenders.remembered, "ef14"),
+    "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
+    "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto")),
+    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None, dither=True),
     "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
-    "mxfp4-ef21m": partial(_around, dq.comparators.MXFP4, "ef21m"),
-    "mxfp4-econtrol": partial(_around, dq.comparators.MXFP4, "econtrol"),
-    "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
-    "dynamiq-dither-axis": DITHER_AXIS,
-    "dynamiq-dither-axis-companded": partial(
-        DITHER_AXIS, format=dq.Format(scale_axis="auto", levels="companded")
-    ),
-    "dynamiq-dither-axis-floor2": partial(DITHER_AXIS, floor=2),
-    "dynamiq-dither-companded": partial(
-        dq.DynamiQ, dither=True, format=dq.Format(levels="companded")
-    ),
-    "dynamiq-dither-uniform": partial(dq.DynamiQ, dither=True, format=dq.Format(levels="uniform")),
-    "dynamiq-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None),
-    "dynamiq-0-2-4": partial(dq.DynamiQ, widths=(0, 2, 4), floor=None),
-    "dynamiq-64": partial(dq.DynamiQ, format=dq.Format(group_size=64)),
-    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None, dither=True),
-    "clt-k-memory": partial(contenders.remembered, "ef14", contenders.METHODS["clt-k"]),
-    "topk-chunked-memory": partial(
-        contenders.remembered, "ef14", contenders.METHODS["topk-chunked"]
-    ),
-    "sidco-memory": partial(contenders.remembered, "ef14", contenders.METHODS["sidco"]),
     "powersgd-memory": partial(_around, dq.comparators.PowerSGD),
-    "arc-top-k-memory": partial(contenders.remembered, "ef14", contenders.arc_top_k),
-    "liec": _liec,
+    "arc-top-k-memory": partial(_around, contenders.arc_top_k),
+    **{
+        f"{name}-memory": partial(contenders.remembered, "ef14", contenders.METHODS[name])
+        for name in ("clt-k", "topk-chunked", "sidco")
+    },
 }
+"""By names without bits; "memory" is error feedback."""
 
-PERIODS: Mapping[str, int] = {"liec": 32}
-"""Methods whose result is another one on every worker, so that every worker has a model of its own,
-and after how many steps the mean of these models, in f32, takes their place."""
-
-
-def period_of(method: str) -> int:
-    """The entry of `PERIODS` for a method's name, with or without bits; 0 without local steps."""
-    return PERIODS.get(method.strip().partition(":")[0], 0)
+# --- Ways to train --------------------------------------------------------------------------------
 
 
-OPTIMISERS = ("adamw", "sgd", "muon", "lion")
-
-
-# --- Ways to average gradients --------------------------------------------------------------------
-
-
-class Mean(NamedTuple):
-    """One way to average gradients over the workers."""
+class Way(NamedTuple):
+    """One way to train; ``grads`` have an axis of workers first, and so has a sharded state."""
 
     method: str
     topology: str
     options: str
     """Options that change the result, besides the names."""
-    average: Callable[[Tree, Array, Any], tuple[Tree, Any]]
-    """(one worker's gradients, key, its state) -> their mean over `AXIS`, the next state."""
     bits_per_coord: Callable[[Tree, int], float]
-    """(gradients, workers) -> wire bits, in units in which a bf16 all-reduce takes 16."""
-    init: Callable[[Tree, int], Any] = lambda grads, n_workers: ()
-    """(gradients, workers) -> all workers' first state."""
-    period: int = 0
-    """As in `PERIODS`; 0: all workers have the same model."""
-    spread: Callable[[Tree, Array, int], Tree] | None = None
-    """(masters - copy, key, workers) -> what all add to the copy; `None`: there is no copy."""
-    copy_dtype: Any = jnp.float32
-    copy_kept: bool = True
-    """Whether the copy starts from that of the step before, or from zero."""
+    """(one worker's gradients, workers) -> wire bits, where a bf16 all-reduce takes 16."""
+    init: Callable[[Tree, int], Any]
+    """(parameters, workers) -> the first state of the optimizer and the mean."""
+    update: Callable[..., tuple[Tree, Any, Tree]]
+    """(grads, state, parameters, key, peak) -> parameters, state, and the mean if it is seen."""
+    used: Callable[[Tree, Array, int], Tree] = lambda params, key, n: params
+    """(parameters, key, workers) -> those that the loss takes."""
 
 
-def exact_mean() -> Mean:
-    """The f32 mean."""
+def replicated(
+    average: Callable[[Tree, Array, Any], tuple[Tree, Any]],
+    steps: int,
+    memory: Callable[[Tree, int], Any] = lambda params, n: (),
+) -> dict[str, Any]:
+    """``init`` and ``update`` where all workers run the whole optimizer; here it runs once.
 
-    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
-        return lax.pmean(grads, AXIS), state
+    Args:
+      average: (one worker's gradients, key, memory) -> their mean over `AXIS`, the next memory.
+      steps: of the schedule.
+      memory: (parameters, workers) -> all workers' first memory.
+    """
+    optimizer = make_optimizer(steps, MAX_NORM)
 
-    return Mean(EXACT, "native", "", average, lambda g, n: 32.0)
+    def init(params: Tree, n: int) -> Any:
+        return optimizer.init(params), memory(params, n)
+
+    def update(grads: Tree, state: Any, params: Tree, key: Array, peak: Any) -> tuple:
+        copies, kept = jax.vmap(average, (0, None, 0), axis_name=AXIS)(grads, key, state[1])
+        found = jax.tree.map(lambda x: x[0], copies)
+        updates, inner = optimizer.update(found, state[0], params, peak=peak)
+        return optax.apply_updates(params, updates), (inner, kept), found
+
+    return {"init": init, "update": update}
 
 
-def bf16_mean() -> Mean:
-    """`lax.pmean` in bf16, and back to the gradients' dtype."""
+def psum(name: str, dtype: Any, steps: int) -> Way:
+    """`lax.pmean` in a dtype, and back to that of the gradients."""
 
-    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
-        narrow = lax.pmean(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), AXIS)
-        return jax.tree.map(lambda m, g: m.astype(g.dtype), narrow, grads), state
+    def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
+        found = lax.pmean(jax.tree.map(lambda g: g.astype(dtype), grads), AXIS)
+        return jax.tree.map(lambda m, g: m.astype(g.dtype), found, grads), memory
 
-    return Mean(BF16, "native", "", average, lambda g, n: 16.0)
+    bits = 8.0 * jnp.dtype(dtype).itemsize
+    return Way(name, "native", "", lambda g, n: bits, **replicated(average, steps))
 
 
 def parse_method(text: str, backend: str) -> tuple[str, Any]:
@@ -353,7 +286,7 @@ def parse_method(text: str, backend: str) -> tuple[str, Any]:
     return f"{name}:{float(bits):g}" if bits else name, method
 
 
-def library_mean(text: str, topology: str, backend: str) -> Mean:
+def all_reduced(text: str, topology: str, backend: str, steps: int) -> Way:
     """The library's mean by the method and over the topology of these names.
 
     Raises:
@@ -365,153 +298,125 @@ def library_mean(text: str, topology: str, backend: str) -> Mean:
         route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
     request = dq.Compression(method, topology=route, min_leaf_size=MIN_LEAF_SIZE, min_bucket_size=1)
 
-    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
-        return dq.reduce(grads, AXIS, method=request, key=key, state=state)[:2]
+    def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
+        return dq.reduce(grads, AXIS, method=request, key=key, state=memory)[:2]
 
-    def init_state(grads: Tree, n_workers: int) -> Any:
-        return request.init_state(grads, n_workers, stacked=True)
-
-    period = period_of(name)
+    def memory(params: Tree, n_workers: int) -> Any:
+        return request.init_state(params, n_workers, stacked=True)
 
     def bits_per_coord(grads: Tree, n_workers: int) -> float:
-        own = request.explain(grads, n_workers, verbose=False).bits_per_coord
-        return own + (32 / period if period else 0)
+        return request.explain(grads, n_workers, verbose=False).bits_per_coord
 
-    options = f"{contenders.in_full(method)} {contenders.in_full(route)}" + (
-        f" period={period}" if period else ""
-    )
-    return Mean(name, topology, options, average, bits_per_coord, init_state, period)
+    options = f"{contenders.in_full(method)} {contenders.in_full(route)}"
+    return Way(name, topology, options, bits_per_coord, **replicated(average, steps, memory))
 
 
-def sharded_mean(text: str, topology: str, backend: str) -> Mean:
-    """Sharded updates, GRADIENTS/DIFFERENCES, with /bf16 or /whole after it.
-
-    A method, or "exact", scatters gradients to the owners of slices. Another one gathers how much
-    the owners' masters differ from the copy that all workers have, in f32 or bf16. With "whole" it
-    gathers the parameters themselves, as FSDP does.
+def sharded(text: str, topology: str, backend: str, steps: int) -> Way:
+    """`dq.optax.sharded`, GRADIENTS/DIFFERENCES, or FSDP, GRADIENTS/WEIGHTS/whole.
 
     Raises:
       ValueError: a part is not known.
     """
-    scattered, gathered, *copy = text.strip().split("/")
-    if copy not in ([], ["bf16"], ["whole"]):
-        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES, and /bf16 or /whole")
-    requests: list[Any] = []
-    for part in (scattered, gathered):
-        if part == EXACT:
-            requests.append(None)
-            continue
-        method = parse_method(part, backend)[1]
-        route = None if len(requests) else contenders.parse_topology(topology)
-        limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
-        requests.append(dq.Compression(method, topology=route, **limits))
-    scatter, gather = requests
+    parts = text.strip().split("/")
+    fsdp = parts[2:] == ["whole"]
+    if len(parts) > 2 and not fsdp:
+        raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/WEIGHTS/whole")
+    names = ["f32" if part == EXACT else part for part in parts[:2]]
+    methods = [parse_method(name, backend)[1] for name in names]
+    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+    scatter = dq.Compression(methods[0], topology=contenders.parse_topology(topology), **limits)
+    gather = dq.Compression(methods[1], **limits)
+    options = " / ".join(map(contenders.in_full, methods))
+    bits = sum(method.bits for method in methods) / 2
+    if fsdp:
+        own = _fully_sharded(scatter, gather, steps)
+    else:
+        own = _sharded_updates(scatter, gather, steps)
+        options = f"dq.optax.sharded {options}"
+    return Way(text.strip(), topology, options, lambda g, n: bits, **own)
 
-    def average(grads: Tree, key: Array, state: Any) -> tuple[Tree, Any]:
-        if scatter is None:
-            return lax.pmean(grads, AXIS), state
+
+def _sharded_updates(scatter: Any, gather: Any, steps: int) -> dict[str, Any]:
+    optimizer = dq.optax.sharded(
+        make_optimizer(steps, None), AXIS, method=scatter, differences=gather, max_norm=MAX_NORM
+    )
+
+    def init(params: Tree, n: int) -> Any:
+        return jax.vmap(lambda _: optimizer.init(params), axis_name=AXIS)(jnp.arange(n))
+
+    def update(grads: Tree, state: Any, params: Tree, key: Array, peak: Any) -> tuple:
+        one = partial(optimizer.update, peak=peak)
+        updates, state = jax.vmap(one, (0, 0, None), axis_name=AXIS)(grads, state, params)
+        return optax.apply_updates(params, jax.tree.map(lambda u: u[0], updates)), state, None
+
+    return {"init": init, "update": update}
+
+
+def _fully_sharded(scatter: Any, gather: Any, steps: int) -> dict[str, Any]:
+    def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
         own = dq.psum_scatter(grads, AXIS, tiled=True, method=scatter, key=key)
-        whole = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
-        return jax.tree.map(lambda x: x / lax.axis_size(AXIS), whole), state
+        sums = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
+        return jax.tree.map(lambda x: x / lax.axis_size(AXIS), sums), memory
 
-    def spread(differences: Tree, key: Array, n_workers: int) -> Tree:
-        if gather is None:
-            return differences
-
-        def own(_: Array) -> Tree:
+    def used(params: Tree, key: Array, n: int) -> Tree:
+        def gathered(_: Array) -> Tree:
             def mine(x: Array) -> Array:
-                rows = x.shape[0] // n_workers
+                rows = x.shape[0] // n
                 return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * rows, rows)
 
-            slices = jax.tree.map(mine, differences)
+            slices = jax.tree.map(mine, params)
             return dq.all_gather(slices, AXIS, tiled=True, method=gather, key=key)
 
-        every = jax.vmap(own, axis_name=AXIS)(jnp.arange(n_workers))
+        every = jax.vmap(gathered, axis_name=AXIS)(jnp.arange(n))
         return jax.tree.map(lambda x: x[0], every)
 
-    def bits_per_coord(grads: Tree, n_workers: int) -> float:
-        return sum(32.0 if r is None else r.method.bits for r in requests) / 2
-
-    options = " / ".join(contenders.in_full(r and r.method) for r in requests)
-    dtype = jnp.bfloat16 if copy == ["bf16"] else jnp.float32
-    return Mean(
-        text.strip(), topology, options, average, bits_per_coord, spread=spread, copy_dtype=dtype,
-        copy_kept=copy != ["whole"],
-    )  # fmt: skip
+    return replicated(average, steps) | {"used": used}
 
 
-def parse_means(methods: Sequence[str], topologies: Sequence[str], backend: str) -> list[Mean]:
-    """The exact mean, and what the command line asks for.
+def parse_ways(
+    methods: Sequence[str], topologies: Sequence[str], backend: str, steps: int
+) -> list[Way]:
+    """The exact mean, and the ways that the command line names.
 
     Raises:
       ValueError: a method or a topology is not known.
     """
-    found = [exact_mean()]
+    found = [psum(EXACT, jnp.float32, steps)]
     for text in methods:
         if text == BF16:
-            found.append(bf16_mean())
+            found.append(psum(BF16, jnp.bfloat16, steps))
         elif text != EXACT:
-            routes = topologies
-            if "/" not in text and (contenders.native_only(text) or period_of(text)):
-                routes = ["native"]
-            mean = sharded_mean if "/" in text else library_mean
-            found += [mean(text, route, backend) for route in routes]
+            native = "/" not in text and contenders.native_only(text)
+            make = sharded if "/" in text else all_reduced
+            routes = ["native"] if native else topologies
+            found += [make(text, route, backend, steps) for route in routes]
     return found
 
 
 # --- Training -------------------------------------------------------------------------------------
 
 
-def make_optimizer(
-    name: str, steps: int, max_norm: float | None = MAX_NORM
-) -> optax.GradientTransformation:
-    """Warm-up and cosine decay to a tenth with a peak of 1, behind a clip to ``max_norm``.
+def make_optimizer(steps: int, max_norm: float | None) -> optax.GradientTransformationExtraArgs:
+    """AdamW behind a clip, with warm-up and cosine decay to a tenth.
 
-    The caller multiplies its updates by the peak learning rate, in which they are linear. AdamW
-    and Lion decay matrices by 0.1, SGD decays nothing. Muon takes the matrices of the blocks,
-    with decay and with updates as large as Adam's; the rest is left to Adam, without decay.
+    Its update takes the peak learning rate as ``peak``. It decays matrices by 0.1.
     """
     rate = optax.warmup_cosine_decay_schedule(0.0, 1.0, max(steps // 10, 1), steps, 0.1)
-    decay: dict[str, Any] = {"weight_decay": 0.1, "mask": is_matrix}
-
-    def stacked_matrices(params: Tree) -> Tree:
-        numbers = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        return jax.tree.map(lambda p: numbers if p.ndim == 3 else None, params)
-
-    def muon() -> optax.GradientTransformation:
-        return contrib.muon(
-            rate, weight_decay=0.1, consistent_rms=0.2, adam_b1=0.9, adam_b2=0.95,
-            muon_weight_dimension_numbers=stacked_matrices,
-        )  # fmt: skip
-
-    makers = {
-        "adamw": lambda: optax.adamw(rate, b1=0.9, b2=0.95, **decay),
-        "sgd": lambda: optax.sgd(rate, momentum=0.9),
-        "muon": muon,
-        "lion": lambda: optax.lion(rate, **decay),
-    }
     clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
-    return optax.chain(clip, makers[name]())
+    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
 
+    def scale(updates: Tree, state: Any, params: Tree = None, *, peak: Any, **_: Any) -> Any:
+        return jax.tree.map(lambda u: peak * u, updates), state
 
-def has_muon() -> bool:
-    """Whether the installed optax has a Muon that takes stacked matrices."""
-    options = inspect.signature(contrib.muon).parameters if hasattr(contrib, "muon") else ()
-    return {"consistent_rms", "muon_weight_dimension_numbers"} <= set(options)
-
-
-def large_leaves(tree: Tree) -> dict[str, Any]:
-    """The leaves that methods compress, by name."""
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    return {name: leaf for name, leaf in named.items() if leaf.size >= MIN_LEAF_SIZE}
+    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
+    return optax.chain(clip, adamw, scaled)
 
 
 def squares(tree: Tree) -> Array:
     """f32[leaves]: the squared norm of each leaf that methods compress."""
-    return jnp.stack([jnp.sum(jnp.square(x)) for x in large_leaves(tree).values()])
+    large = (x for x in jax.tree.leaves(tree) if x.size >= MIN_LEAF_SIZE)
+    return jnp.stack([jnp.sum(jnp.square(x)) for x in large])
 
 
 def worker_tokens(text: Array, starts: Array, shape: Shape, n_workers: int) -> Array:
@@ -520,96 +425,60 @@ def worker_tokens(text: Array, starts: Array, shape: Shape, n_workers: int) -> A
     return tokens.reshape(n_workers, -1, shape.seq_len + 1)
 
 
-def make_trainer(
-    shape: Shape, optimiser: str, mean: Mean, n_workers: int, steps: int
-) -> Callable[..., dict[str, Array]]:
+def make_step(shape: Shape, way: Way, n_workers: int) -> Callable[..., tuple]:
+    """Returns one step of training.
+
+    It takes parameters, state, key, peak, the training text and the starts of this step's windows.
+    It returns the next parameters and state, the mean loss, the exact mean of gradients, and the
+    mean that the way has in its place, `None` if it is not seen.
+    """
+    one = jax.value_and_grad(partial(loss, shape))
+    at_once = min(shape.workers_at_once, n_workers)
+
+    def step(params, state, key, peak, text, starts):
+        used = way.used(params, jax.random.fold_in(key, 1), n_workers)
+        tokens = worker_tokens(text, starts, shape, n_workers)
+        losses, grads = lax.map(partial(one, used), tokens, batch_size=at_once)
+        params, state, found = way.update(grads, state, params, key, peak)
+        exact = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
+        return params, state, jnp.mean(losses), exact, found
+
+    return step
+
+
+def validation_loss(shape: Shape, params: Tree, windows: Array) -> Array:
+    """The mean loss over i32[windows, seq_len + 1]."""
+    rows = windows.reshape(-1, min(8, len(windows)), shape.seq_len + 1)
+    return jnp.mean(lax.map(partial(loss, shape, params), rows))
+
+
+def make_trainer(shape: Shape, way: Way, n_workers: int) -> Callable[..., dict[str, Array]]:
     """Returns the program that trains one model for every seed.
 
     Its arguments: index of the initialisation, peak learning rate, seeds i32[S], the windows'
     starts i32[S, steps, n_workers * sequences], the training text i32[tokens], the validation
     windows i32[windows, seq_len + 1]. It returns the validation loss [S], the training losses
     [S, steps], and of every leaf that methods compress the squared error and the squared norm of
-    the mean, [S, steps, leaves]. Where every worker has a model of its own the validation loss is
-    that of the models' mean, and the error that of the mean of results.
+    the mean, [S, steps, leaves]; zeros where the mean is not seen.
     """
-    optimizer = make_optimizer(optimiser, steps)
-
-    def mean_of(copies: Tree) -> Tree:
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), copies)
-
-    def copied(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), tree)
-
-    def worker(params: Tree, tokens: Array, key: Array, memory: Any):
-        own_loss, grads = jax.value_and_grad(partial(loss, shape))(params, tokens)
-        grads = unstack(grads)
-        averaged = mean.average(grads, key, memory)
-        return lax.pmean(own_loss, AXIS), lax.pmean(grads, AXIS), averaged
-
-    def meet(step: Array, params: Tree) -> Tree:
-        every = partial(liec.average_every, mean.period, step, axis_name=AXIS)
-        return jax.vmap(every, axis_name=AXIS)(params)
-
-    apart = 0 if mean.period else None  # the axis of workers' own models
-    workers = jax.vmap(worker, (apart, 0, None, 0), (None, None, 0), axis_name=AXIS)
+    one_step = make_step(shape, way, n_workers)
 
     def train(kind, peak, seed, starts, text, windows) -> dict[str, Array]:
         start_key, key = jax.random.split(jax.random.key(seed))
 
-        def update(params, state, grads):
-            updates, state = optimizer.update(stack(grads), state, params)
-            return jax.tree.map(lambda p, u: p + peak * u, params, updates), state
-
-        def moved(masters, copy, key):
-            if not mean.copy_kept:
-                copy = jax.tree.map(jnp.zeros_like, copy)
-
-            narrow = mean.copy_dtype
-            left = jax.tree.map(
-                lambda m, c: (m - c.astype(jnp.float32)).astype(narrow), masters, copy
-            )
-            added = stack(mean.spread(unstack(left), jax.random.fold_in(key, 1), n_workers))
-            return jax.tree.map(lambda c, a: c + a, copy, added)
-
         def step(carry, now):
-            params, state, memory = carry
             number, own = now
-            tokens = worker_tokens(text, own, shape, n_workers)
             step_key = jax.random.fold_in(key, number)
-            used = params
-            if mean.spread is not None:
-                params, copy = params
-                used = jax.tree.map(lambda x: x.astype(jnp.float32), copy)
-            mean_loss, exact, (copies, memory) = workers(used, tokens, step_key, memory)
-            if mean.period:
-                found = mean_of(copies)
-                params, state = jax.vmap(update)(params, state, copies)
-                params = meet(number + 1, params)
-            else:
-                found = jax.tree.map(lambda x: x[0], copies)
-                params, state = update(params, state, found)
-            if mean.spread is not None:
-                params = params, moved(params, copy, step_key)
-            error = jax.tree.map(jnp.subtract, found, exact)
+            params, state, mean_loss, exact, found = one_step(*carry, step_key, peak, text, own)
+            error = jax.tree.map(jnp.subtract, exact if found is None else found, exact)
             measured = {"losses": mean_loss, "errors": squares(error), "norms": squares(exact)}
-            return (params, state, memory), measured
+            return (params, state), measured
 
         params = init(shape, start_key, kind)
-        memory = mean.init(unstack(params), n_workers)
-        carry = params, optimizer.init(params), memory
-        if mean.period:
-            carry = *copied(carry[:2]), memory
-        if mean.spread is not None:
-            copy = jax.tree.map(lambda x: x.astype(mean.copy_dtype), params)
-            carry = (params, copy), *carry[1:]
-        (params, *_), measured = lax.scan(step, carry, (jnp.arange(steps), starts))
-        if mean.period:
-            params = mean_of(params)
-        if mean.spread is not None:
-            params = params[1]
-        rows = windows.reshape(-1, shape.sequences, shape.seq_len + 1)
-        validation = jnp.mean(lax.map(partial(loss, shape, params), rows))
-        return measured | {"validation": validation}
+        carry = params, way.init(params, n_workers)
+        (params, _), measured = lax.scan(step, carry, (jnp.arange(starts.shape[0]), starts))
+        used = way.used(params, key, n_workers)
+        return measured | {"validation": validation_loss(shape, used, windows)}
 
     return jax.jit(jax.vmap(train, (None, None, 0, 0, None, None)))
 
@@ -632,13 +501,7 @@ class Task(NamedTuple):
     @property
     def gradients(self) -> Tree:
         """Shapes of the gradients as they are averaged."""
-        return jax.eval_shape(lambda: unstack(init(self.shape, jax.random.key(0), jnp.int32(0))))
-
-
-def load_task(name: str, n_workers: int, steps: int | None) -> Task:
-    """The model called ``name`` with its text."""
-    shape = MODELS[name]
-    return make_task(name, shape, n_workers, steps or shape.steps, load_corpus(shape.vocab_size))
+        return jax.eval_shape(lambda: init(self.shape, jax.random.key(0), jnp.int32(0)))
 
 
 def make_task(name: str, shape: Shape, n_workers: int, steps: int, corpus: Corpus) -> Task:
@@ -658,29 +521,17 @@ def window_starts(task: Task, seed: int) -> np.ndarray:
     return np.stack([rng.integers(0, most, rows, np.int32) for rng in draws])
 
 
-def arguments(task: Task, kind: str, peak: float, seeds: Sequence[int]) -> tuple:
-    """Arguments of the program that `make_trainer` makes."""
-    starts = np.stack([window_starts(task, seed) for seed in seeds])
-    index, own = np.int32(INITS.index(kind)), np.asarray(seeds, np.int32)
-    return index, np.float32(peak), own, starts, task.text, task.windows
-
-
-def batches_of_seeds(seeds: int, at_once: int) -> list[list[int]]:
-    """Equal shares of the seeds; the last one is filled up with the first seeds again."""
-    count = -(-seeds // at_once)
-    size = -(-seeds // count)
-    return [[i % seeds for i in range(c * size, (c + 1) * size)] for c in range(count)]
-
-
 def run_seeds(
-    program: Callable, task: Task, kind: str, peak: float, seeds: int, at_once: int
+    program: Callable, task: Task, kind: str, peak: float, seeds: int
 ) -> dict[str, np.ndarray]:
     """Runs a compiled program for all seeds; see `make_trainer` for what it returns."""
-    parts = [
-        jax.device_get(program(*arguments(task, kind, peak, own)))
-        for own in batches_of_seeds(seeds, at_once)
-    ]
-    return {name: np.concatenate([part[name] for part in parts])[:seeds] for name in parts[0]}
+    parts, at_once = [], 2 if jax.default_backend() == "cpu" else task.shape.seeds_at_once
+    for first in range(0, seeds, at_once):
+        own = np.arange(first, min(first + at_once, seeds), dtype=np.int32)
+        starts = np.stack([window_starts(task, seed) for seed in own])
+        index, rate = np.int32(INITS.index(kind)), np.float32(peak)
+        parts.append(jax.device_get(program(index, rate, own, starts, task.text, task.windows)))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 # --- Figures --------------------------------------------------------------------------------------
@@ -695,29 +546,23 @@ def leaf_errors(errors: np.ndarray, norms: np.ndarray) -> np.ndarray:
     return np.divide(errors, norms, out=np.zeros_like(errors), where=norms != 0).mean(axis=1)
 
 
-def figures(result: Mapping[str, np.ndarray], leaves: Sequence[str]) -> Row:
-    """Figures of a row's runs, for every seed; see `training_run.make_trainer`."""
+def figures(result: Mapping[str, np.ndarray]) -> Row:
+    """Figures of a row's runs, for every seed; see `make_trainer`. `None` is not finite."""
     losses = np.asarray(result["losses"], np.float64)
-    steps = losses.shape[1]
-    by_leaf = leaf_errors(result["errors"], result["norms"])
+    windows = range(0, losses.shape[1], CURVE_WINDOW)
     whole = (np.sum(result[name], axis=2, keepdims=True) for name in ("errors", "norms"))
-    windows = [losses[:, i : i + CURVE_WINDOW].mean(axis=1) for i in range(0, steps, CURVE_WINDOW)]
     found = {
         "validation_loss": result["validation"],
-        "early_loss": losses[:, steps // 4 : steps // 4 + EARLY_STEPS].mean(axis=1),
-        "training_loss": np.stack(windows, axis=1),
+        "training_loss": np.stack(
+            [losses[:, i : i + CURVE_WINDOW].mean(axis=1) for i in windows], axis=1
+        ),
         "vnmse": leaf_errors(*whole)[:, 0],
-        "worst_leaf": by_leaf.max(axis=1),
+        "worst_leaf": leaf_errors(result["errors"], result["norms"]).max(axis=1),
     }
-    plain = {name: _plain(np.asarray(value, np.float64)) for name, value in found.items()}
-    return plain | {"worst_leaf_name": leaves[int(np.argmax(by_leaf.mean(axis=0)))]}
-
-
-def _plain(values: np.ndarray) -> Any:
-    """Lists for JSON, which has no NaN and no infinity: `None` stands for both."""
-    if values.ndim:
-        return [_plain(value) for value in values]
-    return float(values) if np.isfinite(values) else None
+    return {
+        name: np.where(np.isfinite(values), np.asarray(values, object), None).tolist()
+        for name, values in found.items()
+    }
 
 
 def difference(values: Sequence[float], exact: Sequence[float]) -> dict[str, float | None]:
@@ -734,23 +579,9 @@ def difference(values: Sequence[float], exact: Sequence[float]) -> dict[str, flo
 
 def summarise(row: Row, exact: Row) -> Row:
     """Means over seeds, and the differences from ``exact``, the same runs with the exact mean."""
-    means = {}
-    for name in ("validation_loss", "vnmse", "worst_leaf"):
-        mean = float(np.mean(np.asarray(row[name], np.float64)))
-        means[name] = mean if math.isfinite(mean) else None
-    return means | {
-        "validation": difference(row["validation_loss"], exact["validation_loss"]),
-        "early": difference(row["early_loss"], exact["early_loss"]),
-    }
-
-
-def compared(row: Row, name: str) -> str:
-    """A row's difference in % from the exact row, with its standard error."""
-    figure = row["summary"][name]
-    if figure["percent"] is None:
-        return "diverged"
-    error = "-" if figure["error"] is None else f"{figure['error']:.3f}"
-    return f"{figure['percent']:+.3f} ± {error}"
+    names = "validation_loss", "vnmse", "worst_leaf"
+    means = {name: None if None in row[name] else float(np.mean(row[name])) for name in names}
+    return means | {"validation": difference(row["validation_loss"], exact["validation_loss"])}
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -784,8 +615,9 @@ class Record:
 def environment() -> dict[str, str]:
     """Command line, hardware, versions and time."""
     packages = (f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax"))
+    script = f"benchmarks/evidence/{Path(sys.argv[0]).name}"
     return {
-        "command": shlex.join(["python", f"{FOLDER}/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": f"python {script} {shlex.join(sys.argv[1:])}".strip(),
         "device": jax.devices()[0].device_kind,
         "host": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *packages]),
@@ -793,58 +625,52 @@ def environment() -> dict[str, str]:
     }
 
 
-def learning_rate(optimiser: str, kind: str, model: str) -> float:
-    """The peak for an optimiser, an initialisation and a model; see `RATES`."""
-    return RATES.get((optimiser, kind, model), RATES[optimiser, kind])
-
-
-def settings_of(
-    task: Task, optimiser: str, kind: str, mean: Mean, seeds: int, rate: float | None
-) -> Row:
-    """All that the figures of a row depend on; rows to be compared differ in the mean alone."""
-    rate = learning_rate(optimiser, kind, task.name) if rate is None else rate
+def settings_of(task: Task, kind: str, way: Way, seeds: int, rate: float | None) -> Row:
+    """All that the figures of a row depend on; rows to be compared differ in the way alone."""
+    rate = learning_rate(task.name, kind) if rate is None else rate
     return {
-        "model": task.name, "init": kind, "optimiser": optimiser,
+        "model": task.name, "init": kind, "optimiser": "adamw",
         "learning_rate": rate, "workers": task.n_workers,
         "steps": task.steps, "seeds": seeds, "text": task.digest,
-        "platform": jax.default_backend(), **_mean_settings(mean),
+        "platform": jax.default_backend(), **way_settings(way),
     }  # fmt: skip
 
 
-def _mean_settings(mean: Mean) -> Row:
-    return {"method": mean.method, "topology": mean.topology, "options": mean.options}
+def learning_rate(model: str, kind: str) -> float:
+    """The peak for a model and an initialisation; see `RATES`."""
+    return RATES.get(model, {}).get(kind, 1e-3)
 
 
-def train_row(
-    program: Callable, task: Task, mean: Mean, settings: Row, at_once: int, record: Record
-) -> Row:
-    """Trains all seeds of a row and compares them with the exact row."""
-    exact = record.find(settings | _mean_settings(exact_mean()))
-    start = time.perf_counter()
-    kind, peak, seeds = (settings[name] for name in ("init", "learning_rate", "seeds"))
-    result = run_seeds(program, task, kind, peak, seeds, at_once)
-    row = {
-        "settings": settings,
-        "bits_per_coord": mean.bits_per_coord(task.gradients, task.n_workers),
-        "seconds": round(time.perf_counter() - start, 3),
-        **figures(result, list(large_leaves(task.gradients))),
-    }
-    return row | {"summary": summarise(row, exact or row)}
+def way_settings(way: Way) -> Row:
+    """The settings by which a way differs from another one."""
+    return {"method": way.method, "topology": way.topology, "options": way.options}
 
 
-def train_rows(
-    task: Task, optimiser: str, mean: Mean, rows: Iterable[Row], at_once: int, record: Record
-) -> None:
+def train_rows(task: Task, way: Way, rows: Iterable[Row], record: Record) -> None:
     """Trains and prints the rows of one program that the record has not."""
-    program = make_trainer(task.shape, optimiser, mean, task.n_workers, task.steps)
+    program = make_trainer(task.shape, way, task.n_workers)
     for settings in rows:
         row = record.find(settings)
         if row is None:
-            row = train_row(program, task, mean, settings, at_once, record)
+            kind, peak, seeds = (settings[name] for name in ("init", "learning_rate", "seeds"))
+            start = time.perf_counter()
+            found = figures(run_seeds(program, task, kind, peak, seeds))
+            row = {
+                "settings": settings,
+                "bits_per_coord": way.bits_per_coord(task.gradients, task.n_workers),
+                "seconds": round(time.perf_counter() - start, 3),
+                **found,
+            }
+            reference = record.find(
+                settings | {"method": EXACT, "topology": "native", "options": ""}
+            )
+            row["summary"] = summarise(row, reference or row)
             record.add(row)
-        label = " ".join(settings[name] for name in LABEL)
+        label = " ".join(settings[name] for name in ("model", "init", "method", "topology"))
+        apart = row["summary"]["validation"]
         told = f"{row['bits_per_coord']:.2f} bits, {row['summary']['validation_loss']} nats"
-        print(f"{label}: {told}, {compared(row, 'validation')} % ({row['seconds']} s)", flush=True)
+        told += f", {apart['percent']} ± {apart['error']} % from exact ({row['seconds']} s)"
+        print(f"{label}: {told}", flush=True)
 
 
 def main(
@@ -854,48 +680,40 @@ def main(
     ] = "bf16-psum,dynamiq:5,dynamiq:4,dynamiq-mse:5,mxfp8",
     topologies: Annotated[str, typer.Option(help="some of direct, ring, butterfly")] = "direct",
     inits: Annotated[str, typer.Option(help=f"some of {', '.join(INITS)}")] = ",".join(INITS),
-    optimisers: Annotated[str, typer.Option(help=f"some of {', '.join(OPTIMISERS)}")] = "adamw",
     seeds: Annotated[int, typer.Option(min=1, help="training runs of every row")] = 4,
     steps: Annotated[int | None, typer.Option(min=2, help="default: the model's")] = None,
     workers: Annotated[int, typer.Option(min=2, help="simulated on one device")] = 8,
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="peak (default: by optimiser and initialisation)")
+    rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", min=0, help="peak (default: by model, init)"),
     ] = None,
     backend: Annotated[str, typer.Option(help="DynamiQ's kernels: jnp, triton, interpret")] = "jnp",
-    seeds_at_once: Annotated[
-        int | None, typer.Option(min=1, help="in one program (default: the model's; on CPU 2)")
-    ] = None,
     json_file: Annotated[
         Path, typer.Option("--json", help="rows are kept here, and read from here")
     ] = Path("runs/training.json"),
 ) -> None:
     """Trains models with compressed gradients and compares losses with those of exact ones."""
     known = {"--models": (models, MODELS), "--inits": (inits, INITS)}
-    known["--optimisers"] = optimisers, OPTIMISERS
     for option, (text, names) in known.items():
         if unknown := [name for name in contenders.parts(text) if name not in names]:
             raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(names)}")
-    if "muon" in optimisers and not has_muon():
-        raise typer.BadParameter(f"--optimisers muon: optax {version('optax')} lacks it; upgrade")
-    tasks = [load_task(name, workers, steps) for name in contenders.parts(models)]
+    tasks = []
+    for name in contenders.parts(models):
+        shape = MODELS[name]
+        text = load_corpus(shape.vocab_size)
+        tasks.append(make_task(name, shape, workers, steps or shape.steps, text))
     try:
-        means = parse_means(contenders.parts(methods), contenders.parts(topologies), backend)
-        for task in tasks:
-            _ = [mean.bits_per_coord(task.gradients, workers) for mean in means]
+        named = contenders.parts(methods), contenders.parts(topologies), backend
+        ways = [(task, way) for task in tasks for way in parse_ways(*named, task.steps)]
+        for task, way in ways:
+            way.bits_per_coord(task.gradients, workers)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error), param_hint="--methods, --topologies") from error
     json_file.parent.mkdir(parents=True, exist_ok=True)
     record = Record(json_file, environment())
-    for task in tasks:
-        on_cpu = jax.default_backend() == "cpu"
-        at_once = seeds_at_once or (CPU_SEEDS if on_cpu else task.shape.seeds_at_once)
-        for optimiser in contenders.parts(optimisers):
-            for mean in means:
-                rows = [
-                    settings_of(task, optimiser, kind, mean, seeds, learning_rate)
-                    for kind in contenders.parts(inits)
-                ]
-                train_rows(task, optimiser, mean, rows, at_once, record)
+    for task, way in ways:
+        rows = [settings_of(task, k, way, seeds, rate) for k in contenders.parts(inits)]
+        train_rows(task, way, rows, record)
 
 
 if __name__ == "__main__":

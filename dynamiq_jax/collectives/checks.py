@@ -111,14 +111,16 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
     if n == 1:
         return
     wanted = (PADDED,) if limited else (PADDED, "min_bucket")
+    # Where nothing is compressed, small leaves count that are as much as a large one together.
+    least, nothing = (LARGE, "") if grouping.buckets else (NOTABLE, "; nothing is compressed")
     small = [
         (leaf, reason)
         for leaf, reason in grouping.exact
-        if leaf.size >= LARGE and any(word in reason for word in wanted) and leaf.index not in fixed
+        if leaf.size >= least and any(word in reason for word in wanted) and leaf.index not in fixed
     ]
     moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
     native = sum(leaf.nbytes for leaf, _ in small)
-    if native > (moved + native) / 10:
+    if native > (moved + native) / 10 and sum(leaf.size for leaf, _ in small) >= LARGE:
         leaves, reasons = zip(*small, strict=True)
         if PADDED in reasons[0]:
             remedy = "more leaves at a time, or reduce among fewer workers"
@@ -129,8 +131,8 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
             )
         warnings.warn(
             f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
-            f"{reasons[0]}. dq.explain(tree, {n}) tells of every leaf which way it goes; pass "
-            + remedy,
+            f"{reasons[0]}{nothing}. dq.explain(tree, {n}) tells of every leaf which way it goes; "
+            f"pass {remedy}",
             stacklevel=4,
         )
 

@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -29,20 +28,14 @@ class CSVWriter:
 
     Args:
       path: the file, which replaces what was there; its folders are made.
-      append: whether a file that is there goes on with its own columns, as after a restart.
     """
 
-    def __init__(self, path: str | Path, *, append: bool = False):
-        self._path = Path(path)
+    def __init__(self, path: str | Path):
         self._columns: list[str] = []
         self._file = None
-        if jax.process_index() > 0:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if append and self._path.exists():
-            with self._path.open(newline="") as old:
-                self._columns = next(csv.reader(old), [])
-        self._file = self._path.open("a" if append else "w", newline="")
+        if jax.process_index() == 0:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = Path(path).open("w", newline="")  # noqa: SIM115  # `close` closes it
 
     def write(self, step: int, metrics: Metrics | None = None, /, **values: Any) -> None:
         """Writes what is known of one step.
@@ -57,20 +50,18 @@ class CSVWriter:
         """
         if self._file is None:
             return
-        values = {name: float(value) for name, value in values.items()}
-        values |= {} if metrics is None else scalars(metrics)
+        row = {"step": int(step)} | {name: float(value) for name, value in values.items()}
+        row |= {} if metrics is None else scalars(metrics)
         writer = csv.writer(self._file)
-        given = ["step", *values]
         if not self._columns:
-            self._columns = given
-            writer.writerow(given)
-        if set(given) != set(self._columns):
+            self._columns = list(row)
+            writer.writerow(row)
+        if set(row) != set(self._columns):
             raise ValueError(
-                f"{self._path} has the columns {self._columns}, and step {step} was given with "
-                f"{given}; write the same scalars in every step (float('nan') for what is not "
-                "known), or another file"
+                f"{self._file.name} has the columns {self._columns}, and step {step} was given "
+                f"with {list(row)}; write the same scalars in every step (float('nan') for what "
+                "is not known), or another file"
             )
-        row = {"step": int(step), **values}
         writer.writerow([row[name] for name in self._columns])
         self._file.flush()
 
@@ -82,10 +73,5 @@ class CSVWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -6,31 +6,26 @@ all M_i is: its squared length over the true one has the relative deviation sqrt
 ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
 The others come out zero; `ErrorFeedback` remembers them. The published method has its kind "ef21m".
 
-What to know of it:
-
-* V should be new in every step: what it misses once it may find the next time. The number of the
-  step is in the state and makes it so; without state V is new only where the caller's key is.
-* Rows that cancel between workers have no length and are not sent. They stay in each worker's
-  memory, which grows as long as gradients have them. `OmniReduce` sums squares, and sends them.
-* A matrix has few long rows where rows mean something, as in an embedding's tokens; in
-  [inputs, outputs] of a dense layer they are inputs.
+V is new in every step by the number in the state; without state only where the caller's key is.
+Rows that cancel between workers have no length and are not sent: memories of them grow.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from dynamiq_jax.comparators.native import (
     ROUNDING,
     WIRE_BITS,
     MatrixMethod,
+    StepState,
     Wire,
     check_density,
+    first_step,
     native_sum,
     with_room,
 )
@@ -38,13 +33,6 @@ from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
-
-
-class ARCTopKState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +64,7 @@ class ARCTopK(MatrixMethod):
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step."""
-        return ARCTopKState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -104,7 +92,7 @@ class ARCTopK(MatrixMethod):
             result = result.at[chosen].set(total, unique_indices=True)
             result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
             left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
-            return Outcome(result, state and ARCTopKState(state.step + 1), lost=left)
+            return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""

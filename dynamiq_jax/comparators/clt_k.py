@@ -2,28 +2,24 @@
 
 In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
 coordinates of largest magnitude, and tells the others where they are: a native sum to which these
-add zeros. All workers' values there are summed by a second one. So the result is the
-same for all, its size is static, and choosing takes no sort of more than a chunk; the places of a
-chunk's coordinates fit 8 bits.
-
-Workers whose gradients are alike choose alike: then the leader's choice is nearly that of the sum.
-Where they are not, what only others have waits in the memory of `ErrorFeedback` until these lead.
-The paper's low-pass filter of that memory is not here.
+add zeros. All workers' values there are summed by a second one. Workers whose gradients are alike
+choose alike. The paper's low-pass filter of memory is not here.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Integer
 
 from dynamiq_jax.comparators.native import (
     ROUNDING,
     NativeMethod,
+    StepState,
     check_density,
+    first_step,
     native_sum,
     with_room,
 )
@@ -34,13 +30,6 @@ from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
 """Coordinates whose places fit 8 bits."""
-
-
-class CLTKState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers: whose turn it is to lead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +58,7 @@ class CLTK(NativeMethod, TellsLosses):
 
     def init(self, size: int, n_workers: int) -> State:
         """The first worker leads."""
-        return CLTKState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -92,7 +81,7 @@ class CLTK(NativeMethod, TellsLosses):
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
             left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
-            return Outcome(result, state and CLTKState(state.step + 1), lost=left)
+            return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     @property
     def _count(self) -> int:

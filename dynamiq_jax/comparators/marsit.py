@@ -8,16 +8,13 @@ mean of the workers' signs, exactly. The mean is estimated as g = s (+-1), and c
 Every ``period``-th round is in full precision: its result is the mean of the y_i, and the c_i
 become zero.
 
-What we could not read in the paper, and how it is here:
+The paper leaves open or has otherwise:
 
-* The probabilities of the merge follow from the unbiasedness that it states.
-* The length s of a step is the paper's own hyperparameter, a number, as is the learning rate inside
-  of its y_i. Here the optimizer has the learning rate, and s is ``scale`` times the mean magnitude
-  of all workers' *gradients* in a block, of this step. Not that of the y_i: compensations would
-  then feed their own growth.
+* The length s of a step is a number there. Here it is ``scale`` times the mean magnitude of all
+  workers' *gradients* in a block, of this step: with that of the y_i, compensations would feed
+  their own growth. The optimizer has the learning rate.
 * Signs of zero are drawn by a coin, so that zero is what they are on average.
-* A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped; it has
-  number period - 1, 2 period - 1, ... from 0.
+* A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped.
 """
 
 import functools
@@ -36,13 +33,11 @@ from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, ring_bits, with_memory
-from dynamiq_jax.methods.hops import Bound, HopMethod
-from dynamiq_jax.methods.plain import ChunkLayout, chunk_layout, sent_bits
+from dynamiq_jax.methods.hops import Bound
+from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod, sent_bits
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
 
-UNIT = 32
-"""Coordinates of which blocks are multiples: whole words of signs."""
 LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096
 """Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
@@ -69,21 +64,17 @@ class MarsitShared(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Marsit(HopMethod):
+class Marsit(PlainMethod):
     """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
 
-    A single result is noisy: each coordinate is the sign of one worker. It is unbiased for the mean
-    sign, not for the gradient; what it misses is in the compensation. Up to the rounding of f32,
-    the results (as sums) of all steps and the compensations of all workers add up to all gradients,
-    and after a full round the results alone do. Where workers' gradients differ for long,
-    compensations grow with every step until a full round delivers them at once: its result may be
-    as large as ``period`` gradients.
+    Unbiased for the mean sign, not for the gradient. Up to the rounding of f32, the results (as
+    sums) of all steps and the compensations of all workers add up to all gradients, and after a
+    full round the results alone do. Where workers' gradients differ for long, the result of a full
+    round may be as large as ``period`` gradients.
 
     A NaN or infinity on any worker makes its whole block NaN on all, and leaves the block's
-    compensation as it was, so that this is always finite. It has the gradients' unit: where a loss
-    scale changes, reduce gradients that are divided by it. The state takes 4 bytes per coordinate
-    on every worker. In a step's program both kinds of rounds are branches of one `lax.cond`, by a
-    count that all workers agree on: one compilation serves all steps.
+    compensation as it was. Compensations have the gradients' unit, and take 4 bytes per coordinate
+    on every worker. One program serves both kinds of rounds.
 
     Attributes:
       period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.
@@ -107,8 +98,8 @@ class Marsit(HopMethod):
         if not 0 < self.scale < float("inf"):
             raise ValueError(f"scale={self.scale} must be above 0 and finite, such as 1.0")
         size = self.block_size
-        if size < UNIT or size % UNIT:
-            raise ValueError(f"block_size={size} must be a positive multiple of {UNIT}, as 1024")
+        if size < 32 or size % 32:  # whole words of signs
+            raise ValueError(f"block_size={size} must be a positive multiple of 32, as 1024")
 
     @property
     def needs_state(self) -> bool:
@@ -132,10 +123,10 @@ class Marsit(HopMethod):
         """Nothing to make up for."""
         return MarsitState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        layout = chunk_layout(size, n_workers, topology, unit=self.block_size)
-        return Bound(layout, topology, n_workers)
+    @property
+    def unit(self) -> int:
+        """Whole blocks."""
+        return self.block_size
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
         """Every block's mean magnitude over n, not finite where x is not, and the round; f32."""

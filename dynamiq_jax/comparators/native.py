@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,6 +29,18 @@ WIRE_BITS = {"bf16": 16, "f32": 32}
 
 ROUNDING = 1e-9
 """Tolerance for float error in products that should be whole numbers, as 0.07 * 100."""
+
+
+class StepState(NamedTuple):
+    """The state of methods that take turns or draw anew."""
+
+    step: Int[Array, ""]
+    """Number of the step, int32, the same on all workers."""
+
+
+def first_step() -> StepState:
+    """The state before any step."""
+    return StepState(jnp.zeros((), jnp.int32))
 
 
 def native_sum(

@@ -1,17 +1,13 @@
 """The OmniReduce method: only the blocks that matter are summed, in bf16.
 
-OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero. Dense gradients have none, and
-their evaluations keep the top blocks instead. Shapes are static here: K = ceil(density N) of the N
-blocks are summed by a dense psum, the rest comes out zero; `ErrorFeedback` remembers it.
-The K blocks are chosen by what all workers know from small psums:
+OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero; its evaluations keep the top
+blocks of dense gradients. Here K = ceil(density N) of the N blocks are summed by a dense psum. They
+are chosen by what all workers know from small psums:
 
 * ``select="energy"``: those of the largest sum over workers of squared norms. No state. Blocks of
   64 to 128 coordinates within `ErrorFeedback` are chunked top-k (Han et al., HotNets 2024).
 * ``select="union"``: first those in the *union* U of what single workers mark, their top k N blocks
   each; then as above. The fraction k is state, adapted so that U has about K blocks.
-
-Where U has fewer than K blocks, what else is of most energy uses the room (published evaluations
-leave it empty).
 """
 
 import math

@@ -1,14 +1,10 @@
 """The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): every coordinate is one worker's.
 
 Each worker sends another nth of its coordinates, and n times these stand for the sum: a single
-all-gather, which moves half of what an all-reduce does. Whose a coordinate is comes from a seed
-that all share. Here neighbours share a permutation up to a shift: of every n consecutive
-coordinates worker i sends number (i + shift) mod n. Each coordinate is each worker's with the same
-probability, as under a permutation of all, and the expected error is the same; nothing is gathered
-from distant places of memory.
-
-The error is that of taking one worker for all: none where all have the same, and n - 1 times the
-sum's own square where they have nothing in common. Then other methods serve better.
+all-gather, which moves half of what an all-reduce does. Here neighbours share a permutation up to
+a shift: of every n consecutive coordinates worker i sends number (i + shift) mod n, so that nothing
+is gathered from distant places of memory. The error is that of taking one worker for all: none if
+all have the same, and n - 1 times the sum's own square if they have nothing in common.
 """
 
 from dataclasses import dataclass

@@ -7,16 +7,10 @@ that starts where the step before ended:
 2. Q = the sum of transposed M_i times P;
 3. M is about P times transposed Q; a worker loses M_i - P (its own part of Q) transposed.
 
-Both sums are native. A sum of rank up to ``rank`` is found in one step; of others the iteration
-approaches the best approximation of that rank as long as gradients change slowly.
-
-The published method remembers what it loses: put `ErrorFeedback` around it. Memories add up to what
-the sums lacked, whatever each of them holds: what cancels between workers outside of the columns of
-P is in no sum, so that each worker's memory of it grows as long as its gradients have it.
-
-Replicas: what follows from the two sums is computed by every worker, with sums and products that
-XLA does not tune at run time, as it does matrix products. So workers of one kind of device and one
-version of XLA get the same bits.
+Both sums are native. The published method remembers what it loses: put `ErrorFeedback` around it.
+Gradients that cancel between workers outside of the columns of P are in no sum, so that memories of
+them grow. After the two sums every worker computes by operations that XLA does not tune at run
+time, as it does matrix products: workers of one kind of device get the same bits.
 """
 
 from dataclasses import dataclass

@@ -1,24 +1,16 @@
 """The SIDCo method (Abdelmoniem et al., MLSys 2021): a threshold from a fitted tail, and no sort.
 
-What is larger than a threshold is sent. It follows from the mean alone, in *stages*: of what
-survived so far, less its minimum, an exponential distribution of the same mean is above
-``-mean * log(part)`` with probability ``part``. The first stage keeps a quarter, further ones in
-equal ratios what leads to the density. One stage is right where the whole distribution is
-exponential, more follow a tail that is not.
+The threshold follows from the mean alone, in *stages*: of what survived so far, less its minimum,
+an exponential distribution of the same mean is above ``-mean * log(part)`` with probability
+``part``. The first stage keeps a quarter, further ones in equal ratios what leads to the density.
+More stages follow a tail that is not exponential. Every step counts what each number of stages
+would keep. Every `PERIOD` steps, if the average of the number in use is off by more than
+`TOLERANCE`, the number whose average is nearest takes its place.
 
-Published SIDCo compares every worker's own coordinates, so that workers choose differently and sums
-need all their indices. Here the numbers are norms of blocks, of which all know the sums of squares
-over workers by a small psum: all choose the same blocks, and these are summed by a dense psum.
-
-Shapes are static: there is room for ``headroom`` times the density. Blocks that find no room stay
-in the residual of `ErrorFeedback`, and are lost without it; room that is left goes to other blocks.
-Both go by a place in the order of blocks that moves on from step to step, so that all get their
-turn.
-
-The number of stages is state. Norms of blocks may have lighter or heavier tails than an exponential
-distribution, and with more stages the former keep more, the latter fewer. So every step counts what
-each number of stages would keep. Every `PERIOD` steps, if the average of the number in use is off
-by more than `TOLERANCE`, the number whose average is nearest takes its place.
+Published SIDCo compares every worker's own coordinates, so that sums need all their indices. Here
+the numbers are norms of blocks over all workers: all choose the same ones, which a dense psum sums.
+There is room for ``headroom`` times the density. Blocks without room are left out, and room that is
+left goes to other blocks, both by a place in the order of blocks that moves on from step to step.
 """
 
 import math

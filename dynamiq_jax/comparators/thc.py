@@ -16,7 +16,7 @@ z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``s
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from dynamiq_jax.comparators.lanes import (
     unpack_bits,
     unpack_lanes,
 )
-from dynamiq_jax.comparators.native import NativeMethod
+from dynamiq_jax.comparators.native import NativeMethod, StepState, first_step
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
@@ -46,13 +46,6 @@ MAX_BITS = 8
 MAX_GRANULARITY = 1023
 MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
 STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
-
-
-class THCState(NamedTuple):
-    """The state from step to step."""
-
-    step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +135,7 @@ class THC(NativeMethod, TellsLosses):
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step."""
-        return THCState(jnp.zeros((), jnp.int32))
+        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -177,7 +170,7 @@ class THC(NativeMethod, TellsLosses):
             result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / call.divisor))
             delivered = thc.lookup(index, self.integers).astype(jnp.int32) - beyond
             lost = pieces - decode(delivered.astype(jnp.uint32), 1)
-            state = state and THCState((state.step + 1) % STEPS)
+            state = state and StepState((state.step + 1) % STEPS)
             lost = hadamard.join(lost, x.shape[0])
             return Outcome(result.astype(x.dtype), state, lost=lost)
 

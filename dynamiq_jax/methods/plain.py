@@ -7,7 +7,7 @@ the last ones filled up with zeros; a worker adds what arrived to its own share 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,10 +199,18 @@ class PlainMethod(HopMethod):
         return Bound(chunk_layout(size, n_workers, topology, unit=self.unit), topology, n_workers)
 
     def codec(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound, **options: Any
+        self,
+        x: Float[Array, " d"],
+        shared: Shared,
+        bound: Bound,
+        *,
+        dtype,
+        divisor: int = 1,
+        keep_error: bool = False,
     ) -> ChunkCodec:
         """See `HopMethod`."""
         own, codec = self.operations(x, shared, bound)
+        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
         return chunk_codec(own, codec, bound.layout, **options)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:

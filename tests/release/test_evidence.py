@@ -19,10 +19,11 @@ import llm_model
 import pages
 import training
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
-STEPS, SEEDS, SHARDED = 8, 2, "dynamiq:8/dynamiq:8"
-COMMAND = ["--models", "micro", "--methods", f"dynamiq:5,f32,liec,{SHARDED}", "--steps", STEPS]
+STEPS, SEEDS = 8, 2
+SHARDED, FSDP = "dynamiq:8/dynamiq:8", "dynamiq:8/dynamiq:8/whole"
+METHODS = f"dynamiq:5,f32,{SHARDED},{FSDP}"
+COMMAND = ["--models", "micro", "--methods", METHODS, "--steps", STEPS]
 
 
 def invoke(*arguments):
@@ -50,8 +51,8 @@ def rows(file):
 @pytest.mark.parametrize("kind", training.INITS)
 def test_runs_are_paired_and_learn_and_errors_are_those_of_the_method(rows, kind):
     assert len(rows) == 10
-    exact, ours, f32, liec, sharded = (
-        rows[kind, name] for name in ("exact", "dynamiq:5", "f32", "liec", SHARDED)
+    exact, ours, f32, sharded, fsdp = (
+        rows[kind, name] for name in ("exact", "dynamiq:5", "f32", SHARDED, FSDP)
     )
     assert exact["summary"]["validation"] == {"percent": 0.0, "error": 0.0}
     assert abs(f32["summary"]["validation"]["percent"]) < 1e-3
@@ -61,14 +62,16 @@ def test_runs_are_paired_and_learn_and_errors_are_those_of_the_method(rows, kind
     assert found["error"] == pytest.approx(100 * np.abs(ratio[0] - ratio[1]) / 2)
     # Far less than seeds differ among each other: the runs are paired.
     assert 1e-4 < np.abs(ratio - 1).max() < 0.02 and np.ptp(exact["validation_loss"]) > 1e-3
-    assert max(max(row["validation_loss"]) for row in (exact, ours, liec, sharded)) < 5.4
+    assert max(max(row["validation_loss"]) for row in (exact, ours, fsdp, sharded)) < 5.4
     assert exact["vnmse"] == exact["worst_leaf"] == [0.0, 0.0]
     assert 0 < max(f32["worst_leaf"]) < 1e-12
     assert 1e-5 < min(ours["vnmse"]) and max(ours["vnmse"]) < 0.1
     assert all(np.greater(ours["worst_leaf"], ours["vnmse"]))
     assert exact["bits_per_coord"] == f32["bits_per_coord"] == 32
-    assert 5 < ours["bits_per_coord"] < 5.2 and sharded["bits_per_coord"] == 8
-    assert 0 < abs(sharded["summary"]["validation"]["percent"]) < 1
+    assert 5 < ours["bits_per_coord"] < 5.2
+    assert fsdp["bits_per_coord"] == sharded["bits_per_coord"] == 8
+    apart = {row["summary"]["validation"]["percent"] for row in (ours, fsdp, sharded)}
+    assert len(apart) == 3 and 0 < min(map(abs, apart)) and max(map(abs, apart)) < 1
 
 
 def test_rows_that_the_file_has_are_not_trained_again(file, monkeypatch):
@@ -82,11 +85,11 @@ def test_rows_that_the_file_has_are_not_trained_again(file, monkeypatch):
 def test_the_worst_leaf_is_the_one_with_a_large_error():
     errors, norms = np.array([[[0.1, 0.0, 1], [0.1, 0.5, 1]]]), np.array([[[10.0, 1, 0]] * 2])
     result = {"losses": np.arange(100.0)[None], "validation": np.array([np.nan])}
-    found = training.figures(result | {"errors": errors, "norms": norms}, ["a", "b", "c"])
-    assert found["worst_leaf"] == pytest.approx([0.25]) and found["worst_leaf_name"] == "b"
+    found = training.figures(result | {"errors": errors, "norms": norms})
+    assert found["worst_leaf"] == pytest.approx([0.25])
     assert found["vnmse"] == pytest.approx([(1.1 + 1.6) / 22])
     assert found["training_loss"] == [[12.0, 37.0, 62.0, 87.0]]
-    assert found["early_loss"] == [49.5] and found["validation_loss"] == [None]
+    assert found["validation_loss"] == [None]
 
 
 def test_differences_are_paired():
@@ -110,7 +113,7 @@ def test_the_model_is_that_of_the_example():
     places |= {name: f"mlp.{name}.kernel" for name in ("gate", "up", "down")}
     places |= {f"{name}_norm": f"{name}_norm.scale" for name in ("attention", "mlp")}
     moved = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(training.unstack(params)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         start, _, last = jax.tree_util.keystr(path, simple=True, separator=".").rpartition(".")
         moved[f"{start}.{places[last]}".strip(".")] = leaf
 
@@ -130,9 +133,9 @@ def test_the_model_is_that_of_the_example():
     ("arguments", "complaint"),
     [
         (["--models", "tny"], "--models 'tny': pass some of"),
-        (["--optimisers", "adam"], "--optimisers 'adam': pass some of"),
         (["--methods", "dynamique:5"], "method 'dynamique:5' is not known"),
         (["--methods", "mxfp8", "--topologies", "torus"], "topology 'torus' is not known"),
+        (["--methods", "mxfp8/mxfp8/bf16"], "pass GRADIENTS/DIFFERENCES"),
     ],
 )
 def test_wrong_options_are_refused(arguments, complaint):
@@ -144,9 +147,8 @@ def test_wrong_options_are_refused(arguments, complaint):
 # --- Pages ----------------------------------------------------------------------------------------
 
 
-def test_the_pages_have_the_tables_of_today():
-    for path, text in pages.texts().items():
-        assert path.read_text() == text, f"{path}: run make figures"
+def test_the_page_has_the_tables_of_today():
+    assert pages.PAGE.read_text() == pages.text(), "run make figures"
 
 
 def test_the_picture_of_speedups_has_a_bar_for_every_time():
@@ -182,27 +184,31 @@ def test_times_to_a_loss_by_hand():
     assert pages.times_to_loss()["host memory"]["dynamiq:5"].relative == pytest.approx(relative)
 
 
-@pytest.mark.parametrize(
-    ("file", "topology"), [("step_time.json", "direct"), ("step_time_nodes.json", "hierarchical")]
-)
-def test_the_page_of_times_has_the_steps_of_the_files(file, topology):
-    """Cells: links, method, ms, less per step, less to the loss, final loss."""
-    names = {"dynamiq:5": "DynamiQ, 5 bits", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-    page = (ROOT / "docs" / "time-to-accuracy.md").read_text().replace("**", "").replace("−", "-")
-    count = 0
-    for r in pages.combine(pages.read_curves(), pages.read_times(file, "1b", topology), 0.5):
-        if r.method in names and r.transport != "NVLink":
-            to_loss = f"{1 - r.relative:.1%} | {r.loss_percent:+.2f} ± {r.loss_error:.2f} |"
-            text = f"{r.step_ms:.1f} | {1 - r.step_relative:.1%} | {to_loss}"
-            assert re.search(rf"\| {names[r.method]}[^|]* \| {re.escape(text)}", page), text
-            count += 1
-    assert count == {"step_time.json": 3, "step_time_nodes.json": 1}[file]
+def test_the_pictures_of_long_training_have_the_rows(tmp_path):
+    def row(method, losses, sums=None, **settings):
+        parts = [
+            {"step": 50 * (i + 1), "validation": x, "workers": 8} for i, x in enumerate(losses)
+        ]
+        for part, own in zip(parts, sums or [], strict=bool(sums)):
+            part["errors"] = {"sum": own, "squares": 4.0}
+        fixed = {"steps": 100, "tokens": 200_000_000, "method": method, "seed": 0}
+        kept = {"settings": fixed | settings, "parts": parts}
+        (tmp_path / f"{len(list(tmp_path.iterdir()))}.json").write_text(json.dumps(kept))
 
-
-@pytest.mark.parametrize(
-    ("method", "bytes_per_coord"),
-    [("dynamiq:5", 0), ("dynamiq-ef14:3", 4), ("dynamiq-ef21:3", 8), ("marsit", 4)],
-)
-def test_state_is_what_the_classes_say(method, bytes_per_coord):
-    found = pages.state_bytes_per_coord(method, "direct", "tiny", 8)
-    assert found == pytest.approx(bytes_per_coord, abs=0.1)
+    row("bf16", [2.0, 1.0], [4.0, 16.0])
+    row("bf16-reversed", [2.002, 1.0], [4.0, 4.0])
+    row("mxfp8", [2.0], [4.0], options="other")
+    row("5/2.5", [2.01, 1.02])
+    above, below = pages.long_training(tmp_path).axes
+    lines = {line.get_label(): line.get_xydata() for line in above.lines}
+    assert lines.keys() == {"mxfp8", "5/2.5"}
+    np.testing.assert_allclose(lines["5/2.5"], [[100, 0.5], [200, 2.0]])
+    np.testing.assert_allclose(lines["mxfp8"], [[100, 0.0]], atol=1e-9)
+    (band,) = above.collections
+    assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(0.2)
+    lines = {line.get_label(): line.get_xydata() for line in below.lines}
+    np.testing.assert_allclose(lines["bf16"], [[50, 1], [100, 2]])
+    assert "5/2.5" not in lines
+    row("mxfp4", [2.0], seed=1)
+    with pytest.raises(ValueError, match="differ in more than the method"):
+        pages.long_training(tmp_path)
