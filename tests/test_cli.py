@@ -388,7 +388,7 @@ def test_a_line_names_the_option_before_anything_is_measured(
     assert (files / "rows.json").read_text() == "kept"
 
 
-def test_a_file_that_is_replaced_is_named_before(files, monkeypatch, capsys):
+def test_a_file_that_is_replaced_is_named_before(files, monkeypatch):
     monkeypatch.chdir(files)
     said = run("error", "--workers", "3", "--topology", "butterfly", "--json", "rows.json").stderr
     assert said.startswith("--json replaces rows.json (4 bytes)\n")
@@ -403,7 +403,7 @@ def test_a_full_disk_is_noticed_before(monkeypatch, tmp_path):
     assert "new.json cannot be written (No space left on device)" in said
 
 
-def test_names_of_users_are_text_and_no_markup(tmp_path):
+def test_markup_and_control_characters_in_names_of_users_do_nothing(tmp_path):
     file = tmp_path / "[b]g.npz"
     leaf = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
     np.savez(file, gradients=leaf, names=["[/red]\x1b[31mx"], sizes=[4096])

@@ -45,7 +45,7 @@ def command(
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
 
     On GPUs every setting is tried with and without dither. A CPU checks that settings run, and
-    gives no advice. How long all will take is said once the first has run.
+    gives no advice. Once the first setting has run, the command says how long all will take.
 
     With --processes, or under srun, run it in every process; the first one reports.
     """

@@ -66,7 +66,9 @@ def _version(given: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print it and end."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     """Lets XLA split the CPU into eight devices; read when JAX first looks for devices."""

@@ -89,7 +89,7 @@ def command(
     ] = "dynamiq:3,dynamiq:4,dynamiq:5,dynamiq:6,dynamiq-dither:4,mxfp8,mxfp4,minmax:4,thc:4",
     topology: Annotated[str, typer.Option(help="direct, ring, butterfly, or several.")] = "direct",
     workers: Annotated[
-        int | None, typer.Option(min=2, help="How many (default: 8, or all of the file's).")
+        int | None, typer.Option(min=2, help="Number of workers (default: 8, or all of the file).")
     ] = None,
     super_groups: options.SuperGroups = None,
     seeds: options.Seeds = 3,

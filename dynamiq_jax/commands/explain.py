@@ -20,7 +20,7 @@ ROOM = 0.6
 def command(
     model: options.Model,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many reduce (default: the devices here).")
+        int | None, typer.Option(min=1, help="Number of workers (default: the devices here).")
     ] = None,
     nodes: options.Nodes = 1,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
@@ -29,7 +29,7 @@ def command(
         typer.Option(help="direct, ring, butterfly, hierarchical (default: as psum takes it)."),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Of a worker's link, as 25gbit, for wire times.")
+        str | None, typer.Option(help="Rate of a worker's link, as 25gbit, for wire times.")
     ] = None,
 ) -> None:
     """Print which leaf is compressed, what a worker sends and keeps, and how to train by bytes.

@@ -19,14 +19,14 @@ Repeats = Annotated[
     int | None, typer.Option(min=1, help="Timed samples per row (default: 20; on CPU 5).")
 ]
 Nodes = Annotated[
-    int, typer.Option(min=1, help="Reduce over two axes, the outer one of this size.")
+    int, typer.Option(min=1, help="Size of the outer of two axes (default: one axis).")
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, help="This command runs in so many processes at once; not for srun."),
+    typer.Option(min=1, help="Number of processes that run this command; not under srun."),
 ]
-ProcessId = Annotated[int, typer.Option(min=0, help="Which of them this one is.")]
-Coordinator = Annotated[str, typer.Option(help="HOST:PORT where process 0 listens to the others.")]
+ProcessId = Annotated[int, typer.Option(min=0, help="Number of this process, from 0.")]
+Coordinator = Annotated[str, typer.Option(help="HOST:PORT at which process 0 listens.")]
 SuperGroups = Annotated[
     int | None,
     typer.Option(min=1, max=MAX_SUPER_GROUPS, help="Super-groups of 256 coordinates per worker."),

@@ -51,7 +51,7 @@ Progress = Callable[[int, int], object]
 
 
 def command(
-    workers: Annotated[int, typer.Option(min=2, help="How many reduce.")] = 8192,
+    workers: Annotated[int, typer.Option(min=2, help="Number of workers.")] = 8192,
     super_groups: options.SuperGroups = None,
     topology: Annotated[
         str, typer.Option(help="ring, butterfly, direct, or several.")

@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> None:
-    """Prints one line per row to standard output; names of users are no markup."""
+    """Prints one line per row to standard output; markup in names of users is printed as it is."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
