@@ -200,8 +200,9 @@ def test_devices_compute_what_vmap_does(name):
         assert relative_error(found[i], expected[0]) < 1e-4
 
 
-@pytest.mark.parametrize("name", WITH_STATE)
+@pytest.mark.parametrize("name", [name for name in WITH_STATE if "full rounds" not in name])
 def test_several_axes_count_as_one(name):
+    """But for full rounds: `vmap` of two axes has no psum within a conditional."""
     method, x = METHODS[name], draw(1, 6, name)
     topology = route(name) and dq.Direct()  # `vmap` permutes one axis only
     state = first_state(method, x, 6, topology)
