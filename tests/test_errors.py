@@ -86,28 +86,20 @@ def raises(exception, *texts):
     return pytest.raises(exception, match="(?s)" + ".*".join(map(re.escape, texts)))
 
 
-@pytest.mark.parametrize(("fields", "texts"), FIELDS, ids=[str(f) for f, _ in FIELDS])
-def test_bad_fields_of_a_method(fields, texts):
+BAD = [
+    (make, *case)
+    for make, cases in ((dq.DynamiQ, FIELDS), (dq.Format, FORMAT_FIELDS),
+                        (dq.Compression, REQUEST_FIELDS))
+    for case in cases
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "fields", "texts"), BAD, ids=[str(case[1]) for case in BAD])
+def test_bad_fields(make, fields, texts):
     with pytest.raises(ValueError) as info:
-        dq.DynamiQ(**fields)
+        make(**fields)
     for text in texts:
         assert text in str(info.value)
-
-
-@pytest.mark.parametrize(("fields", "texts"), FORMAT_FIELDS, ids=[str(f) for f, _ in FORMAT_FIELDS])
-def test_bad_fields_of_a_format(fields, texts):
-    with pytest.raises(ValueError) as info:
-        dq.Format(**fields)
-    for text in texts:
-        assert text in str(info.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "texts"), REQUEST_FIELDS, ids=[str(f) for f, _ in REQUEST_FIELDS]
-)
-def test_bad_fields_of_a_request(fields, texts):
-    with raises(ValueError, *texts):
-        dq.Compression(**fields)
 
 
 def test_a_topology_is_passed_once():

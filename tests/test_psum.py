@@ -202,16 +202,6 @@ def test_any_kind_of_key_will_do():
     assert np.mean(rbg[0] != rbg[1]) > 0.3
 
 
-def test_pmean_is_psum_over_n():
-    x, exact = case()
-    method, key = METHODS["default"], jax.random.key(4)
-    total = np.asarray(vmapped(method)(x, key))
-    mean = np.asarray(vmapped(method, mean=True)(x, key))
-    assert_replicas_equal(mean)
-    np.testing.assert_allclose(mean, total / N, rtol=1e-6)  # the same rounding: 1/5 is not exact
-    assert relative_error(mean[0], exact / N) < 0.05
-
-
 def test_one_worker_keeps_its_gradient():
     tree = {
         "f32": jnp.array([[1e-38, -3.7, np.inf, 0.1]]),

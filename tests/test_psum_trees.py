@@ -63,36 +63,6 @@ def check(tree, result, n, method):
         assert np.any(error > 0)
 
 
-@pytest.mark.release
-def test_mixed_tree():
-    rng, n = np.random.default_rng(0), 3
-    tree = {
-        "layers": [
-            {"w": array(rng, n, (33, 17), "float32"), "b": array(rng, n, (17,), "float32")},
-            {"w": array(rng, n, (40, 50), "bfloat16"), "b": array(rng, n, (50,), "bfloat16")},
-        ],
-        "scale": array(rng, n, (700,), "float16"),
-        "step": array(rng, n, (), "int32"),
-        "temperature": array(rng, n, (), "float32"),
-        "empty": array(rng, n, (0, 4), "float32"),
-        "mask": array(rng, n, (9,), "bool"),
-        "phase": array(rng, n, (2, 3), "complex64"),
-        "counts": array(rng, n, (1000,), "uint8"),
-        "nothing": None,
-    }
-    result = vmapped(WIDE)(tree, jax.random.key(0))
-    check(tree, result, n, WIDE)
-    mean = vmapped(WIDE, mean=True)(tree, jax.random.key(0))
-    native = jax.jit(jax.vmap(lambda tree: lax.pmean(tree, "data"), axis_name="data"))(tree)
-    for name in ("temperature", "empty", "phase", "mask"):
-        assert_same_bits(np.asarray(mean[name]), np.asarray(native[name]))
-    for total, average in zip(*(jax.tree.leaves(t["layers"]) for t in (result, mean)), strict=True):
-        assert average.dtype == total.dtype
-        half_ulp = ROUND_OFF[average.dtype.name]
-        expected = np.asarray(total, np.float64) / n
-        np.testing.assert_allclose(np.asarray(average, np.float64), expected, rtol=2 * half_ulp)
-
-
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 leaves = st.tuples(shapes, st.sampled_from(COMPRESSED + EXACT))
 names = st.text(string.ascii_letters + " ./'é", max_size=4)

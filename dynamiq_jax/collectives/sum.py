@@ -120,56 +120,49 @@ class Sum:
         """Refuses other operations."""
         check_choice("op", self.op, get_args(Op))
 
-    @classmethod
-    def of(
-        cls,
-        axis: Axis,
-        placed: Sequence[P],
+    def placed(
+        self,
+        specs: Sequence[P],
         *,
         over: tuple[str, ...] | None = None,
         opened: Sequence[P] | None = None,
-        **options: Any,
     ) -> "Sum":
-        """The sum of leaves that are ``placed`` so; ``over`` are the axes that count as splits."""
-        splits = tuple(split_of(spec, axis.names if over is None else over) for spec in placed)
-        pairs = zip(placed, opened or placed, strict=True)
-        others = tuple((axes_of(a) | axes_of(b)) - {*axis.names} for a, b in pairs)
+        """The sum of leaves that lie as ``specs`` say; axes that are not in ``over`` split none."""
+        axes = self.axis.names
+        splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
+        pairs = zip(specs, opened or specs, strict=True)
+        others = tuple((axes_of(a) | axes_of(b)) - {*axes} for a, b in pairs)
         opened = None if opened is None else tuple(opened)
-        return cls(axis, splits=splits, others=others, opened=opened, **options)
+        return dataclasses.replace(self, splits=splits, others=others, opened=opened)
 
-    @classmethod
-    def of_shards(cls, params: Any, axis: Axis, specs: Any, **options: Any) -> tuple["Sum", Any]:
+    def of_shards(self, params: Any, specs: Any) -> tuple["Sum", Any]:
         """The sum of gradients of ``params``, of which some leaves are one worker's shards.
 
         Returns the shapes and dtypes of whole leaves, too.
 
         Args:
           params: as they are inside of a map.
-          axis: the workers.
           specs: over the axis, which tells of shards, and over others as for `psum`.
-          options: other attributes.
 
         Raises:
           ValueError: a spec does not fit its leaf, the leaf is known to be the same on all workers,
             or a dimension is split over other axes within the data axes' parts.
         """
-        around = surroundings(axis)
+        axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
-        placed = flat_specs(specs, params, known)
-        splits = [split_of(spec, axis.names) for spec in placed]
-        opened = (around.specs(params, specs) if any(splits) else None) or [P()] * len(placed)
+        told = flat_specs(specs, params, known)
+        total = dataclasses.replace(self.placed(told), specs=specs)
+        opened = (around.specs(params, specs) if any(total.splits) else None) or [P()] * len(told)
         sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
         within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         leaves, treedef = jax.tree.flatten(params)
+        leaves = zip(describe_leaves(params), leaves, told, total.splits, strict=True)
         shapes = []
-        for leaf, x, spec, split in zip(
-            describe_leaves(params), leaves, placed, splits, strict=True
-        ):
+        for leaf, x, spec, split in leaves:
             part(leaf, spec, within)  # refuses specs that do not fit
             _check_shard(leaf, x, spec, split, axis, around.open)
             shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
-        total = cls.of(axis, placed, opened=opened, specs=specs, **options)
-        return total, treedef.unflatten(shapes)
+        return total.placed(told, opened=opened), treedef.unflatten(shapes)
 
     def some(self, places: Collection[int]) -> "Sum":
         """The sum of some leaves, by their numbers."""

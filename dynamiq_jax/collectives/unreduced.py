@@ -4,6 +4,7 @@ An unreduced array is a sum that nobody has done yet: every device along the axi
 it. JAX types gradients so where parameters are typed as reduced, see `training.deferred`.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import zero_tangent
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import (
     bucket_axes,
     flat_specs,
@@ -122,9 +122,8 @@ def reduce_unreduced(
     def moving(found: Sequence[Any]) -> Any:
         return treedef.unflatten([x if i in moves else None for i, x in enumerate(found)])
 
-    ways = {"compression": total.compression, "op": "sum", "specs": moving(terms)}
-    over = several(axis.names, mesh.shape)
-    own = Sum.of(axis, [targets[i] for i in moves], over=over, **ways)
+    own = dataclasses.replace(total, op="sum", specs=moving(terms))
+    own = own.placed([targets[i] for i in moves], over=several(axis.names, mesh.shape))
     if any(own.splits) and (state is not None or metrics):
         raise NotImplementedError(
             f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
@@ -176,15 +175,13 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
     )
 
 
-def large_leaves(
-    tree: Any, placed: list[P], mesh: AbstractMesh, axis: Axis, compression: Compression
-) -> set[int]:
-    """The leaves that the request compresses, of leaves that are whole over the axis."""
-    others = [name for name in mesh.axis_names if name not in axis.names]
+def large_leaves(total: Sum, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
+    """The leaves that the request compresses, of leaves that are whole over the workers."""
+    axes = total.axis.names
+    others = [name for name in mesh.axis_names if name not in axes]
     specs = jax.tree.structure(tree).unflatten(only(spec, others) for spec in placed)
     leaves, _ = placed_leaves(tree, mesh, specs)
-    sizes = tuple(mesh.shape[name] for name in axis.names)
-    grouping = compression.group(leaves, sizes)
+    grouping = total.compression.group(leaves, tuple(mesh.shape[name] for name in axes))
     return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
 
 

@@ -135,7 +135,8 @@ def sharded(
         over other axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request, moves_by = as_compression(method), as_compression(differences)
+    request, gathers = as_compression(method), as_compression(differences)
+    total = Sum(axis, request, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
@@ -170,7 +171,7 @@ def sharded(
                 "sharded needs the parameters, which are the copy that it keeps close to its "
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
-        step = _Update(inner, axis, request, moves_by, max_norm, key, check_every)
+        step = _Update(inner, total, max_norm, key, check_every)
         if axis.mapped:
             warn_of_clip()
             moved = [True] * len(jax.tree.leaves(updates))
@@ -346,12 +347,10 @@ class _Layout(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """One update inside a map; the fields are the arguments of `sharded`."""
+    """One update inside a map, by the arguments of `sharded`."""
 
     inner: optax.GradientTransformationExtraArgs
-    axis: Axis
-    request: Compression
-    differences: Compression
+    total: Sum
     max_norm: float | None
     key: Array | None
     check_every: int
@@ -373,12 +372,11 @@ class _Update(NamedTuple):
         names = [leaf.path for leaf in describe_leaves(params)]
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
-        ways = {"compression": self.request, "gathers": self.differences, "to": "invarying"}
-        total = Sum.of(self.axis, placed, op=op, **ways)
+        axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
         layout = _Layout(names, treedef, total)
         held = jax.tree.leaves(state.masters)
         self._check_copies(copies, held, layout)
-        own = [_own(x, split, self.axis) for x, split in zip(copies, total.splits, strict=True)]
+        own = [_own(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
         self._compare(copies, state.step)
         state = _begun(state, treedef.unflatten(own))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
@@ -409,12 +407,13 @@ class _Update(NamedTuple):
 
     def _compare(self, copies: list[Array], step: Array) -> None:
         if self.check_every:
-            compare = functools.partial(assert_same_on_workers, axis=self.axis, what="the copy")
+            options = {"axis": self.total.axis, "what": "the copy"}
+            compare = functools.partial(assert_same_on_workers, **options)
             lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
 
     def _check_copies(self, copies: list[Array], masters: list[Array], layout: _Layout) -> None:
-        sizes = dict(zip(self.axis.names, axis_sizes(self.axis, "sharded"), strict=True))
-        splits = layout.total.splits
+        axis, splits = layout.total.axis, layout.total.splits
+        sizes = dict(zip(axis.names, axis_sizes(axis, "sharded"), strict=True))
         for name, x, own, split in zip(layout.names, copies, masters, splits, strict=True):
             if x.shape != (whole := whole_shape(own.shape, split, sizes)):
                 raise ValueError(
@@ -449,21 +448,21 @@ class _Update(NamedTuple):
         self, terms: list[Array], layout: _Layout, key: Array, moved: list[bool]
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
-        splits = layout.total.splits
+        axis, splits = layout.total.axis, layout.total.splits
         some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
-        tracked = self.axis.tracked and self.axis.size > 1
+        tracked = axis.tracked and axis.size > 1
         for i, x in some.items() if tracked else ():
-            if splits[i] and self.axis.replicates(x):
+            if splits[i] and axis.replicates(x):
                 raise ValueError(
-                    f"the gradient of leaf {layout.names[i]} is the same on all {self.axis.size} "
-                    f"workers of axis {self.axis.name!r}: JAX has summed gradients of replicated "
+                    f"the gradient of leaf {layout.names[i]} is the same on all {axis.size} "
+                    f"workers of axis {axis.name!r}: JAX has summed gradients of replicated "
                     "parameters already (check_vma=True). Differentiate with respect to "
-                    f"jax.lax.pcast(params, {self.axis.name!r}, to='varying')"
+                    f"jax.lax.pcast(params, {axis.name!r}, to='varying')"
                 )
         sums = layout.total.some(some).scatter(layout.tree(some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
         return [
-            (reduced[i] if i in reduced else _own(x, split, self.axis)).astype(jnp.float32)
+            (reduced[i] if i in reduced else _own(x, split, axis)).astype(jnp.float32)
             for i, (x, split) in enumerate(zip(terms, splits, strict=True))
         ]
 

@@ -7,6 +7,7 @@ itself stays a function of global arrays.
 """
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection
@@ -31,7 +32,6 @@ from dynamiq_jax.core.compat import REFUSALS, equations, linear_program, traced_
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.training.gathered import BACKWARD, gathers, inputs_of, watched
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
@@ -42,19 +42,22 @@ class Deferred(NamedTuple):
 
     Attributes:
       mesh: a mesh of Explicit axes.
-      axis: the data axes.
-      compression: which leaves are compressed, and how.
+      total: the sum over the data axes: which leaves are compressed, and how.
       has_aux: whether the loss comes with more.
       metrics: whether gradients come with `Metrics`.
       reduces: whether gradients are summed; else those of deferred leaves stay unreduced.
     """
 
     mesh: AbstractMesh
-    axis: Axis
-    compression: Compression
+    total: Sum
     has_aux: bool
     metrics: bool
     reduces: bool
+
+    @property
+    def axis(self) -> Axis:
+        """The data axes."""
+        return self.total.axis
 
     def __call__(
         self,
@@ -82,7 +85,7 @@ class Deferred(NamedTuple):
         """
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        large = large_leaves(params, placed, self.mesh, self.axis, self.compression)
+        large = large_leaves(self.total, params, placed, self.mesh)
         own = self._own(loss, params, data, large)
         chosen = large - own
         self._warn(params, placed, own)
@@ -105,7 +108,7 @@ class Deferred(NamedTuple):
         grads = treedef.unflatten(grads)
         if not self.reduces:
             return value, grads
-        total = Sum(self.axis, self.compression, "sum", specs=treedef.unflatten(placed))
+        total = dataclasses.replace(self.total, specs=treedef.unflatten(placed))
         found = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
         return value, found if self.metrics or state is not None else found.tree
 

@@ -6,6 +6,7 @@ unreduced and one compressed collective sums and scatters it.
 
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum, gathers_of
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.collectives.unreduced import (
     large_leaves,
     mesh_of,
@@ -27,7 +28,6 @@ from dynamiq_jax.collectives.unreduced import (
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.placement import only
 
 _calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dynamiq_jax_calls")
@@ -91,32 +91,29 @@ def watched() -> Iterator[list[Axis]]:
         _calls.reset(token)
 
 
-def gather_outside(
-    params: Any, axis: Axis, compression: Compression, gather: Any, *, key: Array | None
-) -> Any:
+def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
     """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass.
 
     Args:
+      total: how gradients are summed, over all axes over which the batch is sharded, and how shards
+        become whole leaves.
       params: leaves with types of an Explicit mesh.
-      axis: all axes over which the batch is sharded.
-      compression: how gradients are summed.
-      gather: how shards become whole leaves; see `gathers_of`.
       key: as for `psum`.
 
     Raises:
       ValueError: in the backward pass, the derivative is not `value_and_grad`'s.
     """
+    axis = total.axis
     if (calls := _calls.get(None)) is not None:
         calls.append(axis)
     check_key(key)
     mesh = mesh_of(params)
     leaves, treedef = jax.tree.flatten(params)
     placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
-    ways = {"compression": compression, "op": "sum", "gathers": gathers_of(gather, compression)}
-    total = Sum.of(axis, placed, **ways)
+    total = total.placed(placed)
     kept = [name for name in mesh.axis_names if name not in axis.names]
     whole = [only(spec, kept) for spec in placed]
-    large = large_leaves(params, placed, mesh, axis, compression)
+    large = large_leaves(total, params, placed, mesh)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     chosen = [i for i in numbers if total.splits[i]]
 
@@ -150,7 +147,7 @@ def gather_outside(
                 f"all to the terms that are summed over {axis.names}; pass the loss to "
                 f"dq.value_and_grad(loss, axis_name={axis.name!r})"
             )
-        back = Sum(axis, compression, "sum", specs=some(placed))
+        back = dataclasses.replace(total, specs=some(placed))
         return reduce_unreduced(back, gradients, words).tree, None
 
     gathered.defvjp(forward, backward)

@@ -1,7 +1,7 @@
 """Reductions where parameters are used: the backward pass returns reduced gradients."""
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
-from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.gathered import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -113,8 +112,8 @@ def reduce_in_backward(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
-    axis = check_axis(axis_name)
-    options = {"op": op, "method": method, "specs": specs, "gather": gather}
+    axis, compression = check_axis(axis_name), as_compression(method)
+    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")
@@ -122,9 +121,8 @@ def reduce_in_backward(
                 f"{name}={given} are for maps: outside of them, on Explicit axes, types say how "
                 "parameters are sharded; leave it out"
             )
-        check_choice("op", op, get_args(Op))
-        return gather_outside(params, axis, as_compression(method), gather, key=key)
-    reducer = Reducer(params, axis, "reduce_in_backward", copies=copies, **options)
+        return gather_outside(total, params, key=key)
+    reducer = Reducer(total, params, "reduce_in_backward", specs=specs, copies=copies)
     check_key(key, axis)
 
     @jax.custom_vjp
@@ -152,14 +150,11 @@ class Reducer:
 
     def __init__(
         self,
+        total: Sum,
         params: Any,
-        axis: Axis,
         caller: str,
         *,
-        op: Op,
-        method: Compression | Method | ByPath | None,
         specs: Any,
-        gather: Compression | Method | ByPath | None = None,
         copies: Any = None,
         stacked: bool = False,
     ):
@@ -167,9 +162,8 @@ class Reducer:
         if stacked:
             first = functools.partial(jax.tree.map, lambda w: w[0])
             params, copies = jax.eval_shape(first, (params, copies))
-        compression, sizes = as_compression(method), axis_sizes(axis, caller)
-        ways = {"compression": compression, "op": op, "gathers": gathers_of(gather, compression)}
-        total, whole = Sum.of_shards(params, axis, specs, **ways)
+        sizes, compression = axis_sizes(total.axis, caller), total.compression
+        total, whole = total.of_shards(params, specs)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         self.whole = total.whole
         """Gathers the leaves of a tree that are shards, with the words of a key; others pass."""
@@ -181,7 +175,7 @@ class Reducer:
         self.gathers = any(total.splits) and copies is None
         """Whether any leaf is a shard that has no copy."""
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
-        self._axis, self._caller, self.specs = axis, caller, specs
+        self._axis, self._caller, self.specs = total.axis, caller, specs
 
     def moving(self, gradients: Any) -> Any:
         """The gradients but for those of integers, which are float0.

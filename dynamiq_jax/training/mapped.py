@@ -1,5 +1,6 @@
 """Gradients on meshes of Auto axes: the loss runs mapped over the data axes."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -23,7 +24,6 @@ from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import Compression
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
@@ -88,11 +88,9 @@ def mapped_value_and_grad(
     loss: Callable[[Any, Any], Any],
     *,
     mesh: Mesh | AbstractMesh,
-    axis: Axis,
-    compression: Compression,
+    total: Sum,
     has_aux: bool,
     metrics: bool,
-    op: Op,
     reduces: bool,
     specs: Any,
     batch_specs: Any,
@@ -105,6 +103,7 @@ def mapped_value_and_grad(
     Returns:
       ``f(params, data, *, key, state)``, of ``loss(params, data)``.
     """
+    axis, op = total.axis, total.op
     axes, axis_name = axis.names, axis.name
     sizes = tuple(mesh.shape[name] for name in axes)
     counting = several(axes, mesh.shape)
@@ -128,8 +127,8 @@ def mapped_value_and_grad(
         mine = [_apart(spec, axes) for spec in placed]
         over_data = tree.unflatten(only(spec, axes) for spec in mine)
         opened = [only(spec, others) for spec in placed]
-        ways = {"compression": compression, "op": op, "specs": tree.unflatten(opened)}
-        total = Sum.of(axis, mine, over=counting, opened=opened, **ways)
+        of_params = dataclasses.replace(total, specs=tree.unflatten(opened))
+        of_params = of_params.placed(mine, over=counting, opened=opened)
         pairs = zip(describe_leaves(params), placed, strict=True)
         gathered = [
             part(leaf, only(spec, others), mesh.shape)
@@ -142,7 +141,7 @@ def mapped_value_and_grad(
         aux_tree: list[Any] = []
 
         def local(params, key, state, arrays):
-            params = axis.to_varying(total.whole(params))
+            params = axis.to_varying(of_params.whole(params))
             own = zip(arrays, folded, strict=True)
             arrays = [jax.random.fold_in(x, axis.index) if fold else x for x, fold in own]
             data = told.join(arrays)
@@ -159,7 +158,7 @@ def mapped_value_and_grad(
                 found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
             else:
                 own = jax.tree.map(lambda x: x[0], state)
-                found = total.reduce(grads, key, own, metrics=metrics)
+                found = of_params.reduce(grads, key, own, metrics=metrics)
             after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
             value, rest = value if has_aux else (value, None)
             leaves, structure = jax.tree.flatten(rest)

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.compat import evaluate, with_constants
 from dynamiq_jax.training.in_backward import Reducer
 from dynamiq_jax.training.phases import Progress
@@ -127,8 +127,8 @@ class Once:
 
     count = 1
 
-    def __init__(self, function: Function, own: Any, spec: Any, axis: Axis, options: dict):
-        self.reducer = Reducer(own, axis, "sequential", specs=spec, **options)
+    def __init__(self, function: Function, own: Any, total: Sum, spec: Any, copies: Any):
+        self.reducer = Reducer(total, own, "sequential", specs=spec, copies=copies)
         self._function = function
 
     def of_run(self, own: Any, layer: Array | int) -> Any:
@@ -192,8 +192,10 @@ class Loop:
     the reductions under way, the newest in the last place.
     """
 
-    def __init__(self, scanned: Scanned, own: Any, spec: Any, axis: Axis, name: str, options: dict):
-        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((own, options["copies"]))}
+    def __init__(
+        self, scanned: Scanned, own: Any, total: Sum, spec: Any, copies: Any, *, name: str
+    ):
+        leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((own, copies))}
         if len(leading) != 1 or () in leading:
             found = ", ".join(sorted(str(shape) for shape in leading)) or "no leaves"
             raise ValueError(
@@ -205,7 +207,8 @@ class Loop:
             raise ValueError(f"{name} is scanned over 0 layers; pass at least one, or leave it out")
         self._function, self._scanned = scanned.function, scanned
         spec = _without_layers(spec, name)
-        self.reducer = Reducer(own, axis, "sequential", specs=spec, stacked=True, **options)
+        options = {"specs": spec, "copies": copies, "stacked": True}
+        self.reducer = Reducer(total, own, "sequential", **options)
 
     def of_run(self, own: Any, layer: Array | int) -> Any:
         """See `Part`."""

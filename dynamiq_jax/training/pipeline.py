@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from dynamiq_jax.collectives.sum import Sum, gathers_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
@@ -127,15 +128,15 @@ def sequential(
             )
     if not functions:
         raise ValueError("functions is empty: pass at least one")
+    compression = as_compression(method)
+    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
     parts: list[Part] = []
     for number, (function, own) in enumerate(zip(functions, params, strict=True)):
-        options = {"op": op, "method": as_compression(method), "gather": gather}
-        options["copies"] = copies[number]
+        given = own, total, specs[number], copies[number]
         if isinstance(function, Scanned):
-            name = f"functions[{number}]"
-            parts.append(Loop(function, own, specs[number], axis, name, options))
+            parts.append(Loop(function, *given, name=f"functions[{number}]"))
         else:
-            parts.append(Once(function, own, specs[number], axis, options))
+            parts.append(Once(function, *given))
     gathers = Traces()
     firsts = [int(first) for first in np.cumsum([0, *(part.count for part in parts)])]
 

@@ -4,18 +4,18 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
-from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.deferred import Deferred
 from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
@@ -136,12 +136,12 @@ def value_and_grad(
         data axes; or `jax.vmap` on Explicit axes.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
-    check_choice("op", op, get_args(Op))
+    total = Sum(axis, compression, op)
     if op == "sum" and weight is not None:
         raise ValueError(
             "op='sum' and weight=: weights are for the mean of means; leave one of them out"
         )
-    options = {"axis": axis, "compression": compression, "has_aux": has_aux, "metrics": metrics}
+    options = {"total": total, "has_aux": has_aux, "metrics": metrics}
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
 
@@ -193,7 +193,7 @@ def value_and_grad(
             return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": weigh if weight is not None else None}
         suspicious = closes_over_tracers(loss_fn)
-        ways = {"op": op, "reduces": reduce, "suspicious": suspicious}
+        ways = {"reduces": reduce, "suspicious": suspicious}
         return mapped_value_and_grad(loss, mesh=mesh, **ways, **own, **options)
 
     def reduced(*args, key=None, state=None, **kwargs):
