@@ -1,5 +1,6 @@
 """The command: rows of its benchmarks, and what it refuses before it measures."""
 
+import io
 import json
 import os
 import re
@@ -395,10 +396,13 @@ def test_a_file_that_is_replaced_is_named_before(files, monkeypatch):
 
 
 def test_a_full_disk_is_noticed_before(monkeypatch, tmp_path):
-    def full(**_):
-        raise OSError(28, "No space left on device")
+    class Full(io.BytesIO):
+        def write(self, data):
+            if data:
+                raise OSError(28, "No space left on device")
+            return 0
 
-    monkeypatch.setattr(options.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(options.tempfile, "TemporaryFile", lambda **_: Full())
     said = refused("error", "--json", tmp_path / "new.json")
     assert "new.json cannot be written (No space left on device)" in said
 
