@@ -210,8 +210,9 @@ class PlainMethod(HopMethod):
     ) -> ChunkCodec:
         """See `HopMethod`."""
         own, codec = self.operations(x, shared, bound)
-        options = {"dtype": dtype, "divisor": divisor, "keep_error": keep_error}
-        return chunk_codec(own, codec, bound.layout, **options)
+        return chunk_codec(
+            own, codec, bound.layout, dtype=dtype, divisor=divisor, keep_error=keep_error
+        )
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
