@@ -184,7 +184,6 @@ MAX_NORM = 1.0
 """To which the norm of gradients is clipped."""
 
 EXACT, BF16 = "exact", "bf16-psum"
-DITHER_AXIS = partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto"))
 
 
 def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
