@@ -133,7 +133,7 @@ def make_run(mesh):
     """
     return Run(
         model=CONFIG, recipe=RECIPE, mesh=mesh, seed=0,
-        method=small(Remembering(), topology=dq.Hierarchical(outer=LOOP)),
+        method=small(Remembering(widths=(3, 6)), topology=dq.Hierarchical(outer=LOOP)),
     )  # fmt: skip
 
 
