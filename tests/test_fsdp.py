@@ -346,7 +346,7 @@ def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
     mesh = mesh_of(*axes, kind=AxisType.Explicit)
     name = axes if len(axes) > 1 else axes[0]
     each = partial(dq.reduce_in_backward, axis_name=name, method=method, gather=gather)
-    f = dq.value_and_grad(partial(loss, each=each), axis_name=name, method=method)
+    f = dq.value_and_grad(partial(loss, each=each), axis_name=name, method=method, gather=False)
     layers, x = problem()
     args = put(layers, mesh, stacked(specs)), put(x, mesh, P(name))
     with jax.set_mesh(mesh):
@@ -425,9 +425,12 @@ def test_explicit_shards_outside_of_the_layers_are_named():
 
     params = {"in": np.eye(DIM, dtype=np.float32), "layers": layers}
     args = put(params, mesh, {"in": P("data"), "layers": stacked(SPECS)}), put(x, mesh, P("data"))
-    f = dq.value_and_grad(loss, axis_name="data", method=TYPED)
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
-        jax.eval_shape(f, *args)
+    f = partial(dq.value_and_grad, loss, axis_name="data", method=TYPED)
+    with jax.set_mesh(mesh):
+        with pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
+            jax.eval_shape(f(gather=False), *args)
+        with pytest.raises(ValueError, match="has gathered: pass value_and_grad.*gather=False"):
+            jax.eval_shape(f(), *args)
 
 
 def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
@@ -443,7 +446,8 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         with pytest.raises(ValueError, match="specs=.* are for maps"):
             jax.eval_shape(partial(model, each=partial(each, specs=SPECS)), *args)
 
-    jitted, options = jax.jit(loss), {"axis_name": "data", "mesh": mesh, "method": TYPED}
+    jitted = jax.jit(loss)
+    options = {"axis_name": "data", "mesh": mesh, "method": TYPED, "gather": False}
     with jax.set_mesh(mesh):  # what JAX has traced before counts for nothing
         jax.eval_shape(jitted, *args)
         text = str(jax.make_jaxpr(dq.value_and_grad(jitted, **options))(*args))
@@ -455,7 +459,7 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
 
     with pytest.raises(ValueError, match="not dq.value_and_grad's"):
-        jax.eval_shape(dq.value_and_grad(inner, axis_name="data", mesh=mesh), *args)
+        jax.eval_shape(dq.value_and_grad(inner, **options), *args)
 
 
 def test_explicit_integers_are_gathered_exactly():
@@ -474,12 +478,12 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
     mesh = mesh_of("data", kind=kind)
     sharded, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
-    def traced(rows, sharding, each=lambda w: w):
+    def traced(rows, sharding, each=lambda w: w, **options):
         def loss(w, x):
             return jnp.mean(x @ each(w))
 
         specs = {"specs": sharding.spec} if kind == AxisType.Auto else {}
-        f = dq.value_and_grad(loss, axis_name="data", mesh=mesh, **specs)
+        f = dq.value_and_grad(loss, axis_name="data", mesh=mesh, **specs, **options)
         w = jax.ShapeDtypeStruct((rows, 1 << 14), jnp.float32, sharding=sharding)
         x = jax.ShapeDtypeStruct((N, rows), jnp.float32, sharding=sharded)
         jax.eval_shape(f, w, x)
@@ -492,4 +496,5 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
         traced(1 << 14, sharded)
         traced(rows, whole)
         if kind == AxisType.Explicit:
-            traced(rows, sharded, partial(dq.reduce_in_backward, axis_name="data"))
+            each = partial(dq.reduce_in_backward, axis_name="data")
+            traced(rows, sharded, each, gather=False)
