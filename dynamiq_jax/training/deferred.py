@@ -32,7 +32,7 @@ from dynamiq_jax.core.compat import REFUSALS, linear_program, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.gathered import BACKWARD, gathered_before, gathers, inputs_of
+from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 
