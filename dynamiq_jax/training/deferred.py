@@ -349,7 +349,7 @@ class Deferred(NamedTuple):
         return found
 
     def _check_split(self, data: Any, why: Exception) -> None:
-        """Refuses arguments of which devices hold other examples than ``axis_name`` says.
+        """Refuses a batch that is not sharded over exactly the axes in ``axis_name``.
 
         Raises:
           ValueError: there are arrays, and no leading axis is sharded over the data axes, or one is
