@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dynamiq_jax.collectives.buckets import with_tangent
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
-from dynamiq_jax.collectives.in_maps import with_tangent
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
@@ -170,7 +170,7 @@ def _scatter_bucket(
     return method.reduce_scatter(x, Call(axis, topology, seed)), state
 
 
-# Buckets of the same size are traced and lowered once, as in `in_maps`.
+# Buckets of the same size are traced and lowered once, as in `buckets`.
 _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
 
 _scatter_compiled = inlined(

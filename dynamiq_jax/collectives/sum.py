@@ -16,6 +16,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.collectives.buckets import (
+    exact_of,
+    over_open_axes,
+    reduce_compiled,
+    reduce_leaves,
+    weighted,
+)
 from dynamiq_jax.collectives.checks import (
     check_state,
     check_varying,
@@ -23,13 +30,6 @@ from dynamiq_jax.collectives.checks import (
     warn_of_uncompressed,
 )
 from dynamiq_jax.collectives.halves import gather_over, scatter_over
-from dynamiq_jax.collectives.in_maps import (
-    exact_of,
-    over_open_axes,
-    reduce_compiled,
-    reduce_leaves,
-    weighted,
-)
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes

@@ -32,7 +32,7 @@ from dynamiq_jax.core.compat import REFUSALS, equations, linear_program, traced_
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.gathered import BACKWARD, gathers, inputs_of, watched
+from dynamiq_jax.training.explicit_shards import BACKWARD, gathers, inputs_of, watched
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 

@@ -17,8 +17,8 @@ from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.training.auto_axes import Told, closes_over_tracers, mapped_value_and_grad
 from dynamiq_jax.training.deferred import Deferred
-from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
 
 
 def value_and_grad(

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.in_maps import share_of, weigh
+from dynamiq_jax.collectives.buckets import share_of, weigh
 from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
 from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis, AxisName
