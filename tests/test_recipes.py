@@ -30,8 +30,8 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "optax", "accumulation", "checkpoint", "sharded",
     "sharded jit", "nnx", "linen", "explicit", "meshes", "several hosts", "scan", "fsdp",
-    "sequential", "loop", "scattered", "loss scaling", "weight", "budget", "grid", "by path",
-    "by step", "metrics",
+    "fsdp state", "sequential", "loop", "scattered", "loss scaling", "weight", "budget", "grid",
+    "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -130,7 +130,8 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "auto window": 0, "optax": 3, "accumulation": 0, "checkpoint": 0,
         "sharded": 1, "sharded jit": 0, "nnx": 2, "linen": 3, "explicit": 0, "meshes": 0,
-        "several hosts": 2, "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2,
+        "several hosts": 2, "scan": 2, "fsdp": 1, "fsdp state": 0, "sequential": 1, "loop": 1,
+        "scattered": 2,
         "loss scaling": 1, "weight": 1, "budget": 1, "grid": 1, "by path": 0, "by step": 3,
         "metrics": 0,
     }  # fmt: skip
@@ -242,10 +243,11 @@ def test_loss_scaling(run, capsys):
 
 @pytest.mark.release
 def test_fsdp(run, capsys):
-    found = run("fsdp")
+    found = run("fsdp", "fsdp state")
     assert re.fullmatch(r"loss 1\.\d+\n", capsys.readouterr().out)  # it was 5
     kernel = found["layers"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (6, 32, 256)
+    for own in (kernel, found["opt_state"][0].mu["kernel"]):
+        assert own.addressable_shards[0].data.shape == (6, 32, 256)
     assert np.all(np.isfinite(kernel))
 
 
