@@ -336,9 +336,9 @@ def group_parts(
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly.
 
-    Half of an all-reduce pays on fast links from larger buckets on. With ``shards`` the limits are
-    those of leaves that are so many times as large. ``bits_of`` tells the wire bits per coordinate,
-    of which bf16 takes 16. ``check`` refuses methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
+    limits are those of leaves that are so many times as large. ``bits_of`` tells the wire bits per
+    coordinate, of which bf16 takes 16. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:

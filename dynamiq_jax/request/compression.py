@@ -73,14 +73,14 @@ class Compression(Options):
       exclude: a regular expression: leaves in whose path it is found are summed exactly, by
         `jax.lax.psum`.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
-      min_bucket_size: buckets of fewer coordinates are, too. Default: 65536, and for `DynamiQ` at
-        least 16 tiles of 8 super-groups for each worker, since padding would take the bits of
-        less; 0 with ``min_bucket_bytes=0``.
-      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size, but
-        for those that padding brings to the 16 bits per coordinate of bf16, see `DynamiQ`.
-        Default: for `DynamiQ` on GPUs that NVLink connects all to all what
-        `dynamiq_jax.methods.dynamiq.crossover` measured, as native psum is faster below that
-        (unless ``min_bucket_size`` is given); no limit elsewhere.
+      min_bucket_size: buckets of fewer coordinates are summed exactly. Default: 65536. For
+        `DynamiQ` it is at least 16 tiles of 8 super-groups for each worker, since padding of
+        smaller buckets takes the bits that compression saves. With ``min_bucket_bytes=0`` it is 0.
+      min_bucket_bytes: buckets of fewer bytes are summed exactly. With 0 buckets of any size are
+        compressed, unless padding brings them to the 16 bits per coordinate of bf16 (see
+        `DynamiQ`). Default: no limit. For `DynamiQ` on GPUs that NVLink connects all to all it is
+        the size that `dynamiq_jax.methods.dynamiq.crossover` holds, since native psum is faster
+        below it. A given ``min_bucket_size`` takes that default away.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
         ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 4
         ``min_bucket_bytes`` at least.

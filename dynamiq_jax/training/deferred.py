@@ -283,7 +283,7 @@ class Deferred(NamedTuple):
         return seed()
 
     def _check_split(self, data: Any, why: Exception) -> None:
-        """Refuses arguments of which devices hold other examples than ``axis_name`` says."""
+        """Refuses a batch that is not sharded over exactly the axes in ``axis_name``."""
         own = {*self.axis.names}
         counting = several(self.mesh.axis_names, self.mesh.shape)
         arrays = [only(_spec(x), counting) for x in jax.tree.leaves(data) if jnp.ndim(x)]

@@ -75,9 +75,9 @@ class DynamiQ(HopMethod, ShardedMethod):
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
-      dither: whether decoders repeat the encoders' noise and subtract what it says of the rounding
-        error, over levels of which none is lost on a second zero. It halves the error and more, on
-        the same wire and without bias; decoding computes more. Not for "geometric" levels.
+      dither: whether decoders repeat the encoders' noise and subtract its part of the rounding
+        error. At least half of the error is gone, on the same wire and without bias. Decoding
+        computes more. "geometric" levels do not have it.
       format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
