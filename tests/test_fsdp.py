@@ -1,5 +1,6 @@
 """FSDP by `reduce_in_backward`: shards gathered in the layers, gradients scattered, compressed."""
 
+import dataclasses
 import functools
 import warnings
 from functools import partial
@@ -125,9 +126,11 @@ def test_any_dimension_over_any_of_the_axes(name):
     assert_close({name: own / over for name, own in jax.device_get(f(*problem())).items()})
 
 
+LAYER = dataclasses.replace(CHEAP, min_leaf_size=4096)
+
+
 def test_five_bits_back_and_eight_forth_are_close():
-    method = dq.Compression(dq.DynamiQ(bits=5), min_leaf_size=4096, min_bucket_size=1)
-    found = gradient(mesh_of("data"), "data", SPECS, method=method)(*problem())
+    found = gradient(mesh_of("data"), "data", SPECS, method=LAYER)(*problem())
     for i in range(LAYERS):
         own, exact = found["kernel"][i], expected()["kernel"][i]
         assert 1e-4 < vnmse(own, exact) < 4e-2
@@ -406,8 +409,7 @@ def test_explicit_layouts(layout):
 
 
 def test_explicit_collectives_are_narrow_and_close():
-    method = dq.Compression(dq.DynamiQ(bits=5), min_leaf_size=4096, min_bucket_size=1)
-    f, args = explicit(model, ("data",), SPECS, method=method)
+    f, args = explicit(model, ("data",), SPECS, method=LAYER)
     compiled = f.lower(*args).compile()
     assert not large(compiled.as_text(), 1.15 * 8 * DIM * DIM)
     found = compiled(*args)[1]

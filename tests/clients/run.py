@@ -1,6 +1,6 @@
 """Trainers of others, natively and with our patch, for 20 steps on 8 virtual CPU devices.
 
-    python tests/clients/run.py CLIENT PATH/TO/CHECKOUT [--steps N]
+    python tests/clients/run.py CLIENT PATH/TO/CHECKOUT [--variant NAME] [--steps N] [--seed N]
 
 The path is a checkout of the client's repository at the commit that its module names. The trainer
 runs three times, each in a process of its own and from a copy of its files: as it is, with our
@@ -45,20 +45,21 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of the client's repository")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--variant", help="one of the client's variants")
-    parser.add_argument("--only", choices=METHODS, help="one of the three runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the batches")
+    parser.add_argument("--only", choices=METHODS, nargs="+", help="some of the three runs")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     module = importlib.import_module(f"clients.{options.client}")
     variants = [options.variant] if options.variant else list(module.VARIANTS)
     if options.child:
-        _train(module, module.VARIANTS[options.variant], options.steps, options.child)
+        _train(module, module.VARIANTS[options.variant], options)
         return 0
     failed = False
     for variant in variants:
         client = module.VARIANTS[variant]
         print(f"\n{options.client}, {variant}: {client.repository} {client.commit[:10]}")
         _check_commit(options.checkout, client.commit)
-        runs = [options.only] if options.only else list(METHODS)[: None if client.patch else 1]
+        runs = options.only or METHODS
         found = {run: _run(options, variant, client, run) for run in runs}
         _report(options.client, variant, client, found)
         failed |= any("error" in result for result in found.values())
@@ -89,7 +90,8 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict:
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
         command = [sys.executable, __file__, options.client, str(options.checkout)]
-        command += ["--steps", str(options.steps), "--variant", variant, "--child", folder]
+        command += ["--steps", str(options.steps), "--seed", str(options.seed)]
+        command += ["--variant", variant, "--child", folder]
         done = subprocess.run(command, env=os.environ | own, check=False)
         if done.returncode:
             return {"error": done.returncode}
@@ -122,14 +124,15 @@ def _report(name: str, variant: str, client, found: dict[str, dict]) -> None:
     print("|", " | ".join(cells), "|", flush=True)
 
 
-def _train(module, client, steps: int, root: Path) -> None:
+def _train(module, client, options: argparse.Namespace) -> None:
     """Trains in this process, and writes what came of it."""
-    from clients import measure
+    from clients import measure, stubs
 
+    root, stubs.SEED = options.child, options.seed
     folder = root / "checkout" / client.folder
     here = folder if (folder.is_dir() and not (folder / "__init__.py").exists()) else folder.parent
     sys.path.insert(0, str(here))
-    trained = module.train(steps, **client.options)
+    trained = module.train(options.steps, **client.options)
     program = measure.program_of(root / "dump", client.step)
     sent, largest = measure.traffic(program)
     result = {

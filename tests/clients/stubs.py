@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+SEED = 0
+"""The seed of all batches; `run.py` sets it."""
+
 
 class Enough(Exception):
     """The batches are used up; the trainer's frame holds what it has made until then."""
@@ -104,7 +107,7 @@ def token_rows(n_batches: int, rows: int, length: int, vocabulary: int) -> np.nd
     Every id follows from the one before it in three of four places. Rows of the first devices are
     short and of the last ones long: devices count different numbers of tokens.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(SEED)
     tokens = rng.integers(1, vocabulary, (n_batches, rows, length), dtype=np.int32)
     for i in range(1, length):
         follows = 1 + (5 * tokens[..., i - 1] + 3) % (vocabulary - 1)
@@ -115,7 +118,7 @@ def token_rows(n_batches: int, rows: int, length: int, vocabulary: int) -> np.nd
 
 def images(n_batches: int, rows: int, side: int, channels: int, classes: int) -> list[dict]:
     """Batches of images with labels, each a noisy copy of its class's own image."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(SEED)
     of_class = rng.standard_normal((classes, side, side, channels)).astype(np.float32)
 
     def batch() -> dict[str, np.ndarray]:
