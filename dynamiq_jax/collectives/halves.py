@@ -121,6 +121,7 @@ def _scatter_leaves(
     n_workers: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
+    # Each leaf becomes n rows, one worker's slice each; a bucket joins rows of its leaves: [n, s].
     cut: dict[str, Any] = {"dimension": dimension, "n_workers": n_workers, "tiled": tiled}
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(slices_of(values[leaf.index], leaf, **cut))
@@ -145,6 +146,7 @@ def _scatter_leaves(
 
 def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Array:
     """Slices of a leaf as rows: [n, coordinates of a slice]."""
+    # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
     at, shape = dimension % len(leaf.shape), list(leaf.shape)
     shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
     slices = jnp.moveaxis(x.reshape(shape), at, 0)
@@ -158,7 +160,7 @@ def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf
         shape[dimension] //= n_workers
     else:
         del shape[dimension]
-        if axis is not None:
+        if axis is not None:  # axes behind the removed one move up by one
             axis = None if axis == dimension else axis - (axis > dimension)
     return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
@@ -274,6 +276,7 @@ def _gather_leaves(
     words, values = key_words(key), list(values)
 
     def back(leaf: Leaf, gathered: Array) -> Array:
+        # [n, *shape] to n at the dimension: a new axis there, or (tiled) shards one after another.
         at = dimension % (len(leaf.shape) + (not tiled))
         whole = jnp.moveaxis(gathered, 0, at)
         if not tiled:
@@ -291,11 +294,11 @@ def _gather_leaves(
         compressed = functools.partial(run, axis=axis, method=method, to=to)
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
         gathered = exact(x) if n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
-        start = 0
+        start = 0  # of a leaf in each of the n rows
         for leaf in bucket.leaves:
             stop = start + leaf.size
-            own = from_flat(gathered[:, start:stop], leaf)
-            values[leaf.index], start = back(leaf, own), stop
+            shards = from_flat(gathered[:, start:stop], leaf)
+            values[leaf.index], start = back(leaf, shards), stop
     return values
 
 
@@ -337,7 +340,7 @@ def group_parts(
     """Buckets of the leaves that are not fixed; those travel exactly.
 
     On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
-    limits are those of leaves that are so many times as large. ``bits_of`` tells the wire bits per
+    limits are for whole leaves, so many times as large. ``bits_of`` tells the wire bits per
     coordinate, of which bf16 takes 16. ``check`` refuses methods that cannot serve.
     """
 

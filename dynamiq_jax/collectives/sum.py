@@ -101,9 +101,10 @@ class Sum:
       others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
         part of another leaf shares their widths.
       gathers: how shards travel; `None`: exactly.
-      to: see `all_gather`.
-      specs: how open axes split leaves, as for `psum`.
-      opened: the same of every leaf, for leaves that workers split; `None`: no axes are open.
+      to: JAX's type of whole leaves after a gather, as for `all_gather`.
+      specs: how open axes (`Surroundings.open`) split leaves, as for `psum`.
+      opened: the PartitionSpec of every leaf over the open axes, where workers split leaves;
+        `None`: no axes are open.
     """
 
     axis: Axis
@@ -127,7 +128,7 @@ class Sum:
         over: tuple[str, ...] | None = None,
         opened: Sequence[P] | None = None,
     ) -> "Sum":
-        """The sum of leaves that lie as ``specs`` say; axes that are not in ``over`` split none."""
+        """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
         axes = self.axis.names
         splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
         pairs = zip(specs, opened or specs, strict=True)
@@ -198,6 +199,7 @@ class Sum:
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
+        # Which leaves travel how: in a bucket, exactly, or (``fixed``) not at all or by JAX alone.
         fixed = fixed_leaves(leaves, values, axis)
         grouping = compression.group(leaves, sizes, without=fixed if state is None else ())
         if len(fixed) < len(leaves):
@@ -206,12 +208,14 @@ class Sum:
             check_varying(grouping, fixed, axis)
         limits = compression.min_bucket_size, compression.min_bucket_bytes
         warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
+        # The state of every bucket; parts of it over open axes have a leading axis.
         split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]
         expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
         states = check_state(state, expected, grouping)
         if weight is not None:
             values = weighted(values, leaves, fixed, op, weight, axis)
+        # Leaves that are in no bucket and that JAX knows to be equal need no traffic for a mean.
         compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
         for i in fixed.keys() - compressed:
             moves = op == "sum" or fixed[i] == "native"
@@ -256,6 +260,7 @@ class Sum:
         for some, own, split in self._kinds(terms, self.compression):
             route = own.route(axis_sizes(self.axis))
             dtypes = {name: x.dtype for name, x in some.items()}
+            # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in split for name in names)
             rest = tuple(name for name in axes if name not in within)
             for dimension, names in split:
@@ -406,7 +411,7 @@ def _gather_natively(
         narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
         if not narrow or route.n_workers * x.size < route.limits.min_leaf_size:
             return exact(x)
-        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens words
+        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens integers
         return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)
 
     return jax.tree.map(native, part)

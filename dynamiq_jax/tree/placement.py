@@ -97,11 +97,7 @@ def surroundings(axis: Axis) -> Surroundings:
 
 
 def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
-    """`Surroundings.specs` of a tree with buckets.
-
-    Raises:
-      ValueError: some axes are automatic, and no specs were passed.
-    """
+    """`Surroundings.specs` of a tree with buckets; refuses where specs are missing."""
     opened = around.specs(tree, specs)
     if opened is not None:
         return opened

@@ -355,12 +355,13 @@ class DynamiQ(HopMethod, ShardedMethod):
         )
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
         self.warn(call, "reduce_scatter")
         layout = self.layout(size, n, call.topology, "reduce_scatter")
         with jax.named_scope("dynamiq_reduce_scatter"):
+            # Slices are padded to whole super-groups; the first one of this worker is ``start``.
             pad = -size % self.format.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = call.axis.index * layout.shard_rows
