@@ -370,6 +370,7 @@ class TestCommand:
         assert joined == [("host:1", 2, 1), ()]
 
 
+@pytest.mark.release
 def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     """Two of one device each, and a model that travels natively, which compiles at once."""
     with socket.socket() as probe:

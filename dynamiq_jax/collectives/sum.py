@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+<<<<<<< HEAD
 from dynamiq_jax.collectives.checks import (
     check_state,
     check_varying,
@@ -24,12 +25,22 @@ from dynamiq_jax.collectives.checks import (
 )
 from dynamiq_jax.collectives.halves import gather_over, over, scatter_over
 from dynamiq_jax.collectives.in_maps import (
+=======
+from dynamiq_jax.collectives.buckets import (
+>>>>>>> main
     exact_of,
     over_open_axes,
     reduce_compiled,
     reduce_leaves,
     weighted,
 )
+from dynamiq_jax.collectives.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.collectives.halves import gather_over, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -198,16 +209,14 @@ class Sum:
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
-        grouping = compression.group(leaves, sizes)
         fixed = fixed_leaves(leaves, values, axis)
+        grouping = compression.group(leaves, sizes, without=fixed if state is None else ())
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
             check_varying(grouping, fixed, axis)
         limits = compression.min_bucket_size, compression.min_bucket_bytes
         warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
-        if fixed and state is None:
-            grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
         split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]
         expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
@@ -268,7 +277,12 @@ class Sum:
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
+<<<<<<< HEAD
                     some = scatter_over(Axis(names), some, half, dimension, op=self.op, key=seed)
+=======
+                    run, of_some = scattering(Axis(names), some, half, dimension, key=seed)
+                    some = of_some.unflatten(run())
+>>>>>>> main
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)

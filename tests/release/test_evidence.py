@@ -152,15 +152,6 @@ def test_the_pages_have_the_tables_of_today():
         assert path.read_text() == text, f"{path}: run make figures"
 
 
-def test_the_picture_of_speedups_has_a_bar_for_every_time():
-    (axes,) = pages.speedups().axes
-    rows = pages.load("speedups.json")["rows"]
-    times = [(row["psum_us"], us) for row in rows for us in row["bits_us"].values()]
-    shown = sorted(text.get_text() for text in axes.texts)
-    assert shown == sorted(f"{psum / us:.2f}" for psum, us in times)
-    assert len(axes.patches) == len(times)
-
-
 def test_times_to_a_loss_by_hand():
     """DynamiQ at 5 bits over host memory; the target is between the last two windows."""
     rows = pages.load("time_to_accuracy_losses.json")["rows"]
