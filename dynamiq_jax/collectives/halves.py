@@ -13,7 +13,7 @@ from jax import Array
 from dynamiq_jax.collectives.buckets import with_tangent
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
-from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import ShardedMethod
@@ -31,7 +31,6 @@ from dynamiq_jax.tree.leaves import (
     describe_leaves,
     from_flat,
     joined,
-    to_flat,
 )
 from dynamiq_jax.tree.placement import check_whole
 
@@ -91,9 +90,17 @@ def scattering(
     dimension: int,
     *,
     tiled: bool = True,
+    op: Op = "sum",
     key: Array | None = None,
+<<<<<<< HEAD
+) -> Tree:
+    """`psum_scatter` with its arguments as one request, or the mean."""
+    if not axis.names:
+        return tree
+=======
 ) -> tuple[Callable[[], list[Array]], Any]:
     """The function that runs `psum_scatter` of the leaves, which are checked, and their tree."""
+>>>>>>> main
     told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
     values, treedef = jax.tree.flatten(tree)
@@ -106,8 +113,13 @@ def scattering(
     check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
+<<<<<<< HEAD
+    options = {"dimension": dimension, "tiled": tiled, "n_workers": n, "op": op}
+    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
+=======
     options = {"dimension": dimension, "tiled": tiled, "n_workers": n}
     return functools.partial(run, values, key, grouping=grouping, axis=axis, **options), treedef
+>>>>>>> main
 
 
 def _scatter_leaves(
@@ -119,13 +131,15 @@ def _scatter_leaves(
     dimension: int,
     tiled: bool,
     n_workers: int,
+    op: Op,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
     # Each leaf becomes n rows, one worker's slice each; a bucket joins rows of its leaves: [n, s].
     cut: dict[str, Any] = {"dimension": dimension, "n_workers": n_workers, "tiled": tiled}
+    divisor = n_workers if op == "mean" else 1
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(slices_of(values[leaf.index], leaf, **cut))
-        values[leaf.index] = from_flat(total, slice_of(leaf, **cut))
+        values[leaf.index] = from_flat(over(total, divisor, total.dtype), slice_of(leaf, **cut))
     for bucket in grouping.buckets:
         parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
@@ -136,6 +150,7 @@ def _scatter_leaves(
             total = axis.psum_scatter(x)
         else:
             total, _ = with_tangent(compressed, axis.psum_scatter)(x, seed, ())
+        total = over(total, divisor, total.dtype)
         start = 0
         for leaf, part in zip(bucket.leaves, parts, strict=True):
             stop = start + part.shape[1]
@@ -144,13 +159,27 @@ def _scatter_leaves(
     return values
 
 
+def over(total: Array, divisor: int, dtype: Any) -> Array:
+    """The sum over the divisor, in f32, as ``dtype``."""
+    return (total.astype(jnp.float32) / divisor if divisor > 1 else total).astype(dtype)
+
+
 def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Array:
     """Slices of a leaf as rows: [n, coordinates of a slice]."""
     # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
     at, shape = dimension % len(leaf.shape), list(leaf.shape)
     shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
+    own = slice_of(leaf, dimension, n_workers, tiled=tiled)
+    return _rows(x, tuple(shape), at, None if own.scale_axis is None else own.scale_axis + 1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _rows(x: Array, shape: tuple[int, ...], at: int, scale_axis: int | None) -> Array:
+    """Slices along one axis as rows, their scale axis last; equal leaves share the function."""
     slices = jnp.moveaxis(x.reshape(shape), at, 0)
-    return to_flat(slices, slice_of(leaf, dimension, n_workers, tiled=tiled))
+    if scale_axis is not None:
+        slices = jnp.moveaxis(slices, scale_axis, -1)
+    return slices.reshape(shape[at], -1)
 
 
 def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
@@ -176,7 +205,7 @@ _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "to
 
 _scatter_compiled = inlined(
     _scatter_leaves,
-    static_argnames=("grouping", "axis", "dimension", "tiled", "n_workers"),
+    static_argnames=("grouping", "axis", "dimension", "tiled", "n_workers", "op"),
 )
 
 

@@ -16,7 +16,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+<<<<<<< HEAD
+from dynamiq_jax.collectives.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.collectives.halves import gather_over, over, scatter_over
+from dynamiq_jax.collectives.in_maps import (
+=======
 from dynamiq_jax.collectives.buckets import (
+>>>>>>> main
     exact_of,
     over_open_axes,
     reduce_compiled,
@@ -100,11 +111,18 @@ class Sum:
       splits: how the axes split every leaf; nothing if all are whole.
       others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
         part of another leaf shares their widths.
+<<<<<<< HEAD
       gathers: how shards travel; `None`: exactly.
       to: JAX's type of whole leaves after a gather, as for `all_gather`.
       specs: how open axes (`Surroundings.open`) split leaves, as for `psum`.
       opened: the PartitionSpec of every leaf over the open axes, where workers split leaves;
         `None`: no axes are open.
+=======
+      gathers: how shards travel; `None`: nothing is gathered.
+      to: see `all_gather`.
+      specs: how open axes split leaves, as for `psum`.
+      opened: the same of every leaf, for leaves that workers split; `None`: no axes are open.
+>>>>>>> h-clients
     """
 
     axis: Axis
@@ -259,8 +277,11 @@ class Sum:
         axes, words = self.axis.names, key_words(key)
         for some, own, split in self._kinds(terms, self.compression):
             route = own.route(axis_sizes(self.axis))
+<<<<<<< HEAD
             dtypes = {name: x.dtype for name, x in some.items()}
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
+=======
+>>>>>>> h-clients
             within = tuple(name for _, names in split for name in names)
             rest = tuple(name for name in axes if name not in within)
             for dimension, names in split:
@@ -269,18 +290,20 @@ class Sum:
                     seed = fold_seed(seed, lax.axis_index(rest))
                 topology = route.topology and route.topology.over(names, axes)
                 if topology is None and (route.topology or isinstance(route.method, BF16 | F32)):
-                    some = _scatter_natively(some, route, names, dimension)
+                    some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
+<<<<<<< HEAD
+                    some = scatter_over(Axis(names), some, half, dimension, op=self.op, key=seed)
+=======
                     run, of_some = scattering(Axis(names), some, half, dimension, key=seed)
                     some = of_some.unflatten(run())
+>>>>>>> main
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
                 some = Sum(Axis(rest), own, self.op).reduce(some, key).tree
-            n = math.prod(map(lax.axis_size, within)) if self.op == "mean" else 1
-            for name, x in some.items():
-                found[name] = (x.astype(jnp.float32) / n if n > 1 else x).astype(dtypes[name])
+            found |= some
         return treedef.unflatten(found.values())
 
     def gather(self, shards: Any, key: Array | None) -> Any:
@@ -291,9 +314,7 @@ class Sum:
         """
         found, treedef = _named(shards)
         words = key_words(key)
-        if self.gathers is None:
-            pairs = zip(found.values(), self.splits, strict=True)
-            return treedef.unflatten([_exactly(x, split) for x, split in pairs])
+        assert self.gathers is not None
         for some, own, split in self._kinds(shards, self.gathers, sharded=True):
             for dimension, names in split:
                 seed = None if words is None else fold_seed(words, GATHERS + dimension)
@@ -378,21 +399,18 @@ def _check_shard(
             )
 
 
-def _exactly(x: Array, split: Split) -> Array:
-    for dimension, names in split:
-        x = lax.all_gather(x, names, axis=dimension, tiled=True)
-    return x
-
-
 def _scatter_natively(
-    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int
+    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, op: Op
 ) -> dict[str, Array]:
     """Sums over some axes, in the method's dtype; every device gets its slice along a dimension."""
+    divisor = lax.axis_size(names) if op == "mean" else 1
 
     def native(x: Array) -> Array:
-        if x.size >= route.limits.min_leaf_size and x.dtype.name in COMPRESSED_DTYPES:
-            x = x.astype(route.method.native_dtype(x.dtype))
-        return lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+        wire, large = x.dtype, x.size >= route.limits.min_leaf_size
+        if large and x.dtype.name in COMPRESSED_DTYPES:
+            wire = route.method.native_dtype(x.dtype)
+        total = lax.psum_scatter(x.astype(wire), names, scatter_dimension=dimension, tiled=True)
+        return over(total, divisor, x.dtype)
 
     return jax.tree.map(native, part)
 

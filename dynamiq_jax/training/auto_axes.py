@@ -135,13 +135,16 @@ def mapped_value_and_grad(
             for leaf, spec in pairs
             if axes_of(spec) & {*counting}
         ]
+        if gathered and others:  # or the compiler would gather over all axes
+            shardings = tree.unflatten(NamedSharding(mesh, spec) for spec in opened)
+            params = lax.with_sharding_constraint(params, shardings)
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
         warn_of_gather(gathered, remedy)
         words: list[str] = []
         aux_tree: list[Any] = []
 
         def local(params, key, state, arrays):
-            params = axis.to_varying(of_params.whole(params))
+            params = axis.to_varying(params)
             own = zip(arrays, folded, strict=True)
             arrays = [jax.random.fold_in(x, axis.index) if fold else x for x, fold in own]
             data = told.join(arrays)
@@ -173,7 +176,7 @@ def mapped_value_and_grad(
             return value, alike, rows, found._replace(state=after)
 
         spec_of: Any = Reduced
-        in_specs = over_data, P(), P(axis_name), list(split)
+        in_specs = P(), P(), P(axis_name), list(split)
         of_grads = over_data if reduces else P(axis_name)
         out_specs = P(), P(), P(axis_name), spec_of(of_grads, P(axis_name), P())
         maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
