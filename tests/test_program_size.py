@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.core.compat import equations, inner_jaxprs
+from dynamiq_jax.core.compat import inner_jaxprs
 
 
 def lines(topology, n_workers, n_leaves=1):
@@ -40,10 +40,14 @@ def test_equal_buckets_are_traced_once(topology):
     assert one > 400
 
 
+def equations(jaxpr):
+    """How many there are, those of functions that it calls included."""
+    return sum(sum(map(equations, inner_jaxprs(own))) or 1 for own in jaxpr.eqns)
+
+
 def size_of(function, tree, sizes):
-    """Equations of a function's jaxpr, those of functions that it calls included."""
-    found = jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree)
-    return sum(not inner_jaxprs(equation) for equation in equations(found.jaxpr))
+    """Equations of a function's jaxpr."""
+    return equations(jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree))
 
 
 @pytest.mark.usefixtures("padding_counts")

@@ -16,7 +16,7 @@ from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
-from dynamiq_jax.methods import Method, ShardedMethod
+from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.request.agreement import compare_first
@@ -78,37 +78,36 @@ def psum_scatter(
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
     axis, request = check_axis(axis_name, axis_index_groups), as_compression(method, topology)
-    return scatter_over(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+    if not axis.names:
+        return x
+    run, treedef = scattering(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+    return treedef.unflatten(run())
 
 
-def scatter_over(
+def scattering(
     axis: Axis,
-    tree: Tree,
+    tree: Any,
     compression: Compression,
     dimension: int,
     *,
     tiled: bool = True,
     key: Array | None = None,
-) -> Tree:
-    """`psum_scatter` with its arguments as one request."""
-    if not axis.names:
-        return tree
+) -> tuple[Callable[[], list[Array]], Any]:
+    """The function that runs `psum_scatter` of the leaves, which are checked, and their tree."""
     told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits)
+    fixed = fixed_leaves(leaves, values, axis)
+    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, fixed=fixed)
     for leaf in leaves:
         _check_divides(leaf, dimension, n, tiled=tiled)
     check_key(key, axis)
-    if fixed := fixed_leaves(leaves, values, axis):
-        check_varying(grouping, fixed, axis)
-        options = {"fixed": fixed, "methods": grouping.methods}
-        grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, **options)
+    check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"dimension": dimension, "tiled": tiled, "n_workers": n}
-    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
+    return functools.partial(run, values, key, grouping=grouping, axis=axis, **options), treedef
 
 
 def _scatter_leaves(
@@ -283,9 +282,7 @@ def _gather_leaves(
         shape[at] *= n_workers
         return whole.reshape(shape)
 
-    def exact(x: Array) -> Array:
-        return axis.all_gather(x, to)
-
+    exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
@@ -333,8 +330,7 @@ def group_parts(
     sizes: tuple[int, ...],
     bits_of: Callable[[Route, Bucket], float],
     *,
-    fixed: Fixed | None = None,
-    methods: Sequence[Method | None] | None = None,
+    fixed: Fixed,
     shards: int = 1,
     check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
@@ -353,8 +349,7 @@ def group_parts(
         limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         return Limits(*(-(-limit // shards) for limit in limits))
 
-    fixed = fixed or {}
-    options = {"methods": methods, "without": fixed, "limits_of": limits_of, "bits_of": bits_of}
+    options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}
     found = request.group(leaves, sizes, **options, hierarchies=False)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)

@@ -29,7 +29,7 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.collectives.halves import gather_over, scatter_over
+from dynamiq_jax.collectives.halves import gather_over, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -198,16 +198,14 @@ class Sum:
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
-        grouping = compression.group(leaves, sizes)
         fixed = fixed_leaves(leaves, values, axis)
+        grouping = compression.group(leaves, sizes, without=fixed if state is None else ())
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
             check_varying(grouping, fixed, axis)
         limits = compression.min_bucket_size, compression.min_bucket_bytes
         warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
-        if fixed and state is None:
-            grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
         split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]
         expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
@@ -269,7 +267,8 @@ class Sum:
                     some = _scatter_natively(some, route, names, dimension)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
-                    some = scatter_over(Axis(names), some, half, dimension, key=seed)
+                    run, of_some = scattering(Axis(names), some, half, dimension, key=seed)
+                    some = of_some.unflatten(run())
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)

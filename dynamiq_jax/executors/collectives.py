@@ -227,11 +227,7 @@ def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:
 def _positions(
     owners: Int[np.ndarray, "n c"], wanted: Int[np.ndarray, "n k"]
 ) -> Int[np.ndarray, "n k"] | None:
-    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere.
-
-    Raises:
-      ValueError: some of them only: what is left would never be added up.
-    """
+    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere."""
     n = owners.shape[0]
     place = np.full((n, n), -1, np.int32)
     np.put_along_axis(place, owners, np.arange(owners.shape[1], dtype=np.int32)[None], axis=1)

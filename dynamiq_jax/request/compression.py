@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -195,7 +195,6 @@ class Compression(Options):
         leaves: list[Leaf],
         sizes: tuple[int, ...],
         *,
-        methods: Sequence[Method | None] | None = None,
         without: Collection[int] = (),
         limits_of: Callable[[Route], Limits] = lambda route: route.limits,
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
@@ -206,29 +205,30 @@ class Compression(Options):
         Args:
           leaves: as one device holds them.
           sizes: workers on every axis, the outermost first.
-          methods: the method of every leaf, where `methods_of` has given it before.
-          without: indices of leaves that belong to neither.
+          without: indices of leaves that belong to neither; `Grouping.apart` has the large ones.
           limits_of: the limits of a route.
           bits_of: the wire bits per coordinate of a bucket, of which bf16 takes 16.
           options: as for `route`.
         """
-        methods = self.methods_of(leaves) if methods is None else methods
+        methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
         exact: list[tuple[Leaf, str]] = []
+        apart: list[Leaf] = []
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
                 exact += [(leaf, EXCLUDED) for leaf in own if leaf.index not in without]
                 continue
             route = self.route(sizes, method, **options)
-            own = [
-                leaf
-                for leaf in with_scale_axes(own, method.scale_axis)
-                if leaf.index not in without
-            ]
-            declined = {leaf.index: method.declines(leaf) for leaf in own}
-            found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
+            own = with_scale_axes(own, method.scale_axis)
+            limits = limits_of(route)._asdict()
+            limits["declined"] = {leaf.index: method.declines(leaf) for leaf in own}
+            found = group_leaves([leaf for leaf in own if leaf.index not in without], **limits)
             exact += found.exact
+            if kept := [leaf for leaf in own if leaf.index in without]:
+                apart += (
+                    x for bucket in group_leaves(kept, **limits).buckets for x in bucket.leaves
+                )
             for bucket in found.buckets:
                 bits = bits_of(route, bucket) if method.most_bits < math.inf else 0.0
                 if bits < method.most_bits:
@@ -240,7 +240,7 @@ class Compression(Options):
                 )
                 exact += [(leaf, reason) for leaf in bucket.leaves]
         exact.sort(key=lambda entry: entry[0].index)
-        return Grouping(tuple(buckets), tuple(exact), tuple(methods))
+        return Grouping(tuple(buckets), tuple(exact), tuple(methods), tuple(apart))
 
     def init_state(
         self,
