@@ -92,15 +92,8 @@ def scattering(
     tiled: bool = True,
     op: Op = "sum",
     key: Array | None = None,
-<<<<<<< HEAD
-) -> Tree:
-    """`psum_scatter` with its arguments as one request, or the mean."""
-    if not axis.names:
-        return tree
-=======
 ) -> tuple[Callable[[], list[Array]], Any]:
-    """The function that runs `psum_scatter` of the leaves, which are checked, and their tree."""
->>>>>>> main
+    """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
     told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
     values, treedef = jax.tree.flatten(tree)
@@ -113,13 +106,8 @@ def scattering(
     check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
-<<<<<<< HEAD
     options = {"dimension": dimension, "tiled": tiled, "n_workers": n, "op": op}
-    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
-=======
-    options = {"dimension": dimension, "tiled": tiled, "n_workers": n}
     return functools.partial(run, values, key, grouping=grouping, axis=axis, **options), treedef
->>>>>>> main
 
 
 def _scatter_leaves(

@@ -16,18 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-<<<<<<< HEAD
-from dynamiq_jax.collectives.checks import (
-    check_state,
-    check_varying,
-    fixed_leaves,
-    warn_of_uncompressed,
-)
-from dynamiq_jax.collectives.halves import gather_over, over, scatter_over
-from dynamiq_jax.collectives.in_maps import (
-=======
 from dynamiq_jax.collectives.buckets import (
->>>>>>> main
     exact_of,
     over_open_axes,
     reduce_compiled,
@@ -40,7 +29,7 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.collectives.halves import gather_over, scattering
+from dynamiq_jax.collectives.halves import gather_over, over, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -111,18 +100,11 @@ class Sum:
       splits: how the axes split every leaf; nothing if all are whole.
       others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
         part of another leaf shares their widths.
-<<<<<<< HEAD
-      gathers: how shards travel; `None`: exactly.
+      gathers: how shards travel; `None`: nothing is gathered.
       to: JAX's type of whole leaves after a gather, as for `all_gather`.
       specs: how open axes (`Surroundings.open`) split leaves, as for `psum`.
       opened: the PartitionSpec of every leaf over the open axes, where workers split leaves;
         `None`: no axes are open.
-=======
-      gathers: how shards travel; `None`: nothing is gathered.
-      to: see `all_gather`.
-      specs: how open axes split leaves, as for `psum`.
-      opened: the same of every leaf, for leaves that workers split; `None`: no axes are open.
->>>>>>> h-clients
     """
 
     axis: Axis
@@ -277,11 +259,7 @@ class Sum:
         axes, words = self.axis.names, key_words(key)
         for some, own, split in self._kinds(terms, self.compression):
             route = own.route(axis_sizes(self.axis))
-<<<<<<< HEAD
-            dtypes = {name: x.dtype for name, x in some.items()}
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
-=======
->>>>>>> h-clients
             within = tuple(name for _, names in split for name in names)
             rest = tuple(name for name in axes if name not in within)
             for dimension, names in split:
@@ -293,12 +271,10 @@ class Sum:
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
-<<<<<<< HEAD
-                    some = scatter_over(Axis(names), some, half, dimension, op=self.op, key=seed)
-=======
-                    run, of_some = scattering(Axis(names), some, half, dimension, key=seed)
+                    run, of_some = scattering(
+                        Axis(names), some, half, dimension, op=self.op, key=seed
+                    )
                     some = of_some.unflatten(run())
->>>>>>> main
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
