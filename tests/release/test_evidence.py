@@ -152,6 +152,15 @@ def test_the_pages_have_the_tables_of_today():
         assert path.read_text() == text, f"{path}: run make figures"
 
 
+def test_the_picture_of_speedups_has_a_bar_for_every_time():
+    (axes,) = pages.speedups().axes
+    runs = [run["ms"] for run in pages.load(pages.WAYS)["runs"]]
+    ratios = [ms["bf16-psum"][0] / ms[way][0] for ms in runs for way in pages.SHOWN if way in ms]
+    shown = sorted(text.get_text() for text in axes.texts)
+    assert shown == sorted(f"{ratio:.2f}" for ratio in ratios)
+    assert len(axes.patches) == len(ratios) == 15
+
+
 def test_times_to_a_loss_by_hand():
     """DynamiQ at 5 bits over host memory; the target is between the last two windows."""
     rows = pages.load("time_to_accuracy_losses.json")["rows"]
