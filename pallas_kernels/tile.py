@@ -288,6 +288,7 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
         return
     fmt = tile.fmt
     if width == 16:
+        # bf16 is the high half of f32: noise carries into it, and the sign is put back on top.
         own = _u32(values)
         rounding = (noise ^ (as_word(0) - (own >> 31))) >> 16
         raw = jnp.minimum((own & as_word(0x7FFFFFFF)) + rounding, as_word(0x7F7FFFFF)) >> 16

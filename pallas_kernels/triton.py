@@ -151,6 +151,7 @@ class _Payload(NamedTuple):
             at = _half_quads(tile)
             plgpu.store(self._at(offset + at), _pack(fields.reshape(*at.shape, 2), bits))
             return
+        # A word has 32 bits: of several quads if these are short, then of several groups.
         words, bits = _pack(fields, bits), QUAD * bits
         together = min(quads, 32 // bits)
         words = words.reshape(quads // together, together, rows, groups)

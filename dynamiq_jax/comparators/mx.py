@@ -138,6 +138,7 @@ class _MX(PlainMethod):
         def at_largest(payload, chunk):
             """Everyone decodes all sums, so that all workers count alike by themselves."""
             codes = unpack_bits(payload, size, element.bits).reshape(-1, mx.BLOCK)
+            # The highest bit of a code is the sign; the rest is the magnitude.
             largest = codes & ((1 << element.bits - 1) - 1) == element.max_code
             finite = scales[chunk] != mx.NAN_SCALE
             return jnp.sum(largest & finite[:, None], dtype=jnp.int32)

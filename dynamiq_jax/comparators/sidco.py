@@ -104,6 +104,7 @@ class SIDCo(BlockMethod):
             would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
             over = own.step + 1 == PERIOD
+            # The next step begins behind the last block that was sent, around the end.
             after = SIDCoState(
                 place=(own.place + (chosen[-1] + 1 - place)) % above.size,
                 stages=jnp.where(over, self._adapted(own.stages, counts, above.size), own.stages),

@@ -221,6 +221,7 @@ def _places(
             )
         entries = [names_of(entry) for entry in spec] + [()] * (len(leaf.shape) - len(spec))
         parts = [math.prod(mesh.shape[name] for name in names) for names in entries]
+        # Lengths of one device's part of the other axes; ours split one of them into n.
         lengths = [x if inside else x // k for x, k in zip(leaf.shape, parts, strict=True)]
         if method is None or leaf.dtype.name not in COMPRESSED_DTYPES:
             large = False

@@ -299,6 +299,7 @@ def parse_method(text: str, topology: Any, collective: Collective = "psum") -> C
             (n_workers,) = sizes
             part = coords // n_workers
             return method.sharded_wire_bits(part, n_workers, topology) // 8
+        # Methods of matrices get rows of COLUMNS, the last one padded.
         shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
         leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         return round(request.explain(leaf, sizes, verbose=False).wire_bytes)
