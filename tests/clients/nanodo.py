@@ -64,7 +64,11 @@ VARIANTS = {
     "FSDP": dataclasses.replace(OWN, mesh="8 data, Auto", options={}),
     "DP": OWN,
     "DP, Explicit": dataclasses.replace(
-        OWN, mesh="8 data, Explicit", patch=ON_EXPLICIT, setting=EXPLICIT
+        OWN,
+        mesh="8 data, Explicit",
+        patch=ON_EXPLICIT,
+        setting=EXPLICIT,
+        exclude="pos_embed",  # JAX has no rule for table[ids] of what is typed as reduced
     ),
 }
 
