@@ -433,7 +433,7 @@ def fsdp(
         options = {"axis_name": axes, "mesh": mesh, **told}
         if how == "explicit":
             value_and_grad = dq.value_and_grad(
-                in_layers(model, axes, checkpoint, **gathered), **options
+                in_layers(model, axes, checkpoint, **gathered), gather=False, **options
             )
         elif how == "auto":
             value_and_grad = dq.value_and_grad(model.loss, specs=specs, **options)

@@ -35,9 +35,6 @@ def check_fields(options: Any) -> None:
 
     Args:
       options: a dataclass whose annotations are not strings.
-
-    Raises:
-      ValueError: names the field, its value, what is expected, and the default.
     """
     for field in dataclasses.fields(options):
         given = getattr(options, field.name)

@@ -17,11 +17,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.collectives.unreduced import is_explicit
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import check_axis
+from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.training import value_and_grad as of_arrays
+from dynamiq_jax.methods import Method
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.training.value_and_grad import check_names, gradients, mesh_around
 
 __all__ = ["value_and_grad"]
 
@@ -32,10 +35,15 @@ def value_and_grad(
     axis_name: AxisName,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
+    method: Compression | Method | ByPath | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    metrics: bool = False,
+    op: Op = "mean",
+    reduce: bool = True,
+    gather: bool = True,
+    specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
-    **options: Any,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for data-parallel steps, with a compressed sum of gradients.
 
@@ -53,10 +61,15 @@ def value_and_grad(
       argnums: the arguments that are differentiated: numbers for all `nnx.Param` of a module, and
         `nnx.DiffState` for variables that pass a filter, such as `nnx.LoRAParam`.
       has_aux: whether ``loss_fn`` returns more than the loss.
-      mesh: as for `dynamiq_jax.value_and_grad`.
-      weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
-      aux: as for `dynamiq_jax.value_and_grad`.
-      options: other options of `dynamiq_jax.value_and_grad`, but for ``batch_specs``.
+      method: as for `dynamiq_jax.value_and_grad`, and so are the arguments after it.
+      mesh: see there.
+      metrics: see there.
+      op: see there.
+      reduce: see there.
+      gather: see there.
+      specs: see there.
+      weight: see there; it takes the arguments of ``loss_fn``.
+      aux: see there.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to
@@ -69,6 +82,7 @@ def value_and_grad(
         `dynamiq_jax.value_and_grad`.
     """
     several, axis = isinstance(argnums, Sequence), check_axis(axis_name)
+    total = Sum(axis, as_compression(method), op)
     filters = {}
     for own in argnums if isinstance(argnums, Sequence) else (argnums,):
         told = own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)
@@ -79,8 +93,8 @@ def value_and_grad(
         kind, number, *rest = path
         return kind == 0 and number in filters and filters[number](tuple(rest), x)
 
-    def gradients(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
-        of_arrays.check_names(loss_fn, args, key=key, state=state)
+    def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
+        check_names(loss_fn, args, key=key, state=state)
         graph, found, variables, arrays = nnx.split((args, kwargs), chosen, nnx.Variable, ...)
         missing = [number for number in filters if number not in found.get(0, {})]
         if missing:
@@ -120,13 +134,13 @@ def value_and_grad(
             args, kwargs = nnx.merge(graph, joined(params), variables, arrays, copy=True)
             return weight(*args, **kwargs)
 
-        around = of_arrays.mesh_around(params) if mesh is None else mesh
-        told = {"aux": aux, "weight": None if weight is None else weigh}
+        around = mesh_around(params) if mesh is None else mesh
+        own = {"specs": specs, "weight": None if weight is None else weigh}
+        own |= {"aux": aux, "batch_specs": None}
         if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
-            told |= {"aux": (aux, "same"), "batch_specs": (P(), None)}
-        grad_fn = of_arrays.value_and_grad(
-            pure, axis_name=axis_name, has_aux=True, mesh=mesh, **told, **options
-        )
+            own |= {"aux": (aux, "same"), "batch_specs": (P(), None)}
+        options = {"metrics": metrics, "reduces": reduce, "gathers": gather, "for_auto": own}
+        grad_fn = gradients(pure, total, argnums=0, has_aux=True, mesh=mesh, **options)
         params = params if several else params[0]
         (value, (more, changes)), grads = grad_fn(params, variables, arrays, key=key, state=state)
         paths = [path for path, _ in nnx.to_flat_state(variables)]
@@ -134,7 +148,7 @@ def value_and_grad(
         nnx.update((args, kwargs), nnx.from_flat_state(changed))
         return ((value, more) if has_aux else value), grads
 
-    return gradients
+    return of_modules
 
 
 def _is_node(x: Any) -> bool:
@@ -160,11 +174,7 @@ def _changes(before: Any, after: Any) -> dict[int, Any]:
 
 
 def _check_changes(changes: dict[int, Any], variables: Any, axis: Axis) -> None:
-    """Refuses states that differ between workers; the map would take one worker's.
-
-    Raises:
-      ValueError: one does.
-    """
+    """Refuses states that differ between workers; the map would take one worker's."""
     for number, x in changes.items():
         if any(varying_axes(leaf) & {*axis.names} for leaf in jax.tree.leaves(x)):
             path = "/".join(map(str, nnx.to_flat_state(variables)[number][0][1:]))

@@ -519,18 +519,29 @@ def known(figure: str) -> str:
 
 
 def plot(results: Sequence[Result], title: str, file: Path) -> None:
-    """Training loss by step, and by bytes that one worker has sent."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for r in results:
+    """Training loss by bytes that one worker has sent; beside it how methods differ by step.
+
+    The difference is that to the last method, f32's where it ran.
+    """
+
+    def running(r: Result) -> np.ndarray:
         window = max(1, len(r.losses) // 50)  # a short running mean, for legible curves
-        loss = np.convolve(r.losses, np.ones(window) / window, mode="valid")
-        n_steps = np.arange(window, len(r.losses) + 1)
-        by_step.plot(n_steps, loss, label=f"{r.method} ({r.bits_per_coord:.1f} bits)")
-        by_bytes.plot(n_steps * r.wire_bytes / 1e9, loss)
-    by_step.set(xlabel="step", ylabel="training loss (nats/token)")
-    by_bytes.set(xlabel="GB sent per worker")
-    by_step.legend()
+        return np.convolve(r.losses, np.ones(window) / window, mode="valid")
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_bytes, by_step = figure.subplots(1, 2)
+    last = results[-1]
+    for r in results:
+        loss = running(r)
+        n_steps = len(r.losses) - np.arange(len(loss))[::-1]
+        label = f"{r.method} ({r.bits_per_coord:.1f} bits)"
+        by_bytes.plot(n_steps * r.wire_bytes / 1e9, loss, label=label)
+        y = loss if len(results) == 1 else 100 * (loss / running(last) - 1)
+        by_step.plot(n_steps, y)
+    by_bytes.set(xlabel="GB sent per worker", ylabel="training loss (nats/token)")
+    compared = "training loss" if len(results) == 1 else f"training loss against {last.method}, %"
+    by_step.set(xlabel="step", ylabel=compared)
+    by_bytes.legend()
     figure.suptitle(title)
     figure.savefig(file, dpi=120)
 

@@ -196,6 +196,7 @@ class WireFormat:
             power = np.power(1 + 2 * epsilon**2, index.astype(np.float64))
             law = (power - 1) / (power[-1] - 1)
             return np.round(law * GEOMETRIC_TOP).astype(np.int64)
+        # value(position) - value(start), see `level_start`; value(start) is octave + start.
         octave, start = 1 << self.octave_bits(width), self.level_start(width)
         position = start + index + self.dither
         value = ((octave + position % octave) << (position // octave)) - (octave + start)

@@ -151,7 +151,7 @@ def _add(total, one: Input, rows, offset, width: int, tile: Tile):
 
     def add(k, so_far):
         if skip_ref is not None:
-            k = k + 1 + ((k - skip_ref[0]) >> 31)  # + (k >= skip): booleans do not add up
+            k = k + 1 + ((k - skip_ref[0]) >> 31)  # k + (k >= skip): the shift is -1 where k < skip
         noise = functools.partial(_noise, one.noise, (k,), rows, tile)
         return so_far + decode(tile.payload(payloads_ref, (k, tile.c)), offset, width, noise, tile)
 

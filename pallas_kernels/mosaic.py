@@ -316,7 +316,7 @@ class _Payload(NamedTuple):
 
     def load_plane(self, offset, bits):
         tile, start = self.tile, self.start + offset
-        size = tile.fmt.group_size * bits  # bits of a group
+        size = tile.fmt.group_size * bits  # bits of a group: a part of a word, or whole words
         if size < 32:
             words = _load_field(self.ref, start, tile.group, size)
         else:

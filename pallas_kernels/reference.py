@@ -146,11 +146,13 @@ def deal(
     per_shard = chunks * size // shards
     energy = jnp.pad(energy, ((0, 0), (0, per_shard - rows)))
     end = octave_end(energy)
+    # One sort serves all shards: shard s has the keys 256 s to 256 s + 255.
     key = steps_below(energy, end) + ENERGY_LEVELS * jnp.arange(shards, dtype=jnp.int32)[:, None]
     key = key.astype(jnp.uint8 if shards == 1 else jnp.uint16 if shards <= 256 else jnp.uint32)
     index = jnp.arange(energy.size, dtype=jnp.int32)
     key, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
     tiles = size // TILE_ROWS
+    # Tile t of all a shard's chunks holds consecutive ranks, since these are dealt in turn.
     ranked = energy.reshape(-1)[order].reshape(shards * tiles, -1)
     count = ranked.shape[1]
     ranked = jnp.pad(ranked, ((0, 0), (0, padded_count(count) - count)))
@@ -159,6 +161,7 @@ def deal(
         shard, local = order // per_shard, order % per_shard
         spare = shards * rows + shard * (per_shard - rows) + local - rows
         order = jnp.where(local < rows, shard * rows + local, spare)
+    # Rank q is at [position q div c, chunk q mod c] of its shard; chunks come first in the result.
     order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
     members = key.reshape(shards, tiles, count).astype(jnp.int32) % ENERGY_LEVELS
     # A mean lies between the members but for its rounding, without which levels ascend.
@@ -180,20 +183,24 @@ def widened(
     """
     words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
     states = taken.shape[2]
+    # below[s, l, t]: tile t of shard s has a level under l; levels ascend, so their sum is where
+    # the tiles of level l begin.
     tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None]
     below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[None, :, None]
     tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
 
     def of_shard(tiles_of):
-        spent = sum(
+        spent = sum(  # words beyond narrowest tiles, [F, states], which ascend
             tiles_of[levels[:, :-1]] * own[:, None]
             for levels, own in zip(taken, words, strict=True)
         )
         state = jnp.maximum(jnp.sum(spent <= budgets[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+        # ``levels`` is [F, states], made flat: budget i has its state at i * states + state[i].
         at = state + np.arange(len(budgets)) * states
         now = [levels.reshape(-1)[at] for levels in taken]
         then = [levels.reshape(-1)[at + 1] for levels in taken]
         left = budgets - sum(tiles_of[levels] * own for levels, own in zip(now, words, strict=True))
+        # Tile t starts behind t narrowest tiles and, of each upgrade, its words for tiles before t.
         offset, width = tile * upgrades.tile_words, jnp.int32(upgrades.narrowest)
         for levels, further, own, bits in zip(now, then, words, wider, strict=True):
             # What is left pays for the next upgrade in part.
@@ -219,6 +226,7 @@ def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:
 
 def _by_groups(rows, fmt: WireFormat) -> Array:
     """Super-groups [..., S] with the coordinates of a group behind each other."""
+    # Coordinates are [fours of groups, quad of a group, group of the four, coordinate of a quad].
     quads = rows.reshape(*rows.shape[:-1], -1, fmt.group_size // QUAD, DEALT, QUAD)
     return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
 
@@ -231,6 +239,7 @@ def _in_order(rows, fmt: WireFormat) -> Array:
 
 def _gather_words(payload, offset, used, shape) -> Array:
     """Words ``offset[t] ..`` of the payload as uint32[T, *shape], zero where not ``used``."""
+    # Unused tiles read words 0, 1, ..., which exist.
     index = jnp.where(used, offset, 0)[:, None] + jnp.arange(int(np.prod(shape)))[None]
     words = payload.at[index].get(mode="promise_in_bounds")
     return jnp.where(used[:, None], words, 0).reshape(-1, *shape)
@@ -240,7 +249,7 @@ def _scatter_words(payload, words, offset, used) -> Array:
     """Writes uint32[T, ...] to ``payload[offset[t] ..]`` where ``used``."""
     words = words.reshape(words.shape[0], -1)
     index = offset[:, None] + jnp.arange(words.shape[1])[None]
-    index = jnp.where(used[:, None], index, payload.shape[0])
+    index = jnp.where(used[:, None], index, payload.shape[0])  # behind the end: dropped
     return payload.at[index].set(words, mode="drop", unique_indices=True)
 
 
@@ -280,6 +289,7 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
         words = _gather_words(payload, start, used, shape)
         code = code | _unpack(words, plane) << shift
     w = _per_tile(records.width).astype(jnp.uint32)
+    # A code is the sign, in bit w - 1, and below it the level's index (its complement with dither).
     top_bit = jnp.where(w > 0, w - 1, 0)
     sign = (code >> top_bit) & 1
     lower = (jnp.uint32(1) << top_bit) - 1
@@ -438,6 +448,7 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
 
 def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
     """Noise words of the super-groups ``order[m]``: uint32[T, R, S]."""
+    # Quads are numbered through all super-groups; coordinate c of one rotates the hash by 8 c bits.
     quads = fmt.super_group_size // 4
     counter = order.astype(jnp.uint32)[:, None, None] * quads
     counter = counter + jnp.arange(quads, dtype=jnp.uint32)[None, :, None]
@@ -517,6 +528,7 @@ def _place(values, super_groups, result: Result, fmt: WireFormat) -> Array:
     if result.divisor != 1:
         values = values * (1.0 / result.divisor)
     at = super_groups if result.start is None else super_groups - result.start
+    # Others get numbers behind the end, which are dropped, each its own (``unique_indices``).
     at = jnp.where((at >= 0) & (at < rows), at, rows + jnp.arange(at.shape[0]))
     shape = rows, fmt.super_group_size
     out = jnp.zeros(shape, result.dtype) if result.into is None else result.into

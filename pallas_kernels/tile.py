@@ -175,6 +175,7 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
     if width == 0:
         return tile.zeros()
     code = jnp.uint32(0)
+    # A plane holds ``plane`` bits of every code, from bit `plane_shift` on.
     for plane in planes_of(width):
         fields = payload.load_plane(offset + fmt.plane_offset(width, plane), plane)
         if plane < 16:
@@ -189,6 +190,7 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
         return _decode_dithered(code, noise, width, tile) * scale
     if width == 1:
         return _f32(_u32(scale) | ((code ^ 1) << 31))
+    # The code's top bit becomes the f32's sign; the bits below are the level's index.
     sign = (code << as_word(32 - width)) & as_word(1 << 31)
     level = code & as_word((1 << (width - 1)) - 1)
     return _f32(_u32(_decode_levels(level, width, tile)) | sign) * scale
@@ -197,6 +199,7 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
 def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Tile):
     """Levels less their dither, f32 in half-steps; every operation is exact."""
     negative = _sign_mask(code << as_word(32 - width))
+    # A level's index, placed at bit 23 - bits of an f32, counts steps, which double by octaves.
     index = (code ^ negative) & as_word((1 << (width - 1)) - 1)
     low, bits = _octaves(width, tile.fmt)
     position = (index << as_word(23 - bits)) + as_word(_first_level(width, tile.fmt))
@@ -251,6 +254,7 @@ def _finite_scale(fields, width: int, fmt: WireFormat):
 def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
     """super_scale * fraction / 256, rounded up to the width's significant bits."""
     scale = super_scale * (fraction.astype(jnp.float32) * (1.0 / 256))
+    # Adding the bits to be dropped, all ones, rounds up.
     drop = (1 << (24 - fmt.scale_bits(width))) - 1
     if fmt.scale_bits(width) >= 16:
         return scale

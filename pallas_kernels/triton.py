@@ -109,6 +109,7 @@ class _Payload(NamedTuple):
 
     def _load_scales(self, offset, count: int, bits: int):
         """One load for each field: scales are few."""
+        # A word has k = 32 // bits fields: field ``at`` is number at % k in word at // k.
         at = _row_major((TILE_ROWS, count))
         words = plgpu.load(self._at(offset + at // (32 // bits)))
         shift = (at % (32 // bits) * bits).astype(jnp.uint32)
@@ -130,6 +131,7 @@ class _Payload(NamedTuple):
             return (fields >> _field_shifts((*at.shape, 2), bits)).reshape(tile.shape)
         quads_in_word = 32 // (QUAD * bits)
         if quads <= quads_in_word:  # Triton must not see that words of groups are neighbours
+            # A group's first quad among all quads; a word holds quads of one group or of several.
             quad = _row_major((rows, groups)) * quads
             words = plgpu.load(self._at(offset + quad // quads_in_word))
             words = words >> (quad % quads_in_word * (QUAD * bits)).astype(jnp.uint32)
@@ -174,6 +176,7 @@ def _words_of_groups(words: int, tile: "_Tile"):
     With k words of a group in an axis, up to 16 bytes, a thread moves them at once.
     """
     _, rows, groups, _ = tile.shape
+    # Word i of group g in row r is word (r * groups + g) * words + i; i = first axis * k + second.
     at_once = min(words, 4)
     shape = words // at_once, at_once, rows, groups
     word = lax.broadcasted_iota(jnp.int32, shape, 0) * at_once
@@ -185,6 +188,7 @@ def _words_of_groups(words: int, tile: "_Tile"):
 def _half_quads(tile: "_Tile"):
     """The numbers of words of two fields of 16 bits: int32[quads, R, groups, 2]."""
     quads, rows, groups, _ = tile.shape
+    # Two words to a quad: word h of quad q is ((r * groups + g) * quads + q) * 2 + h.
     shape = quads, rows, groups, 2
     row = lax.broadcasted_iota(jnp.int32, shape, 1) * (groups * quads * 2)
     group = lax.broadcasted_iota(jnp.int32, shape, 2) * (quads * 2)
@@ -247,6 +251,8 @@ class _Tile:
 
     def _coordinates(self, rows):
         """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
+        # Four groups take quads in turn: group g begins at quad g % 4 of its four's coordinates,
+        # and each next quad comes four quads later.
         group = lax.broadcasted_iota(jnp.int32, self.shape, 2)
         column = group // DEALT * (DEALT * self.fmt.group_size) + group % DEALT * QUAD
         column = column + lax.broadcasted_iota(jnp.int32, self.shape, 0) * (DEALT * QUAD)
@@ -288,6 +294,7 @@ class _Tile:
         return _field_shifts(self.shape, bits)
 
     def counters(self, rows):
+        # Quads are numbered through all super-groups, and in one by group: group * quads + quad.
         first = rows.astype(jnp.uint32) * as_word(self.fmt.super_group_size // QUAD)
         shape = quads, *_ = self.shape[:3]
         quad = lax.broadcasted_iota(jnp.int32, shape, 2) * quads
@@ -439,6 +446,7 @@ def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, a
 
     def below(part, further):
         """How many super-groups of blocks lie before the levels ``level + further``."""
+        # A block counted from its own end: level l of the shard is its level l - moved.
         block = blocks_of(part)
         moved = jnp.broadcast_to((end - ends(part))[:, None], shape)
         at = jnp.clip(level + further - moved, 0, ENERGY_LEVELS - 1)
@@ -449,8 +457,8 @@ def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, a
 
     def place(part, so_far):
         lower = below(part, 0)
-        own = below(part, 1) - lower
-        begin = so_far[None] + jnp.cumsum(own, axis=0) - own
+        own = below(part, 1) - lower  # super-groups of each block on each level
+        begin = so_far[None] + jnp.cumsum(own, axis=0) - own  # behind those of the blocks before
         block = blocks_of(part)
         plgpu.store(begin_ref.at[shard, block, level], begin, mask=block < blocks)
         return so_far + jnp.sum(own, axis=0)
@@ -468,6 +476,7 @@ def _place_kernel(
     at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
     energy, level, _ = _steps(energy_ref, at, shard, end_ref[shard, 0])
     begin = plgpu.load(begin_ref.at[shard, block, level])
+    # The rank: where the block's level begins, plus equals that come earlier in the block.
     one, other = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     earlier = (level[:, None] == level[None]) & (other < one)
     rank = begin + jnp.sum(earlier.astype(jnp.int32), axis=1)
@@ -493,6 +502,7 @@ def _level_kernel(sorted_ref, end_ref, energy_ref, tiles_of_ref, *, size, at_onc
         tile = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
         member = lax.broadcasted_iota(jnp.int32, (count, padded_count(size)), 1)
         inside = (tile < tiles)[:, None] & (member < size)
+        # Tile t has ranks t * size and on; its first and last member bound its level.
         at = tile[:, None] * size + member
         energy = mean_of(plgpu.load(sorted_ref.at[shard, at], mask=inside, other=0.0), size)
         ends = (_steps(sorted_ref, tile * size + at, shard, end)[1] for at in (0, size - 1))
@@ -523,6 +533,7 @@ def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_onc
         count = plgpu.load(tiles_of_ref.at[shard, jnp.minimum(levels, ENERGY_LEVELS - 1)])
         return jnp.where(levels == ENERGY_LEVELS, tiles, count)
 
+    # As `reference.widened`, whose comments have the indices.
     for i, (out_ref, budget) in enumerate(zip(out_refs, upgrades.budgets, strict=True)):
         costs = [words[i] for words in upgrades.words]
         inside = state_of < states

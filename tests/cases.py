@@ -41,6 +41,12 @@ def low(method: Any = None, **options: Any) -> dq.Compression:
 CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits=5.5))
 """For tests of what surrounds a method: one width compiles in a third of the default's time."""
 
+EIGHT = small(dq.DynamiQ(widths=(8,), format=dq.Format(group_scale="bf16"), bits=9.5))
+"""As `CHEAP`, with 8 bits, for tests that need results near the exact ones."""
+
+TWO_WIDTHS = small(dq.DynamiQ(widths=(3, 6), format=dq.Format(group_scale="bf16"), bits=5.5))
+"""The least that has a plan: for tests of who shares one, and where."""
+
 LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
 """A ring as a loop, which compiles in half the time; the same bits as unrolled (test_ring). Its
 stages have equal bits, so that width 4 is what the least of chunks gets of 5 bits."""

@@ -211,7 +211,7 @@ def kernels_of(name: str) -> tuple[str, ...]:
         return coding
     others = "compress skipping", "decompress into", "decompress_accumulate into"
     others = (*others, "decompress_accumulate_recompress without means")
-    others = others if name in ("default", "odd widths") else ()
+    others = others if name == "odd widths" else ()
     return (*coding, "decompress_accumulate", *others)
 
 

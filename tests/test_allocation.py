@@ -140,15 +140,25 @@ def test_the_way_through_a_floor_leaves_the_hull_only_there():
     assert width_upgrades(fmt, 0) == width_upgrades(fmt)
 
 
-@pytest.mark.parametrize("name", NAMED)
+def planned(energy, layout):
+    """The widths of super-groups of these energies in every stage, by one program."""
+
+    @jax.jit
+    def run(energy):
+        plan = make_plan(energy, jnp.uint32(0), layout)
+        return [plan_widths(plan, stage) for stage in range(len(layout.floors))]
+
+    return [np.asarray(own) for own in run(jnp.asarray(energy, jnp.bfloat16))]
+
+
+@pytest.mark.parametrize("name", daily(NAMED, ["ring"]))
 @pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [3.5]))
 def test_every_super_group_has_the_floor_at_every_stage(name, bits):
     method, n, rows = dq.DynamiQ(bits=bits), 8, 8 * TILE_ROWS * 16
     layout = method.layout(rows * 256, n, dataclasses.replace(NAMED[name], streams=1))
     energy = np.random.default_rng(1).lognormal(0, 8, (1, rows))
-    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
-    for stage, floor in enumerate(layout.floors):
-        assert np.asarray(plan_widths(plan, stage)).min() == floor
+    for own, floor in zip(planned(energy, layout), layout.floors, strict=True):
+        assert own.min() == floor
 
 
 def widths_of(level, layout):
@@ -164,12 +174,13 @@ def planned_with_padding(full_tiles, bits):
     rows = 8 * (full_tiles * TILE_ROWS + 1)
     layout = dq.DynamiQ(bits=bits).layout(rows * 256, 8, dq.Direct(streams=1))
     energy = np.random.default_rng(2).lognormal(0, 4, (1, rows))
-    plan = make_plan(jnp.asarray(energy, jnp.bfloat16), jnp.uint32(0), layout)
-    widths = [np.asarray(plan_widths(plan, stage))[:rows] for stage in range(2)]
-    return layout, widths
+    return layout, [own[:rows] for own in planned(energy, layout)]
 
 
-@pytest.mark.parametrize(("full_tiles", "bits"), [(16, 3.5), (16, 5.0), (3, 3.5), (0, 5.0)])
+PADDED = [(16, 3.5), (16, 5.0), (3, 3.5), (0, 5.0)]
+
+
+@pytest.mark.parametrize(("full_tiles", "bits"), daily(PADDED, [(16, 3.5), (0, 5.0)]))
 def test_padding_takes_nothing_from_the_floor(full_tiles, bits):
     """The payload grows instead: by a few percent of a chunk of 17 tiles, the least by default."""
     layout, widths = planned_with_padding(full_tiles, bits)
@@ -197,7 +208,7 @@ def test_padding_takes_no_width_without_a_floor(bits):
 @pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [4.0]))
 def test_small_super_groups_err_as_expected(name, bits):
     """Unrelated gradients, a thousandth of the super-groups with nearly all the energy."""
-    n, rows, method = 8, 8 * TILE_ROWS * 24, dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
+    n, rows, method = 8, 8 * TILE_ROWS * 8, dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
     topology = dq.Ring(unroll_up_to=1) if name == "ring" else NAMED[name]  # the same bits
     loud = jnp.where(jnp.arange(rows)[None, :, None] % 8 == 0, 2.0**12, 1.0)
     x = jax.random.normal(jax.random.key(0), (n, rows, 256)) * loud
@@ -303,7 +314,7 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
     assert dq.explain(gradient_of(1024), 8, method=dq.BF16(), verbose=False).relative_error is None
 
 
-@pytest.mark.parametrize("collective", ["psum", "psum_scatter", "all_gather"])
+@pytest.mark.parametrize("collective", ["psum", "all_gather"])
 def test_too_few_bits_warn_when_traced(collective):
     def trace(**fields):
         reduce = functools.partial(
@@ -415,7 +426,7 @@ def test_small_buckets_err_as_explained(size, n, bits):
 
 @pytest.mark.usefixtures("padding_counts")
 @pytest.mark.parametrize("bits", [3.0, 5.0, 8.0])
-@pytest.mark.parametrize("n", [2, 8, 64])
+@pytest.mark.parametrize("n", daily([2, 8, 64], [8]))
 def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
     """Whatever the limits; bf16 takes 16 bits per coordinate."""
     method = dq.Compression(dq.DynamiQ(bits=bits), **SMALL)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_replicas_equal, daily, gradient, small
+from compiler import FLAGS
 
 import dynamiq_jax as dq
 
@@ -121,7 +122,9 @@ if sys.argv[1] == "statistics":
 else:
     Axis.all_gather = lambda *args, **options: flip_on_worker_1(good_gather(*args, **options))
 
-method = dq.Compression(dq.DynamiQ(debug_checks=True), min_leaf_size=1, min_bucket_size=1)
+wire = dq.Format(group_scale="bf16")
+method = dq.DynamiQ(widths=(3, 6), bits=5.5, format=wire, debug_checks=True)
+method = dq.Compression(method, min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
 step = lambda x: dq.psum(x, "data", method=method, topology=dq.Direct())
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
@@ -137,10 +140,10 @@ def test_what_one_receiver_alone_got_wrong_is_found_by_debug_checks(received, fo
 
     In a process of its own: what a failed step leaves behind would outlive the test.
     """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=2"
     ran = subprocess.run(
         [sys.executable, "-c", FLIPPED, received],
-        env=os.environ | flags,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,

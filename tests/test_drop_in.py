@@ -15,6 +15,7 @@ from cases import (
     compilations,
     daily,
     gradient,
+    low,
     relative_error,
     small,
 )
@@ -242,7 +243,7 @@ def replicated_and_not(reduce, *, check_vma=True):
 def test_the_mean_of_what_is_replicated_is_itself():
     mean = functools.partial(
         dq.pmean,
-        method=dq.Compression(min_leaf_size=100, min_bucket_size=100),
+        method=low(METHOD.method),
         key=jax.random.key(1),
     )
     with pytest.warns(UserWarning, match="do not vary over axis 'data'"):

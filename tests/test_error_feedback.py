@@ -22,13 +22,11 @@ from cases import (
     relative_error,
     small,
     stepper,
-    wire_bits,
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.methods import Method, error_feedback
 from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.request.compression import as_compression
@@ -125,28 +123,6 @@ def test_delivered_and_remembered_make_up_the_inputs(kind, name):
     assert all(np.any(leaf) for leaf in (state.residual, state.sent) if leaf is not None)
     if kind == "ef14":
         assert relative_error(results.mean(axis=0), exact) < errors[0] / 8
-
-
-@pytest.mark.release
-def test_what_each_kind_is_good_for():
-    """Gradients have a part that lasts: "ef14" errs more in a step and less on average, the
-    others less in both, and EControl least on average."""
-    x, exact = gradients(8, 12), total_of(gradients(8, 12).reshape(-1, SIZE))
-    step, mean = {}, {}
-    for kind in (None, "ef14", "ef21", "econtrol"):
-        method = dq.comparators.MXFP4()
-        method = small(method) if kind is None else feedback(method, kind=kind)
-        state, found = first_state(method, x[0], 8, DIRECT), []
-        for own in x:
-            result, state = stepper(method, DIRECT)(own, KEY, state)
-            found.append(np.asarray(result[0], np.float64))
-        pairs = list(zip(found, x, strict=True))[-4:]
-        step[kind] = np.mean([relative_error(y, total_of(own)) for y, own in pairs])
-        mean[kind] = relative_error(sum(found), exact)
-    assert 1.4 * step[None] < step["ef14"] < 3 * step[None]
-    assert max(step["ef21"], step["econtrol"]) < step[None] / 5
-    assert mean["ef14"] < mean[None] / 10
-    assert mean["econtrol"] < mean["ef14"] / 2
 
 
 def test_econtrol_sends_a_tenth_of_the_residual():
@@ -282,27 +258,6 @@ def test_half_precision_gradients_have_f32_memories():
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
     exact = total_of(x[-1].astype(np.float32))
     assert relative_error(np.asarray(found[0], np.float64), exact) < 0.01
-
-
-@pytest.mark.release
-def test_metrics_and_wire_bits_are_those_of_the_method():
-    n, alone = 4, small(dq.DynamiQ())
-    method, x = feedback(dq.DynamiQ(), kind="ef21"), gradients(4, 1)[0]
-
-    def one(x, method, state):
-        options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
-        return dq.reduce(x, "data", metrics=True, state=state, **options).metrics
-
-    run = functools.partial(jax.vmap, axis_name="data")
-    state = first_state(method, x, n, DIRECT)
-    ours = jax.jit(run(lambda x, state: one(x, method, state)))(x, state)
-    theirs = jax.jit(run(lambda x: one(x, alone, None)))(x)
-    for found, expected in zip(ours, theirs, strict=True):  # of a first step
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
-    leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-    for inner, topology in METHODS.values():
-        bits = [wire_bits(m, topology)(leaf, n) for m in (feedback(inner), small(inner))]
-        assert bits[0] == bits[1]
 
 
 def test_what_makes_no_sense_is_refused():
@@ -441,22 +396,6 @@ def test_states_have_no_array_twice():
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
     assert isinstance(state[0], error_feedback.ErrorFeedbackState)
     assert_same_bits(state[0].inner.mu, dq.comparators.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
-
-
-@pytest.mark.release
-def test_the_benchmark_measures_first_steps_and_refuses_to_time_them():
-    x = gradients(3, 1)[0]
-    for text, alone in (("dynamiq-ef21:4", "dynamiq:4"), ("dynamiq-ef14", "dynamiq")):
-        ours, theirs = (contenders.parse_method(name, DIRECT) for name in (text, alone))
-        found, expected = (
-            jax.jit(jax.vmap(lambda x, r=c.reduce: r(x, "data", key=KEY), axis_name="data"))(x)
-            for c in (ours, theirs)
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-        assert ours.wire_bytes(SIZE, (3,)) == theirs.wire_bytes(SIZE, (3,))
-        contenders.parse_timed(alone, DIRECT)
-        with pytest.raises(ValueError, match=f"method '{text}' has memory, which is empty here"):
-            contenders.parse_timed(text, DIRECT)
 
 
 def test_explain_says_what_the_method_within_may_err():

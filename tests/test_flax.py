@@ -85,34 +85,6 @@ def test_nnx_in_a_map_with_filters_and_state_that_changes(wrt):
     assert not np.array_equal(state["norm"]["mean"][...], start["norm"]["mean"][...])
 
 
-def test_nnx_by_value_and_grad():
-    def train(value_and_grad):
-        model = nnx.Sequential(
-            nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 4, rngs=nnx.Rngs(1))
-        )
-        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, batch):
-            graph, params = nnx.split(model)
-
-            def loss_of(params, batch):
-                return loss_fn(nnx.merge(graph, params), batch)
-
-            loss, grads = value_and_grad(loss_of)(params, batch)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [float(step(model, optimizer, batch)) for batch in batches()]
-        return nnx.state(model), losses
-
-    ours = functools.partial(dq.value_and_grad, mesh=auto_mesh(), axis_name="data", method=EXACT)
-    (state, losses), (expected, expected_losses) = train(ours), train(jax.value_and_grad)
-    assert_close(jax.device_get(state), expected)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
-    assert losses[-1] < losses[0]
-
-
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -1,5 +1,6 @@
 """FSDP by `reduce_in_backward`: shards gathered in the layers, gradients scattered, compressed."""
 
+import dataclasses
 import functools
 import warnings
 from functools import partial
@@ -125,9 +126,11 @@ def test_any_dimension_over_any_of_the_axes(name):
     assert_close({name: own / over for name, own in jax.device_get(f(*problem())).items()})
 
 
+LAYER = dataclasses.replace(CHEAP, min_leaf_size=4096)
+
+
 def test_five_bits_back_and_eight_forth_are_close():
-    method = dq.Compression(dq.DynamiQ(bits=5), min_leaf_size=4096, min_bucket_size=1)
-    found = gradient(mesh_of("data"), "data", SPECS, method=method)(*problem())
+    found = gradient(mesh_of("data"), "data", SPECS, method=LAYER)(*problem())
     for i in range(LAYERS):
         own, exact = found["kernel"][i], expected()["kernel"][i]
         assert 1e-4 < vnmse(own, exact) < 4e-2
@@ -164,10 +167,12 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
     def spy(name, change):
         def call(axis, part, compression, at, *, key, **options):
             seeds.append((name, tuple(np.asarray(key).tolist())))
-            return {
+            found = {
                 leaf: jnp.zeros([change(n) if i == at else n for i, n in enumerate(x.shape)])
                 for leaf, x in part.items()
             }
+            leaves, treedef = jax.tree.flatten(found)
+            return found if name == "gather_over" else (lambda: leaves, treedef)
 
         monkeypatch.setattr(sums, name, call)
 
@@ -176,10 +181,10 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
         return jnp.sum(dq.reduce_in_backward(shard, ("a", "b"), specs=P("a", "b"), **options))
 
     spy("gather_over", lambda n: 2 * n)
-    spy("scatter_over", lambda n: n // 2)
+    spy("scattering", lambda n: n // 2)
     run = jax.vmap(jax.vmap(jax.grad(loss), axis_name="b"), axis_name="a")
     run(np.ones((2, 2, 64, 256), np.float32))
-    assert [name for name, _ in seeds].count("scatter_over") == 2
+    assert [name for name, _ in seeds].count("scattering") == 2
     assert len({seed for _, seed in {*seeds}}) == 4, seeds
 
 
@@ -346,7 +351,7 @@ def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
     mesh = mesh_of(*axes, kind=AxisType.Explicit)
     name = axes if len(axes) > 1 else axes[0]
     each = partial(dq.reduce_in_backward, axis_name=name, method=method, gather=gather)
-    f = dq.value_and_grad(partial(loss, each=each), axis_name=name, method=method)
+    f = dq.value_and_grad(partial(loss, each=each), axis_name=name, method=method, gather=False)
     layers, x = problem()
     args = put(layers, mesh, stacked(specs)), put(x, mesh, P(name))
     with jax.set_mesh(mesh):
@@ -406,8 +411,7 @@ def test_explicit_layouts(layout):
 
 
 def test_explicit_collectives_are_narrow_and_close():
-    method = dq.Compression(dq.DynamiQ(bits=5), min_leaf_size=4096, min_bucket_size=1)
-    f, args = explicit(model, ("data",), SPECS, method=method)
+    f, args = explicit(model, ("data",), SPECS, method=LAYER)
     compiled = f.lower(*args).compile()
     assert not large(compiled.as_text(), 1.15 * 8 * DIM * DIM)
     found = compiled(*args)[1]
@@ -425,9 +429,12 @@ def test_explicit_shards_outside_of_the_layers_are_named():
 
     params = {"in": np.eye(DIM, dtype=np.float32), "layers": layers}
     args = put(params, mesh, {"in": P("data"), "layers": stacked(SPECS)}), put(x, mesh, P("data"))
-    f = dq.value_and_grad(loss, axis_name="data", method=TYPED)
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
-        jax.eval_shape(f, *args)
+    f = partial(dq.value_and_grad, loss, axis_name="data", method=TYPED)
+    with jax.set_mesh(mesh):
+        with pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
+            jax.eval_shape(f(gather=False), *args)
+        with pytest.raises(ValueError, match="has gathered: pass value_and_grad.*gather=False"):
+            jax.eval_shape(f(), *args)
 
 
 def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
@@ -443,7 +450,8 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         with pytest.raises(ValueError, match="specs=.* are for maps"):
             jax.eval_shape(partial(model, each=partial(each, specs=SPECS)), *args)
 
-    jitted, options = jax.jit(loss), {"axis_name": "data", "mesh": mesh, "method": TYPED}
+    jitted = jax.jit(loss)
+    options = {"axis_name": "data", "mesh": mesh, "method": TYPED, "gather": False}
     with jax.set_mesh(mesh):  # what JAX has traced before counts for nothing
         jax.eval_shape(jitted, *args)
         text = str(jax.make_jaxpr(dq.value_and_grad(jitted, **options))(*args))
@@ -455,7 +463,7 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
         return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
 
     with pytest.raises(ValueError, match="not dq.value_and_grad's"):
-        jax.eval_shape(dq.value_and_grad(inner, axis_name="data", mesh=mesh), *args)
+        jax.eval_shape(dq.value_and_grad(inner, **options), *args)
 
 
 def test_explicit_integers_are_gathered_exactly():
@@ -474,12 +482,12 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
     mesh = mesh_of("data", kind=kind)
     sharded, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
-    def traced(rows, sharding, each=lambda w: w):
+    def traced(rows, sharding, each=lambda w: w, **options):
         def loss(w, x):
             return jnp.mean(x @ each(w))
 
         specs = {"specs": sharding.spec} if kind == AxisType.Auto else {}
-        f = dq.value_and_grad(loss, axis_name="data", mesh=mesh, **specs)
+        f = dq.value_and_grad(loss, axis_name="data", mesh=mesh, **specs, **options)
         w = jax.ShapeDtypeStruct((rows, 1 << 14), jnp.float32, sharding=sharding)
         x = jax.ShapeDtypeStruct((N, rows), jnp.float32, sharding=sharded)
         jax.eval_shape(f, w, x)
@@ -492,4 +500,5 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
         traced(1 << 14, sharded)
         traced(rows, whole)
         if kind == AxisType.Explicit:
-            traced(rows, sharded, partial(dq.reduce_in_backward, axis_name="data"))
+            each = partial(dq.reduce_in_backward, axis_name="data")
+            traced(rows, sharded, each, gather=False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import daily, small
+from cases import EIGHT, TWO_WIDTHS, daily, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -28,6 +28,8 @@ KINDS = {
     "automatic": (AxisType.Auto, AxisType.Auto),
     "explicit": (AxisType.Explicit, AxisType.Explicit),
 }
+EXACT = {"automatic": F32, "explicit": small(dq.F32(), exclude="bias|scale")}
+"""JAX has no rule for sums of examples and what is typed as reduced over Explicit axes."""
 """Types of the axes that are not data axes, and of those that are."""
 
 
@@ -132,7 +134,7 @@ SIMPLE = ["fsdp of all data axes", "hsdp and tensor parallel"]
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, name):
     layout = LAYOUTS[name]
     mesh = layout.make(kind)
-    options = {"mesh": mesh, "axis_name": layout.data, "method": F32}
+    options = {"mesh": mesh, "axis_name": layout.data, "method": EXACT[kind]}
     params, batch = placed(layout, mesh)
     seen = dq.value_and_grad(model, **options)(params, *batch)
     assert_as_plain(seen, params)
@@ -146,7 +148,7 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     layout = LAYOUTS["tensor parallel"]
     options = {
         "axis_name": "data",
-        "method": as_compression(F32, dq.Direct()),
+        "method": as_compression(EXACT[kind], dq.Direct()),
         **told_specs(layout, kind),
     }
     ours = dq.value_and_grad(model, mesh=layout.make(kind), **options)
@@ -170,22 +172,19 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
 
 
-COMPRESSED = small(dq.DynamiQ(bits=8))
 ROUTES = {
     "scattered compressed": dq.Direct(),
     "scattered natively": dq.Hierarchical(outer=dq.Direct()),
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", daily(ROUTES, ["scattered compressed"]))
 def test_gradients_of_shards_are_compressed(route):
     layout = LAYOUTS["hsdp and tensor parallel"]
     mesh = layout.make()
     params, batch = placed(layout, mesh)
     options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = jax.jit(
-        dq.value_and_grad(model, method=as_compression(COMPRESSED, ROUTES[route]), **options)
-    )
+    f = jax.jit(dq.value_and_grad(model, method=as_compression(EIGHT, ROUTES[route]), **options))
     compiled = f.lower(params, *batch, key=jax.random.key(0)).compile()
     hlo = compiled.as_text()
     assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
@@ -200,7 +199,7 @@ def test_gradients_of_shards_are_compressed(route):
     assert_copies_equal(grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, ["automatic"]))
 def test_copies_of_a_leaf_are_equal_beside_leaves_that_are_split(kind):
     """FSDP and tensor parallelism: "same" is whole over the model axis, "parts" is not."""
     layout = Layout(
@@ -225,7 +224,7 @@ def test_copies_of_a_leaf_are_equal_beside_leaves_that_are_split(kind):
         return jnp.mean(same**2) + jnp.mean(jnp.dot(x, params["parts"], **told[1]) ** 3)
 
     options = {"mesh": mesh, "axis_name": "fsdp", **told_specs(layout, kind)}
-    f = dq.value_and_grad(loss, method=small(dq.DynamiQ()), **options)
+    f = dq.value_and_grad(loss, method=TWO_WIDTHS, **options)
     assert_copies_equal({"same": jax.jit(f)(params, x)[1]["same"]})
 
 

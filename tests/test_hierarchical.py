@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import METHODS, assert_replicas_equal, assert_same_bits, daily, gradient, small
+from cases import CHEAP, METHODS, assert_replicas_equal, assert_same_bits, daily, gradient, small
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -110,19 +110,20 @@ def test_shard_map_gives_the_bits_of_vmap(name):
 
 
 INSIDE = [
-    ((2, 4), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())),
+    ((2, 2), dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())),
     ((4, 2), dq.Hierarchical(inner=dq.Direct(), outer=dq.Butterfly())),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "topology"), daily(INSIDE, INSIDE[:1]))
 def test_compressed_inside_sums_on_levels_are_exact_on_all_maps(sizes, topology):
-    x, key = anchored(8, "piecewise", 8).reshape(*sizes, -1), jax.random.key(0)
+    n, key = sizes[0] * sizes[1], jax.random.key(0)
+    x = anchored(8, "piecewise", n).reshape(*sizes, -1)
     found = flat(on_one_device(2, EIGHT_BITS, topology)(x, key))
     exact = np.sum(flat(x).astype(np.float64), axis=0)
     np.testing.assert_array_equal(found.astype(np.float64), np.broadcast_to(exact, found.shape))
     assert_same_bits(on_a_mesh(sizes, EIGHT_BITS, topology, x, key), found)
-    rough = gradient(1, 8, found.shape[1])
+    rough = gradient(1, n, found.shape[1])
     found = flat(on_one_device(2, EIGHT_BITS, topology)(rough.reshape(x.shape), key))
     assert_replicas_equal(found)
     assert 1e-7 < relative_error(found[0], rough) < 4e-4  # 1.9e-4 / 4.8 for each encoding
@@ -131,8 +132,8 @@ def test_compressed_inside_sums_on_levels_are_exact_on_all_maps(sizes, topology)
 def test_of_three_axes_the_last_is_the_inner_one():
     sizes, topology = TWO_LEVELS["4 nodes of 2"]
     x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
-    expected = flat(on_one_device(2, DEFAULT, topology)(x, key))
-    found = on_one_device(3, DEFAULT, topology)(x.reshape(2, 2, 2, -1), key)
+    expected = flat(on_one_device(2, CHEAP, topology)(x, key))
+    found = on_one_device(3, CHEAP, topology)(x.reshape(2, 2, 2, -1), key)
     assert_same_bits(flat(found, axes=3), expected)
 
 
@@ -140,11 +141,11 @@ def test_levels_of_one_worker():
     x, key = gradient(4, 3, 9000), jax.random.key(1)
     ring = dq.Ring(balance=0)
     # Nodes of one worker: the outer topology alone.
-    alone = on_one_device(2, DEFAULT, dq.Hierarchical(outer=ring))(x.reshape(3, 1, -1), key)
-    only = on_one_device(1, DEFAULT, ring)(x, key)
+    alone = on_one_device(2, CHEAP, dq.Hierarchical(outer=ring))(x.reshape(3, 1, -1), key)
+    only = on_one_device(1, CHEAP, ring)(x, key)
     assert_same_bits(flat(alone), np.asarray(only))
     # One node: nothing but its native sums, in bf16.
-    run = on_one_device(2, DEFAULT, dq.Hierarchical())
+    run = on_one_device(2, CHEAP, dq.Hierarchical())
     found = flat(run(x.reshape(1, 3, -1), key))
     assert_replicas_equal(found)
     assert relative_error(found[0], x) < 2.0**-15

@@ -22,18 +22,31 @@ def python(code, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_importing_the_library_loads_no_command_line():
+FRESH = """
+import sys, warnings
+sys.modules["rich"] = sys.modules["typer"] = None
+import jax, dynamiq_jax as dq
+print("loaded:", [name for name in sys.argv[1:] if sys.modules.get(name)])
+print(dq.optax.all_reduce)
+dq.explain({"weight": jax.ShapeDtypeStruct((2048, 256), "float32")}, 8)
+warnings.simplefilter("error")
+import pallas_kernels.triton
+warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning)
+"""
+
+
+def test_a_fresh_interpreter_loads_little_and_explains_without_rich():
+    """Users are not told of what only the kernels can change."""
     heavy = "rich typer matplotlib optax flax dynamiq_jax.__main__".split()
     heavy += [f"dynamiq_jax.commands.{name}" for name in ("bench", "simulate", "cli")]
-    code = f"import sys, dynamiq_jax; print([m for m in {heavy} if m in sys.modules])"
-    result = python(code)
-    assert result.stdout.strip() == "[]", result.stderr
+    result = python(FRESH, *heavy)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("loaded: []\n<function all_reduce"), result.stdout
+    for text in ("['weight']", "2048x256", "compressed, bucket 0", "total"):
+        assert text in result.stdout
 
 
-def test_optax_is_imported_where_it_is_used(monkeypatch):
-    code = "import sys, dynamiq_jax as dq; print('optax' in sys.modules, dq.optax.all_reduce)"
-    result = python(code)
-    assert result.stdout.startswith("False <function all_reduce"), result.stderr
+def test_without_optax_it_says_what_to_install(monkeypatch):
     monkeypatch.delattr(dq, "optax", raising=False)
     for name in [name for name in sys.modules if name.startswith("dynamiq_jax.optax")]:
         monkeypatch.delitem(sys.modules, name)
@@ -44,16 +57,6 @@ def test_optax_is_imported_where_it_is_used(monkeypatch):
         dq.opax  # noqa: B018
 
 
-def test_explain_prints_without_rich():
-    code = BLOCKED.format("rich") + BLOCKED.format("typer")
-    code += "import jax, dynamiq_jax as dq\n"
-    code += "dq.explain({'weight': jax.ShapeDtypeStruct((2048, 256), 'float32')}, 8)"
-    result = python(code)
-    assert result.returncode == 0, result.stderr
-    for text in ("['weight']", "2048x256", "compressed, bucket 0", "total"):
-        assert text in result.stdout
-
-
 @pytest.mark.parametrize("missing", ["rich", "typer"])
 def test_command_says_what_to_install(missing):
     code = BLOCKED.format(missing)
@@ -61,25 +64,6 @@ def test_command_says_what_to_install(missing):
     result = python(code, "--help")
     assert result.returncode == 1
     assert result.stderr == f"dynamiq-jax needs {missing}: pip install 'dynamiq_jax[cli]'\n"
-
-
-def test_users_are_not_told_of_what_only_the_kernels_can_change():
-    code = """
-import warnings
-warnings.simplefilter("error")
-import pallas_kernels.triton
-warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning)
-"""
-    result = python(code)
-    assert result.returncode == 0, result.stderr
-
-
-def test_module_runs_as_the_command():
-    command = [sys.executable, "-m", "dynamiq_jax", "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for name in ("bench", "error", "simulate"):
-        assert name in result.stdout
 
 
 def test_script_and_extras_of_the_package():

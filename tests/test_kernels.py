@@ -1,7 +1,7 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,17 @@ from pallas_kernels.tuning import _HOPPER
 SIZE = 2 * 8 * 2 * 256 + 1000  # two chunks of two tiles and more; no multiple of anything
 
 
-@pytest.mark.parametrize("name", daily(FORMATS, ["default", "dither, odd widths"]))
+@cache
+def case(name, dtype="float32"):
+    """The layout of a format, its operands, and payloads that arrive."""
+    layout, given = operands(FORMATS[name], SIZE, jnp.dtype(dtype))
+    return layout, given, payloads(layout, FORMATS[name], given)
+
+
+@pytest.mark.parametrize("name", daily(FORMATS, ["width 4", "dither, odd widths"]))
 def test_interpreted_kernels_give_the_bits_of_the_reference(name):
-    dtype, fmt = jnp.bfloat16 if len(name) % 2 else jnp.float32, FORMATS[name]
-    layout, given = operands(fmt, SIZE, dtype)
-    arrived = payloads(layout, fmt, given)
+    dtype, fmt = jnp.float32 if len(name) % 2 else jnp.bfloat16, FORMATS[name]
+    layout, given, arrived = case(name, dtype.__name__)
     expected, actual = (
         run(kernels_of(name), layout, fmt, dtype, backend, given, arrived)
         for backend in ("jnp", "interpret")
@@ -37,10 +43,8 @@ def test_interpreted_kernels_give_the_bits_of_the_reference(name):
 
 @pytest.mark.parametrize("kernel", ["decompress into", "decompress_accumulate into"])
 def test_other_chunks_keep_what_they_are_placed_into(kernel):
-    fmt = FORMATS["default"]
-    layout, given = operands(fmt, SIZE, jnp.float32)
-    arrived = payloads(layout, fmt, given)
-    part = run([kernel], layout, fmt, jnp.float32, "jnp", given, arrived)[kernel]
+    layout, given, arrived = case("default")
+    part = run([kernel], layout, FORMATS["default"], jnp.float32, "jnp", given, arrived)[kernel]
     other = np.asarray(given.order)[0]
     other = other[other < part.shape[0]]
     assert (part[other] == 7).all()
@@ -99,9 +103,7 @@ LOWERED = ["default", "paper", "bf16 scales", "odd widths", "dither"]
     daily([*itertools.product(LOWERED, LOWERINGS)], [("default", "mosaic"), ("dither", "triton")]),
 )
 def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
-    fmt = FORMATS[name]
-    layout, given = operands(fmt, SIZE, jnp.float32)
-    arrived = payloads(layout, fmt, given)
+    fmt, (layout, given, arrived) = FORMATS[name], case(name)
     options = {"lowering": LOWERINGS[lowering]}
     monkeypatch.setattr(pk, "_implementation", lambda backend: (kernels, options))
     calls = programs(layout, fmt, jnp.float32, lowering)

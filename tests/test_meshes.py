@@ -25,7 +25,9 @@ MODELS = {
     "model explicit": (AxisType.Auto, AxisType.Explicit),
 }
 F32 = small(dq.F32())
-DYNAMIQ = small(dq.DynamiQ(bits=8))
+DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="bf16")))
+
+OPTIONS = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
 
 
 def mesh_of(kind="automatic", sizes=(N, PARTS), names=("data", "model")):
@@ -125,34 +127,27 @@ def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
         assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ.method else error < 1e-12
 
 
-def reduced_apart(method, *, number, names, key=None):
-    """Parts of leaves, reduced on a mesh that has nothing else."""
+@functools.cache
+def expected():
+    """The result of each device along the model axis, from meshes of a data axis alone."""
 
     def one(tree):
-        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-        return dq.pmean(tree, "data", method=method, topology=dq.Direct(), key=key)
+        return dq.pmean(jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree), "data", **OPTIONS)
 
-    own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
-    mapped = jax.shard_map(one, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P())
-    return jax.jit(mapped)(own)
+    alone = jax.jit(jax.shard_map(one, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P()))
 
+    def reduced(number, *names):
+        return alone({k: np.stack([part_of(k, x, number) for x in inputs()[k]]) for k in names})
 
-@functools.cache
-def expected(keyed):
-    """The result of each device along the model axis, from meshes of a data axis alone."""
-    key = jax.random.key(3) if keyed else None
-    copies = reduced_apart(DYNAMIQ, number=0, names=("norm", "other"), key=key)
-    shards = [
-        reduced_apart(DYNAMIQ, number=i, names=("columns", "rows"), key=key) for i in range(PARTS)
-    ]
-    return [jax.device_get(copies | own) for own in shards]
+    copies = reduced(0, "norm", "other")
+    return [jax.device_get(copies | reduced(i, "columns", "rows")) for i in range(PARTS)]
 
 
-def assert_each_as_alone(found, keyed):
+def assert_each_as_alone(found):
     assert_copies_equal(found)
     for name, leaf in found.items():
         whole = np.asarray(leaf)
-        for number, alone in enumerate(expected(keyed)):
+        for number, alone in enumerate(expected()):
             assert_same_bits(part_of(name, whole, number), alone[name])
 
 
@@ -160,13 +155,12 @@ def assert_each_as_alone(found, keyed):
 def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
     """Statistics, plan and noise are those of a device's own shards, and copies share them."""
     mesh = mesh_of(kind)
-    options = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
-    ours = over_data(mesh, lambda t: dq.pmean(t, "data", specs=SPECS, **options))
+    ours = over_data(mesh, lambda t: dq.pmean(t, "data", specs=SPECS, **OPTIONS))
     with jax.set_mesh(mesh):
         found = ours(placed(mesh))
-    assert_each_as_alone(found, keyed=True)
+    assert_each_as_alone(found)
     for name, x in inputs().items():
-        assert 0 < dq.vnmse(expected(True)[0][name], part_of(name, x.mean(0), 0)) < 0.003
+        assert 0 < dq.vnmse(expected()[0][name], part_of(name, x.mean(0), 0)) < 0.003
 
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
@@ -176,12 +170,12 @@ def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma):
     def one(tree):
         tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
         told = None if check_vma else SPECS
-        return dq.pmean(tree, "data", method=DYNAMIQ, topology=dq.Direct(), specs=told)
+        return dq.pmean(tree, "data", specs=told, **OPTIONS)
 
     specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
     mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=check_vma, **specs))
     assert moved(mapped, placed(mesh)) == 0
-    assert_each_as_alone(mapped(placed(mesh)), keyed=False)
+    assert_each_as_alone(mapped(placed(mesh)))
 
 
 def test_copies_stay_copies_where_nobody_tells_them_from_shards():
@@ -190,7 +184,7 @@ def test_copies_stay_copies_where_nobody_tells_them_from_shards():
 
     def one(tree):
         tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-        return dq.pmean(tree, "data", method=DYNAMIQ, topology=dq.Direct())
+        return dq.pmean(tree, "data", **OPTIONS)
 
     specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
     mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.core.compat import equations, inner_jaxprs
+from dynamiq_jax.core.compat import inner_jaxprs
 
 
 def lines(topology, n_workers, n_leaves=1):
@@ -69,10 +69,14 @@ def test_equal_shards_share_functions():
     assert own <= 3 * native
 
 
+def equations(jaxpr):
+    """How many there are, those of functions that it calls included."""
+    return sum(sum(map(equations, inner_jaxprs(own))) or 1 for own in jaxpr.eqns)
+
+
 def size_of(function, tree, sizes):
-    """Equations of a function's jaxpr, those of functions that it calls included."""
-    found = jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree)
-    return sum(not inner_jaxprs(equation) for equation in equations(found.jaxpr))
+    """Equations of a function's jaxpr."""
+    return equations(jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree))
 
 
 @pytest.mark.usefixtures("padding_counts")

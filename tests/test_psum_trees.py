@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, LOOP, SMALL, assert_replicas_equal, assert_same_bits, daily, vmapped
+from cases import (
+    EVERY_METHOD,
+    LOOP,
+    SMALL,
+    TWO_WIDTHS,
+    assert_replicas_equal,
+    assert_same_bits,
+    daily,
+    vmapped,
+)
 from hypothesis import strategies as st
 from jax import lax
 
@@ -124,7 +133,7 @@ def test_any_tree_is_summed(spec, dtype, seed):
 @pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["statistics", "key"])
 def test_the_result_does_not_depend_on_other_buckets(key):
     rng, n = np.random.default_rng(1), 2
-    method = dq.Compression(dq.DynamiQ(), bucket_bytes=0, **SMALL)
+    method = dataclasses.replace(TWO_WIDTHS, bucket_bytes=0)
     x = array(rng, n, (500,), "float32")
     both = vmapped(method)({"a": x, "b": x}, key)
     alone = vmapped(method)({"b": x}, key)

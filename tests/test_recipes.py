@@ -30,8 +30,8 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "optax", "accumulation", "checkpoint", "sharded",
     "sharded jit", "nnx", "linen", "explicit", "meshes", "several hosts", "scan", "fsdp",
-    "sequential", "loop", "scattered", "loss scaling", "weight", "budget", "grid", "by path",
-    "by step", "metrics",
+    "fsdp state", "sequential", "loop", "scattered", "loss scaling", "weight", "budget", "grid",
+    "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -83,9 +83,9 @@ def test_readme(execute, capsys):
 @pytest.mark.release
 def test_the_example_is_the_readme_and_a_comparison(execute, capsys):
     example = (ROOT / "examples" / "quickstart.py").read_text()
-    assert len(example.splitlines()) <= 60
+    assert len(example.splitlines()) <= 62
     execute(example, "quickstart.py")
-    row = re.compile(r"^ *(bf16 psum|5 bits) +([\d.]+) +([\d.]+)$", re.MULTILINE)
+    row = re.compile(r"^ *(bf16 psum|5 bits) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE)
     printed, promised = row.findall(capsys.readouterr().out), row.findall(example)
     for (name, loss, sent), (_, as_promised, _) in zip(printed, promised, strict=True):
         assert float(loss) == pytest.approx(float(as_promised), abs=2e-4)
@@ -130,7 +130,8 @@ def test_at_most_three_lines_change():
     assert dict(zip(NAMES, changed, strict=True)) == {
         "jit": 2, "auto": 1, "auto window": 0, "optax": 3, "accumulation": 0, "checkpoint": 0,
         "sharded": 1, "sharded jit": 0, "nnx": 2, "linen": 3, "explicit": 0, "meshes": 0,
-        "several hosts": 2, "scan": 2, "fsdp": 1, "sequential": 1, "loop": 1, "scattered": 2,
+        "several hosts": 2, "scan": 2, "fsdp": 1, "fsdp state": 0, "sequential": 1, "loop": 1,
+        "scattered": 2,
         "loss scaling": 1, "weight": 1, "budget": 1, "grid": 1, "by path": 0, "by step": 3,
         "metrics": 0,
     }  # fmt: skip
@@ -242,10 +243,11 @@ def test_loss_scaling(run, capsys):
 
 @pytest.mark.release
 def test_fsdp(run, capsys):
-    found = run("fsdp")
+    found = run("fsdp", "fsdp state")
     assert re.fullmatch(r"loss 1\.\d+\n", capsys.readouterr().out)  # it was 5
     kernel = found["layers"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (6, 32, 256)
+    for own in (kernel, found["opt_state"][0].mu["kernel"]):
+        assert own.addressable_shards[0].data.shape == (6, 32, 256)
     assert np.all(np.isfinite(kernel))
 
 

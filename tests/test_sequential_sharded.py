@@ -179,46 +179,6 @@ def test_compressed_copies_stay_equal_and_train():
 
 
 @pytest.mark.release
-def test_bf16_copies_have_f32_masters():
-    params, batches = problem(jnp.bfloat16)
-    found, state = train(params, batches, make(), in_loop)
-    expected, other = train(params, batches, make())
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
-    rounded = jax.tree.map(lambda w: np.asarray(w).astype(jnp.bfloat16), state.masters)
-    assert_close(jax.tree.map(np.float32, found), jax.tree.map(np.float32, rounded), rtol=0.02)
-    for own, theirs, first in zip(
-        *map(jax.tree.leaves, (state.masters, other.masters, params)), strict=True
-    ):
-        moved = np.linalg.norm(np.asarray(theirs) - np.float32(first))
-        assert np.linalg.norm(np.asarray(own) - np.asarray(theirs)) < 0.1 * moved
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_a_step_that_is_not_finite_changes_nothing(bad):
-    params, batches = problem()
-    state, step = stepper(make(SOME), params, in_loop, SOME)
-    before = step(params, state, batches[0])
-    batches[1][5, 2] = bad  # worker 2's
-    params, state = step(*before, batches[1])
-    assert_same_bits(jax.device_get(params), jax.device_get(before[0]))
-    assert_same_bits(jax.device_get(state.masters), jax.device_get(before[1].masters))
-    assert_same_bits(jax.device_get(state.inner), jax.device_get(before[1].inner))
-    assert (int(state.step), int(state.skipped)) == (2, 1)
-
-
-@pytest.mark.release
-def test_several_axes_of_workers():
-    axes = ("node", "gpu")
-    devices = {"devices": jax.devices()[:N], "axis_types": (AxisType.Auto,) * 2}
-    mesh = jax.make_mesh((2, 2), axes, **devices)
-    params, batches = problem()
-    optimizer = make(axes=axes, max_norm=0.05, rule=SGD)
-    found = train(params, batches, optimizer, in_loop, mesh=mesh, axes=axes)
-    assert_close(found, train(params, batches, optimizer, mesh=mesh, axes=axes))
-
-
-@pytest.mark.release
 def test_data_by_model():
     """Products over a part of the parameters; the workers' axis splits that part."""
     axes, rng = ("data", "model"), np.random.default_rng(0)
@@ -436,7 +396,8 @@ def test_payloads_that_stay_are_not_gathered_again(unrolled):
         specs = [SHARDS[0], *[{"kernel": P("data"), "bias": P()}] * LAYERS, SHARDS[2]]
 
     def traced(reshard):
-        options = {"method": SOME, "gather": SOME, "specs": specs, "reshard_after_forward": reshard}
+        options = {"method": EXACT, "gather": SOME, "specs": specs}
+        options["reshard_after_forward"] = reshard
         loss = lambda p, x: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
         maps = {"in_specs": (specs, P("data")), "out_specs": specs, "check_vma": False}
         run = jax.shard_map(jax.grad(loss), mesh=auto_mesh(N), **maps)

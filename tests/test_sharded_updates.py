@@ -178,9 +178,20 @@ def test_workers_hold_their_slices():
     assert_same_bits(jax.device_get(state.masters), jax.device_get(params))
 
 
-def test_compressed_halves_train_and_copies_stay_equal():
+@pytest.fixture(scope="module")
+def compressed():
+    """The first state and the compiled step with compressed halves; parameters are on the mesh."""
     params, batches = problem()
-    found, state = train(make("adamw", CHEAP, CHEAP), params, batches[:8])
+    state, step = start(make("adamw", CHEAP, CHEAP), params)
+    params = jax.device_put(params, NamedSharding(auto_mesh(), P()))
+    return state, params, step.lower(params, state, batches[0]).compile()
+
+
+def test_compressed_halves_train_and_copies_stay_equal(compressed):
+    state, found, step = compressed
+    params, batches = problem()
+    for x in batches[:8]:
+        found, state = step(found, state, x)
     expected, _ = plain(RULES["adamw"], params, batches[:8])
     assert_copies_equal(found)
     for name in ("in", "odd", "out"):
@@ -216,9 +227,8 @@ def test_bf16_copies_have_f32_masters():
         assert np.linalg.norm(found[name].astype(jnp.float32) - rounded) < 0.02 * moved + 1e-6
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
-    params, batches = problem()
-    state, step = start(make("adamw", CHEAP, CHEAP), params)
+def test_a_step_that_is_not_finite_changes_nothing(compressed):
+    (state, params, step), (_, batches) = compressed, problem()
     params, state = before = step(params, state, batches[0])
     for count, bad in enumerate([np.nan, np.inf, -np.inf], 1):
         params, state = step(params, state, batches[1].at[9, 2].set(bad))  # worker 2's
@@ -420,10 +430,8 @@ def test_copies_are_compared_every_so_many_steps(monkeypatch):
         assert len({*hashes}) == count // N
 
 
-def test_what_travels():
-    params, batches = problem()
-    state, step = start(make("adamw", CHEAP, CHEAP), params)
-    hlo = step.lower(params, state, batches[0]).compile().as_text()
+def test_what_travels(compressed):
+    hlo = compressed[2].as_text()
     large = re.findall(r"= \w+\[([\d,]+)\]\S* (all-reduce|all-gather|reduce-scatter)\(", hlo)
     sizes = [(math.prod(map(int, shape.split(","))), kind) for shape, kind in large]
     floats = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:reduce|gather|to-all)", hlo)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import assert_same_bits, daily
 from jax import lax
-from test_schedules import TwoArms
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
@@ -170,16 +169,6 @@ def test_sums_keep_what_f32_rounds_off():
     np.testing.assert_array_equal(total, 1 + 100 * np.asarray(small, np.float64))
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("total", ["shared-scale", "recompress"])
-def test_error_of_one_round_of_mxfp8(total):
-    """Relative rounding errors of E4M3 are 8.6e-4 of Gaussians, less where nothing saturates."""
-    method = dq.comparators.MXFP8(sum=total)
-    case = Case(n_workers=2, super_groups=64, method=method, topology=dq.Direct())
-    # One of two gradients is encoded and then the sum: 1.5 encodings of its energy.
-    assert simulate(case, jax.random.key(0)) == pytest.approx(1.5 * 8.6e-4, rel=0.25)
-
-
 def most_alive(monkeypatch, topology, n):
     """The most bytes of arrays that are alive when a worker has encoded, beyond those before."""
     case = Case(
@@ -222,14 +211,6 @@ def test_wire_bits_are_the_budget(topology, bits):
     coords = 2 * 8191 / 8192 * 8192 * layout.size  # that pass through every worker
     used = (layout.payload_bits + 8192 * layout.stats_bits) / coords
     assert bits - 0.01 < used <= bits
-
-
-@pytest.mark.release
-def test_a_topology_of_ones_own():
-    case = Case(n_workers=5, super_groups=64, method=METHOD, topology=TwoArms())
-    ring = Case(n_workers=5, super_groups=64, method=METHOD, topology=dq.Ring())
-    own, usual = (simulate(c, jax.random.key(0)) for c in (case, ring))
-    assert 0.5 * usual < own < 1.5 * usual
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
 
 @pytest.mark.parametrize(
     "method",
-    [small(dq.ErrorFeedback(dq.DynamiQ())), small(dq.comparators.MXFP4(sum="shared-scale"))],
+    [small(dq.ErrorFeedback(CHEAP.method)), small(dq.comparators.MXFP4(sum="shared-scale"))],
     ids=["own to each worker", "the same on all"],
 )
 def test_states_and_metrics_do_not_depend_on_the_transport(method):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, daily, gradient, small
+from cases import CHEAP, EIGHT, assert_same_bits, auto_mesh, daily, gradient, small
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -45,7 +45,7 @@ def expected(x, weights=WEIGHTS):
 
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
-@pytest.mark.parametrize("method", [EXACT, small(dq.DynamiQ(bits=8))], ids=["f32", "dynamiq"])
+@pytest.mark.parametrize("method", [EXACT, EIGHT], ids=["f32", "dynamiq"])
 def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
     found = mapped(check_vma, method=method)(tree(), jnp.asarray(WEIGHTS))
     for name, x in tree().items():
@@ -59,7 +59,7 @@ def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, m
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)
-    run = mapped(method=small(dq.DynamiQ()))
+    run = mapped(method=CHEAP)
     clean, found = (jax.tree.leaves(run(given, jnp.asarray(WEIGHTS))) for given in (x, bad))
     for own, other in zip(clean, found, strict=True):
         assert_same_bits(own, other)

@@ -6,8 +6,10 @@ Losses are rows of `training.py` and `long.py`, errors those of ``dynamiq-jax er
 those of ``dynamiq-jax bench all-reduce`` and of `step_time.py`. Nothing is measured here.
 
 * ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
-  bits, and within a group by loss. ``docs/training-quality.md`` gets that of long training.
-* ``docs/speedups.png`` has speed-ups by links.
+  bits, and within a group by loss. ``docs/training-quality.md`` gets that of long training,
+  ``docs/multihost.md`` and ``docs/performance.md`` get steps by way to train.
+* ``docs/speedups.png`` has speed-ups of steps by links and way.
+* ``docs/time-to-accuracy.png`` has losses against bf16's by step.
 * ``docs/long-training.png`` has losses and biases of long training.
 """
 
@@ -80,31 +82,70 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
 
 
-# --- Speed-ups ------------------------------------------------------------------------------------
+# --- Steps by way to train ------------------------------------------------------------------------
+
+WAYS = "ways.json"
+"""Medians of a step, with 10th and 90th percentiles, in runs of one machine each."""
+SHOWN = {"dp:5": "data parallel, 5 bits", "zero-pipeline:5/2.5": "sharded updates, 5 + 2.5 bits"}
+SHOWN |= {"fsdp:5/8": "FSDP, 5 + 8 bits"}
+"""The bars of the picture, by names of `ways.py`."""
+COLOURS = "#9ecae1", "#08519c", "#d9842b"
+STEPS_OF = {
+    "none": "averages nothing",
+    "bf16-psum": "bf16 psum",
+    "bf16-zero": "bf16 ZeRO-1 by hand",
+    "zero-pipeline:bf16/bf16": "sharded updates, bf16",
+    "dp:5": SHOWN["dp:5"],
+    "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
+    "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
+    "xla-fsdp": "XLA's FSDP",
+    "bf16-fsdp": "bf16 FSDP by `sequential`",
+    "fsdp:5/8": SHOWN["fsdp:5/8"],
+    "fsdp-keep:5/8": "FSDP, 5 + 8 bits, payloads kept",
+}
 
 
 def speedups() -> Figure:
-    """Bars for every row, one for each number of bits, and a line where psum stands."""
-    data, colours = load("speedups.json"), {"5": "#6baed6", "4": "#2171b5", "3.5": "#08306b"}
+    """Bars for every kind of links, one for each way to train, and a line where psum stands."""
+    runs = load(WAYS)["runs"]
+    links = list(dict.fromkeys(run["links"] for run in runs))
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(colours)
-    for place, bits in enumerate(colours):
-        heights = [row["psum_us"] / row["bits_us"][bits] for row in data["rows"]]
-        at = [number + (place - 1) * width for number in range(len(heights))]
-        bars = axes.bar(
-            at, heights, 0.92 * width, color=colours[bits], label=f"DynamiQ, {bits} bits"
-        )
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    width = 0.8 / len(SHOWN)
+    for place, (way, colour) in enumerate(zip(SHOWN, COLOURS, strict=True)):
+        timed = [run for run in runs if way in run["ms"]]
+        heights = [run["ms"][BF16][0] / run["ms"][way][0] for run in timed]
+        at = [links.index(run["links"]) + (place - 1) * width for run in timed]
+        bars = axes.bar(at, heights, 0.92 * width, color=colour, label=SHOWN[way])
+        label = {"fontsize": 8, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.4}}
+        axes.bar_label(bars, fmt="%.2f", padding=1, **label)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    names = [f"{row['links']}\n{row['size']}" for row in data["rows"]]
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("times as fast as bf16 psum")
-    axes.set_ylim(0, 6.6)
-    axes.set_title(f"{data['hardware'].split(' (')[0]}, {data['versions']}", fontsize=9)
-    axes.legend(frameon=False, loc="upper left")
+    axes.set_xticks(range(len(links)), links)
+    axes.set_ylabel("steps per second,\nover bf16 psum's")
+    h200 = " and ".join(run["links"] for run in runs if "H200" in run["cards"])
+    title = "A training step of 1.1 B parameters on two H100"
+    axes.set_title(f"{title} (data parallel over {h200}: H200)", fontsize=9)
+    axes.legend(frameon=False, loc="upper right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def milliseconds(found: Sequence[float]) -> str:
+    """A median, and its percentiles if they are known, with as many digits as are kept."""
+    median, *spread = map(str, found)
+    return f"{median} ({'–'.join(spread)})" if spread else median
+
+
+def steps_table(*links: str) -> str:
+    """Milliseconds of all ways over some kinds of links, on H100s."""
+    runs = [run for run in load(WAYS)["runs"] if "H100" in run["cards"]]
+    columns = [next(run["ms"] for run in runs if run["links"] == name) for name in links]
+    lines = [("", *links)]
+    for way, title in STEPS_OF.items():
+        if any(way in column for column in columns):
+            cells = (milliseconds(column[way]) if way in column else "" for column in columns)
+            lines.append((title, *cells))
+    return markdown(lines)
 
 
 # --- Long training --------------------------------------------------------------------------------
@@ -234,6 +275,29 @@ def read_curves() -> dict[str, np.ndarray]:
     """Losses, [seeds, windows] in nats per token, by method, of one training."""
     rows = load(LOSSES["large"].file)["rows"]
     return {row["settings"]["method"]: np.array(row["training_loss"]) for row in rows}
+
+
+COMPARED = ("dynamiq:5", "dynamiq-dither:3.5", "mxfp8", "mxfp4")
+"""Methods of the picture of losses."""
+
+
+def loss_differences() -> Figure:
+    """Training losses against bf16 psum's by step, paired by seed, with standard errors."""
+    curves = read_curves()
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for method in COMPARED:
+        percent = 100 * (curves[method] / curves[BF16] - 1)
+        error = percent.std(axis=0, ddof=1) / len(percent) ** 0.5
+        steps = CURVE_WINDOW * (np.arange(percent.shape[1]) + 0.5)
+        mean = percent.mean(axis=0)
+        axes.plot(steps, mean, label=method)
+        axes.fill_between(steps, mean - error, mean + error, alpha=0.25)
+    axes.axhline(0, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="steps", ylabel="training loss\nagainst bf16 psum's, %", ylim=(-1.2, 1.2))
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 # --- The comparison -------------------------------------------------------------------------------
@@ -512,6 +576,8 @@ def texts() -> dict[Path, str]:
     """The pages, as they should be."""
     quality = DOCS / "training-quality.md"
     found = {PAGE: blocks(), quality: {"long": long_table()}}
+    found[DOCS / "multihost.md"] = {"steps": steps_table("10 Gb/s", "25 Gb/s", "37 Gb/s")}
+    found[DOCS / "performance.md"] = {"steps": steps_table("NVLink", "host memory")}
     return {path: filled(path.read_text(), own) for path, own in found.items()}
 
 
@@ -519,4 +585,5 @@ if __name__ == "__main__":
     for path, text in texts().items():
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
+    loss_differences().savefig(DOCS / "time-to-accuracy.png", dpi=120)
     long_training().savefig(DOCS / "long-training.png", dpi=120)

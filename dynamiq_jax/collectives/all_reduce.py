@@ -30,9 +30,9 @@ def psum(
 
     It runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
     and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
-    unbiased over the rounding's randomness (but for width 0), and so is the result with
-    ``rounding="independent"``; the paired roundings trade a little bias for much less error, see
-    `pallas_kernels.hashing`. A NaN or infinity on any worker makes its whole super-group NaN on
+    unbiased over the rounding's randomness (but for width 0). With ``rounding="independent"`` the
+    result is unbiased, too. Paired roundings, the default, trade a little bias for much less error
+    (`pallas_kernels.hashing`). A NaN or infinity on any worker makes its whole super-group NaN on
     all. The derivative is that of `jax.lax.psum`.
 
     A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` a
@@ -56,20 +56,20 @@ def psum(
         dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. A key that JAX knows to vary over
-        the axis is refused. Where JAX does not track this (``check_vma=False``, maps but shard_map)
-        ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced statistics (for
-        DynamiQ sums of squares in bf16) and of the bucket's leaf names. It is new whenever the
-        statistics are; methods without statistics round alike in every step.
+        the axis is refused. Where JAX does not track this (``check_vma=False``, `jax.pmap`,
+        `jax.vmap`) ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced
+        statistics (for DynamiQ sums of squares in bf16) and of the bucket's leaf names. It is new
+        whenever the statistics are; methods without statistics round alike in every step.
       axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
         for itself. They serve where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
         ``check_vma=False``.
-      specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it, where
-        `jax.shard_map` left axes of the mesh automatic (``axis_names={"data"}``): there every
-        device reduces its own part of a leaf, and JAX shows nobody how leaves are split. Axes other
-        than these may be in it and do not count. Explicit axes are seen without it. With
-        ``check_vma=False`` it tells which leaves are copies over other manual axes; without it
-        leaves travel one by one. Outside of maps it says how sums are to be sharded, the
-        axes that are summed over included; by default they are sharded as their terms.
+      specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it. It is needed where
+        `jax.shard_map` left axes of the mesh automatic (``axis_names={"data"}``): every device
+        reduces its own part of a leaf, and JAX does not show how automatic axes split it. Other
+        axes in it do not count. Types show Explicit axes. With ``check_vma=False`` it tells which
+        leaves are copies over other manual axes; without it each leaf then travels alone. Outside
+        of maps it says how sums are sharded, over the summed axes, too. By default sums are
+        sharded as their terms.
 
     Returns:
       A tree like ``x``.
@@ -130,14 +130,14 @@ def reduce(
       key: as for `psum`.
       state: what a method with memory carries from step to step: `init_state`'s, then that of the
         step before.
-      metrics: whether to return `Metrics`, at the cost of one pass over the result; of leaves that
-        other axes split, those of all parts.
+      metrics: whether to return `Metrics`, at the cost of one pass over the result. They cover all
+        parts of leaves that other axes split.
       specs: as for `psum`.
-      weight: how much this worker counts in a mean, a scalar of its own from 0 on: the mean is the
-        sum of weight times leaf over the sum of weights, such as the numbers of tokens. A
-        worker of weight 0 adds nothing, not even NaN; with all of them at 0 the mean is 0.
-        A weight that is negative, infinite or NaN makes the mean NaN on all workers. Leaves have to
-        be floating-point, and in f16 small enough for n times their values.
+      weight: how much this worker counts in a mean: a scalar that is not negative, such as its
+        number of tokens. The mean is the sum of weight times leaf over the sum of weights. A worker
+        of weight 0 adds nothing, not even NaN. If all weights are 0 the mean is 0. A weight that is
+        negative, infinite or NaN makes the mean NaN on all workers. Leaves are floating-point; n
+        times their values must fit f16 if they are f16.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.

@@ -139,8 +139,8 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
 
 def _replicated(grouping: Grouping, fixed: Fixed) -> list[Leaf]:
     """Leaves that would be compressed if JAX did not know that all workers hold the same."""
-    leaves = (leaf for bucket in grouping.buckets for leaf in bucket.leaves)
-    return [leaf for leaf in leaves if fixed.get(leaf.index) == "replicated"]
+    leaves = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    return [leaf for leaf in (*leaves, *grouping.apart) if fixed.get(leaf.index) == "replicated"]
 
 
 def _described(leaves: Sequence[Leaf]) -> str:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dynamiq_jax.collectives.buckets import with_tangent
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
-from dynamiq_jax.collectives.in_maps import with_tangent
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
-from dynamiq_jax.methods import Method, ShardedMethod
+from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
 from dynamiq_jax.request.agreement import compare_first
@@ -77,38 +77,40 @@ def psum_scatter(
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
     axis, request = check_axis(axis_name, axis_index_groups), as_compression(method, topology)
-    return scatter_over(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+    if not axis.names:
+        return x
+    run, treedef = scattering(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+    return treedef.unflatten(run())
 
 
-def scatter_over(
+def scattering(
     axis: Axis,
-    tree: Tree,
+    tree: Any,
     compression: Compression,
     dimension: int,
     *,
     tiled: bool = True,
     op: Op = "sum",
     key: Array | None = None,
-) -> Tree:
-    """`psum_scatter` with its arguments as one request, or the mean."""
-    if not axis.names:
-        return tree
+) -> tuple[Callable[[], list[Array]], Any]:
+    """The function that runs `psum_scatter` of the leaves, which are checked, and their tree.
+
+    With ``op="mean"`` it divides by the number of workers.
+    """
     told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits)
+    fixed = fixed_leaves(leaves, values, axis)
+    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, fixed=fixed)
     for leaf in leaves:
         _check_divides(leaf, dimension, n, tiled=tiled)
     check_key(key, axis)
-    if fixed := fixed_leaves(leaves, values, axis):
-        check_varying(grouping, fixed, axis)
-        options = {"fixed": fixed, "methods": grouping.methods}
-        grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, **options)
+    check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"dimension": dimension, "tiled": tiled, "n_workers": n, "op": op}
-    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
+    return functools.partial(run, values, key, grouping=grouping, axis=axis, **options), treedef
 
 
 def _scatter_leaves(
@@ -123,6 +125,7 @@ def _scatter_leaves(
     op: Op,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
+    # Each leaf becomes n rows, one worker's slice each; a bucket joins rows of its leaves: [n, s].
     cut: dict[str, Any] = {"dimension": dimension, "n_workers": n_workers, "tiled": tiled}
     divisor = n_workers if op == "mean" else 1
     for leaf, _ in grouping.exact:
@@ -154,6 +157,7 @@ def over(total: Array, divisor: int, dtype: Any) -> Array:
 
 def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Array:
     """Slices of a leaf as rows: [n, coordinates of a slice]."""
+    # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
     at, shape = dimension % len(leaf.shape), list(leaf.shape)
     shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
     own = slice_of(leaf, dimension, n_workers, tiled=tiled)
@@ -176,7 +180,7 @@ def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf
         shape[dimension] //= n_workers
     else:
         del shape[dimension]
-        if axis is not None:
+        if axis is not None:  # axes behind the removed one move up by one
             axis = None if axis == dimension else axis - (axis > dimension)
     return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
@@ -187,7 +191,7 @@ def _scatter_bucket(
     return method.reduce_scatter(x, Call(axis, topology, seed)), state
 
 
-# Buckets of the same size are traced and lowered once, as in `in_maps`.
+# Buckets of the same size are traced and lowered once, as in `buckets`.
 _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
 
 _scatter_compiled = inlined(
@@ -292,6 +296,7 @@ def _gather_leaves(
     words, values = key_words(key), list(values)
 
     def back(leaf: Leaf, gathered: Array) -> Array:
+        # [n, *shape] to n at the dimension: a new axis there, or (tiled) shards one after another.
         at = dimension % (len(leaf.shape) + (not tiled))
         whole = jnp.moveaxis(gathered, 0, at)
         if not tiled:
@@ -300,9 +305,7 @@ def _gather_leaves(
         shape[at] *= n_workers
         return whole.reshape(shape)
 
-    def exact(x: Array) -> Array:
-        return axis.all_gather(x, to)
-
+    exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
@@ -311,11 +314,11 @@ def _gather_leaves(
         compressed = functools.partial(run, axis=axis, method=method, to=to)
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
         gathered = exact(x) if n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
-        start = 0
+        start = 0  # of a leaf in each of the n rows
         for leaf in bucket.leaves:
             stop = start + leaf.size
-            own = from_flat(gathered[:, start:stop], leaf)
-            values[leaf.index], start = back(leaf, own), stop
+            shards = from_flat(gathered[:, start:stop], leaf)
+            values[leaf.index], start = back(leaf, shards), stop
     return values
 
 
@@ -350,16 +353,15 @@ def group_parts(
     sizes: tuple[int, ...],
     bits_of: Callable[[Route, Bucket], float],
     *,
-    fixed: Fixed | None = None,
-    methods: Sequence[Method | None] | None = None,
+    fixed: Fixed,
     shards: int = 1,
     check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly.
 
-    Half of an all-reduce pays on fast links from larger buckets on. With ``shards`` the limits are
-    those of leaves that are so many times as large. ``bits_of`` tells the wire bits per coordinate,
-    of which bf16 takes 16. ``check`` refuses methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
+    limits are for whole leaves, so many times as large. ``bits_of`` tells the wire bits per
+    coordinate, of which bf16 takes 16. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:
@@ -370,8 +372,7 @@ def group_parts(
         limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         return Limits(*(-(-limit // shards) for limit in limits))
 
-    fixed = fixed or {}
-    options = {"methods": methods, "without": fixed, "limits_of": limits_of, "bits_of": bits_of}
+    options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}
     found = request.group(leaves, sizes, **options, hierarchies=False)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)

@@ -16,20 +16,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.checks import (
-    check_state,
-    check_varying,
-    fixed_leaves,
-    warn_of_uncompressed,
-)
-from dynamiq_jax.collectives.halves import gather_over, over, scatter_over
-from dynamiq_jax.collectives.in_maps import (
+from dynamiq_jax.collectives.buckets import (
     exact_of,
     over_open_axes,
     reduce_compiled,
     reduce_leaves,
     weighted,
 )
+from dynamiq_jax.collectives.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.collectives.halves import gather_over, over, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -101,9 +101,10 @@ class Sum:
       others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
         part of another leaf shares their widths.
       gathers: how shards travel; `None`: nothing is gathered.
-      to: see `all_gather`.
-      specs: how open axes split leaves, as for `psum`.
-      opened: the same of every leaf, for leaves that workers split; `None`: no axes are open.
+      to: JAX's type of whole leaves after a gather, as for `all_gather`.
+      specs: how open axes (`Surroundings.open`) split leaves, as for `psum`.
+      opened: the PartitionSpec of every leaf over the open axes, where workers split leaves;
+        `None`: no axes are open.
     """
 
     axis: Axis
@@ -127,7 +128,7 @@ class Sum:
         over: tuple[str, ...] | None = None,
         opened: Sequence[P] | None = None,
     ) -> "Sum":
-        """The sum of leaves that lie as ``specs`` say; axes that are not in ``over`` split none."""
+        """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
         axes = self.axis.names
         splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
         pairs = zip(specs, opened or specs, strict=True)
@@ -198,22 +199,23 @@ class Sum:
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
-        grouping = compression.group(leaves, sizes)
+        # Which leaves travel how: in a bucket, exactly, or (``fixed``) not at all or by JAX alone.
         fixed = fixed_leaves(leaves, values, axis)
+        grouping = compression.group(leaves, sizes, without=fixed if state is None else ())
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
             check_varying(grouping, fixed, axis)
         limits = compression.min_bucket_size, compression.min_bucket_bytes
         warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
-        if fixed and state is None:
-            grouping = compression.group(leaves, sizes, methods=grouping.methods, without=fixed)
+        # The state of every bucket; parts of it over open axes have a leading axis.
         split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]
         expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
         states = check_state(state, expected, grouping)
         if weight is not None:
             values = weighted(values, leaves, fixed, op, weight, axis)
+        # Leaves that are in no bucket and that JAX knows to be equal need no traffic for a mean.
         compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
         for i in fixed.keys() - compressed:
             moves = op == "sum" or fixed[i] == "native"
@@ -257,6 +259,7 @@ class Sum:
         axes, words = self.axis.names, key_words(key)
         for some, own, split in self._kinds(terms, self.compression):
             route = own.route(axis_sizes(self.axis))
+            # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in split for name in names)
             rest = tuple(name for name in axes if name not in within)
             for dimension, names in split:
@@ -268,7 +271,9 @@ class Sum:
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
-                    some = scatter_over(Axis(names), some, half, dimension, op=self.op, key=seed)
+                    axis, options = Axis(names), {"op": self.op, "key": seed}
+                    run, of_some = scattering(axis, some, half, dimension, **options)
+                    some = of_some.unflatten(run())
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
@@ -399,7 +404,7 @@ def _gather_natively(
         narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
         if not narrow or route.n_workers * x.size < route.limits.min_leaf_size:
             return exact(x)
-        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens words
+        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens integers
         return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)
 
     return jax.tree.map(native, part)

@@ -124,7 +124,8 @@ def reduce_unreduced(
 
     own = dataclasses.replace(total, op="sum", specs=moving(terms))
     own = own.placed([targets[i] for i in moves], over=several(axis.names, mesh.shape))
-    if any(own.splits) and (state is not None or metrics):
+    scatters = any(own.splits)
+    if scatters and (state is not None or metrics):
         raise NotImplementedError(
             f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
             "state and has no metrics; pass metrics=False, no state, and a method without memory, "
@@ -133,14 +134,15 @@ def reduce_unreduced(
     run, of_states = functools.partial(own.reduce, metrics=metrics), None
     if state is not None:
         run, state, of_states = _with_parts(run, state, own, moving(leaves), mesh)
-    after = [scattered_spec(spec, axis) for spec in targets] if any(own.splits) else terms
+    after = [scattered_spec(spec, axis) for spec in targets] if scatters else terms
     pairs = zip(terms, leaves, strict=True)
     unreduced = [P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]
+    out_specs: Any = Reduced(moving(after), of_states, P())  # type: ignore[arg-type]
     mapped = jax.shard_map(
-        run,
+        own.scatter if scatters else run,
         mesh=mesh,
-        in_specs=(moving(unreduced), P(), of_states),
-        out_specs=Reduced(moving(after), of_states, P()),  # type: ignore[arg-type]
+        in_specs=(moving(unreduced), P(), of_states)[: 2 if scatters else 3],
+        out_specs=moving(after) if scatters else out_specs,
         check_vma=False,
     )
 
@@ -149,18 +151,22 @@ def reduce_unreduced(
     summed = jax.custom_jvp(alone)
 
     @summed.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Reduced, Reduced]:
+    def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
         """That of the exact sum: JAX transposes a map of unreduced arrays to n times too much."""
         found = summed(*primals)
 
         def exact(x: Array, own: Array) -> Array:
             return resharded(x, mesh, P(*jax.typeof(own).sharding.spec.partitions))
 
-        rest = jax.tree.map(zero_tangent, found._replace(tree=None))
-        return found, rest._replace(tree=jax.tree.map(exact, tangents[0], found.tree))
+        sums = jax.tree.map(exact, tangents[0], found if scatters else found.tree)
+        if scatters:
+            return found, sums
+        return found, jax.tree.map(zero_tangent, found._replace(tree=None))._replace(tree=sums)
 
     found = Reduced(moving(leaves), state, None)
-    if moves or state is not None or metrics:
+    if scatters:
+        found = found._replace(tree=summed(moving(leaves), key))
+    elif moves or state is not None or metrics:
         found = summed(moving(leaves), key, state)
     done = dict(zip(moves, jax.tree.leaves(found.tree), strict=True))
     sums = [resharded(done.get(i, x), mesh, targets[i]) for i, x in enumerate(leaves)]
@@ -194,11 +200,7 @@ def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
 
 
 def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
-    """Refuses leaves that are unreduced over other axes than ``axis``.
-
-    Raises:
-      ValueError: there are some.
-    """
+    """Refuses leaves that are unreduced over other axes than ``axis``."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
         if found and several(found ^ {*axis.names}, mesh.shape):

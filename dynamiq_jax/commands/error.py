@@ -176,11 +176,7 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file that `load` knows, as far as it has them.
-
-    Raises:
-      ValueError: the file is of another kind, or broken.
-    """
+    """The arrays of a .npz file that `load` knows, as far as it has them."""
     if not zipfile.is_zipfile(file):
         raise ValueError(f"{file} is not a .npz file: write it by numpy.savez")
     broken = ValueError, EOFError, OSError, RuntimeError, MemoryError, zlib.error

@@ -17,17 +17,22 @@ from dynamiq_jax.tree.leaves import describe_leaves, holds_numbers
 
 
 def save_model_tree(file: str | Path, params: Any) -> None:
-    """Writes names, shapes and dtypes of all leaves, for ``dynamiq-jax advise`` and ``explain``.
+    """Writes paths, shapes and dtypes of all leaves, for ``dynamiq-jax advise`` and ``explain``.
 
     Gradients have the shapes and dtypes of parameters. The file is JSON, in the tree's order:
-    ``{"['wte']": [[50304, 768], "float32"], ...}``.
+    ``{"layers/0/kernel": [[768, 3072], "float32"], ...}``, by the paths that
+    ``Compression(exclude=...)`` searches.
 
     Args:
       file: where to.
       params: arrays or `jax.ShapeDtypeStruct`s.
     """
     leaves = describe_leaves(params)
-    lines = [f"{json.dumps(x.name)}: {json.dumps([x.shape, x.dtype.name])}" for x in leaves]
+    names = [leaf.path for leaf in leaves]
+    if len({*names}) < len(names):  # as those of {"a/b": x, "a": {"b": y}}
+        names = [leaf.name for leaf in leaves]
+    pairs = zip(names, leaves, strict=True)
+    lines = [f"{json.dumps(name)}: {json.dumps([x.shape, x.dtype.name])}" for name, x in pairs]
     Path(file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -64,10 +64,6 @@ def writable(outputs: Mapping[str, Path | None], *inputs: Path | None, first: bo
       outputs: the files that the command writes, by option.
       inputs: the files that it reads.
       first: whether this process speaks.
-
-    Raises:
-      typer.BadParameter: a file is an input or the file of another option, is not a regular file,
-        or cannot be opened.
     """
     taken = [path for path in inputs if path]
     for option, path in outputs.items():

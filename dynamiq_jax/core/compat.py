@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -147,14 +147,6 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     kinds = Jaxpr, ClosedJaxpr
     values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds))
     return [value for value in values if isinstance(value, kinds)]
-
-
-def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """All equations of a program, those of calls, loops and branches behind theirs."""
-    for equation in with_constants(jaxpr)[0].eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner)
 
 
 @functools.cache

@@ -39,14 +39,14 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
     Use it for the outermost `jax.jit` of a program that reduces. On GPUs the options keep the light
     all-reduces of different buckets apart, so that a bucket need not wait for all gradients. In one
-    process transfers start as early as they may, several at a time: `sequential` needs that. Where
-    its GPUs may read each other's memory, payloads are copied by engines. A topology whose
-    ``transport`` is `None` then sends by permutes, if it is traced inside of this function
+    process transfers start as early as they may, several at a time: `sequential` needs that. If the
+    GPUs of this process may read each other's memory, copy engines move the payloads: a topology
+    without ``transport`` sends by permutes where it is traced inside of this function
     (`dynamiq_jax.topologies.choice`).
 
-    For other compilers of functions, such as ``nnx.jit``, pass `compiler_options` of this module
-    and ``transport="permutes"`` to `Compression`. `XLA_FLAGS` with
-    ``--xla_gpu_collective_permute_mode=peer`` counts as well.
+    In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
+    and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
+    `XLA_FLAGS` has the same effect.
 
     Args:
       function: as for `jax.jit`.

@@ -20,7 +20,7 @@ from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, s
 
 
 class _Held(NamedTuple):
-    """Payloads of one stream that reached a worker."""
+    """Payloads of one stream that reached a worker in one step, and whose chunks they are of."""
 
     owners: Int[np.ndarray, "n c"]
     """For every worker, whose chunks it was sent in one step."""
@@ -43,7 +43,7 @@ def all_reduce(
     gather = _permuted_sinks if permutes else _gathered_sinks
     result = None
     for i, arrived in enumerate(inputs):
-        chunk = (me * streams + i)[None]
+        chunk = (me * streams + i)[None]  # stream i of this worker's chunks
         payloads, carry = codec.encode(arrived, chunk, own, carry)
         before = carry
         for sinks, owners in gather(payloads, axis):
@@ -75,6 +75,7 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
     me, n_workers = axis.index, axis.size
     yield payloads, me[None]
     for by in range(1, n_workers):
+        # Everyone sends ``by`` places on, and so gets from the worker as many places before.
         pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
         yield axis.ppermute(payloads, pairs), ((me - by) % n_workers)[None]
 
@@ -144,6 +145,7 @@ class _Run(NamedTuple):
         Raises:
           ValueError: a worker encodes other chunks in the second round than it got in the first.
         """
+        # What a worker got in round t - 1 has to be what it encodes in round t, in one order.
         first, second = rounds.step(0), rounds.step(1)
         if not np.array_equal(self._owners(first), chunk_table(second, self.n_workers)):
             raise ValueError(
@@ -219,7 +221,7 @@ class _Run(NamedTuple):
 
 
 def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:
-    """From whom every worker gets its payloads."""
+    """The sender to every worker: the inverse of the permutation ``step.to``."""
     assert step.to is not None
     return np.argsort(step.to(np.arange(n_workers, dtype=np.int32))).astype(np.int32)
 
@@ -227,11 +229,8 @@ def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:
 def _positions(
     owners: Int[np.ndarray, "n c"], wanted: Int[np.ndarray, "n k"]
 ) -> Int[np.ndarray, "n k"] | None:
-    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere.
-
-    Raises:
-      ValueError: some of them only: what is left would never be added up.
-    """
+    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere."""
+    # place[w, o]: at which position worker w got the chunk of owner o.
     n = owners.shape[0]
     place = np.full((n, n), -1, np.int32)
     np.put_along_axis(place, owners, np.arange(owners.shape[1], dtype=np.int32)[None], axis=1)

@@ -62,9 +62,9 @@ class Outcome(NamedTuple):
     value: Float[Array, " d"]
     """The sum, or the sum over the divisor; the same bits on all workers."""
     state: State
-    """The next step's."""
+    """The state for the next step."""
     facts: PayloadFacts = PayloadFacts()
-    """Where metrics are asked for; else what costs nothing."""
+    """All facts with `Call.metrics`; else those that cost nothing."""
     lost: Float[Array, " d"] | None = None
     """The part of this worker's array that the sum lacks, f32: see `TellsLosses`."""
 
@@ -226,7 +226,7 @@ class ShardedMethod(Method):
 
     @abstractmethod
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """Row ``index`` of the sum of ``x`` over the axis, on every worker its own."""
+        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
 
     @abstractmethod
     def all_gather(

@@ -27,10 +27,10 @@ Shared = Any
 
 
 class Bound(NamedTuple):
-    """Static facts of one all-reduce."""
+    """A method bound to one size, one topology and a number of workers: static facts."""
 
     layout: Any
-    """The method's own: `layout.Layout` or `codecs.plain.ChunkLayout`."""
+    """Sizes: `dynamiq.layout.Layout`, or `methods.plain.ChunkLayout`."""
     topology: Topology
     n_workers: int
 

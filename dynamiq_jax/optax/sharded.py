@@ -367,7 +367,7 @@ class _Update(NamedTuple):
     ) -> tuple[Any, ShardedState]:
         """The updates of the copy, and the next state.
 
-        Of gradients that have not ``moved`` all workers have the sum already.
+        ``moved[i]`` is False where JAX has already summed gradient i.
         """
         names = [leaf.path for leaf in describe_leaves(params)]
         copies, treedef = jax.tree.flatten(params)

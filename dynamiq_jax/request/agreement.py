@@ -32,7 +32,10 @@ FACTS = (
     "arguments", "version of dynamiq_jax", "version of jax", "platform", "mesh", "axis_name",
     "method", "topology", "limits", "op", "weight", "specs", "key", "tree",
 )  # fmt: skip
-"""The facts that processes compare. "arguments" are "accepted", or no other fact is known."""
+"""The facts that processes compare. "arguments" is "accepted", or the refusal.
+
+A refused call has no other facts.
+"""
 
 SWITCH = "DYNAMIQ_JAX_AGREEMENT"
 """The environment variable that turns `compare_first` off where it is 0."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -73,14 +73,14 @@ class Compression(Options):
       exclude: a regular expression: leaves in whose path it is found are summed exactly, by
         `jax.lax.psum`.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
-      min_bucket_size: buckets of fewer coordinates are, too. Default: 65536, and for `DynamiQ` at
-        least 16 tiles of 8 super-groups for each worker, since padding would take the bits of
-        less; 0 with ``min_bucket_bytes=0``.
-      min_bucket_bytes: and so are buckets of fewer bytes. 0 compresses buckets of any size, but
-        for those that padding brings to the 16 bits per coordinate of bf16, see `DynamiQ`.
-        Default: for `DynamiQ` on GPUs that NVLink connects all to all what
-        `dynamiq_jax.methods.dynamiq.crossover` measured, as native psum is faster below that
-        (unless ``min_bucket_size`` is given); no limit elsewhere.
+      min_bucket_size: buckets of fewer coordinates are summed exactly. Default: 65536. For
+        `DynamiQ` it is at least 16 tiles of 8 super-groups for each worker, since padding of
+        smaller buckets takes the bits that compression saves. With ``min_bucket_bytes=0`` it is 0.
+      min_bucket_bytes: buckets of fewer bytes are summed exactly. With 0 buckets of any size are
+        compressed, unless padding brings them to the 16 bits per coordinate of bf16 (see
+        `DynamiQ`). Default: no limit. For `DynamiQ` on GPUs that NVLink connects all to all it is
+        the size that `dynamiq_jax.methods.dynamiq.crossover` holds, since native psum is faster
+        below it. A given ``min_bucket_size`` takes that default away.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
         ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 4
         ``min_bucket_bytes`` at least.
@@ -195,7 +195,6 @@ class Compression(Options):
         leaves: list[Leaf],
         sizes: tuple[int, ...],
         *,
-        methods: Sequence[Method | None] | None = None,
         without: Collection[int] = (),
         limits_of: Callable[[Route], Limits] = lambda route: route.limits,
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
@@ -206,29 +205,30 @@ class Compression(Options):
         Args:
           leaves: as one device holds them.
           sizes: workers on every axis, the outermost first.
-          methods: the method of every leaf, where `methods_of` has given it before.
-          without: indices of leaves that belong to neither.
+          without: indices of leaves that belong to neither; `Grouping.apart` has the large ones.
           limits_of: the limits of a route.
           bits_of: the wire bits per coordinate of a bucket, of which bf16 takes 16.
           options: as for `route`.
         """
-        methods = self.methods_of(leaves) if methods is None else methods
+        methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
         exact: list[tuple[Leaf, str]] = []
+        apart: list[Leaf] = []
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
                 exact += [(leaf, EXCLUDED) for leaf in own if leaf.index not in without]
                 continue
             route = self.route(sizes, method, **options)
-            own = [
-                leaf
-                for leaf in with_scale_axes(own, method.scale_axis)
-                if leaf.index not in without
-            ]
-            declined = {leaf.index: method.declines(leaf) for leaf in own}
-            found = group_leaves(own, **limits_of(route)._asdict(), declined=declined)
+            own = with_scale_axes(own, method.scale_axis)
+            limits = limits_of(route)._asdict()
+            limits["declined"] = {leaf.index: method.declines(leaf) for leaf in own}
+            found = group_leaves([leaf for leaf in own if leaf.index not in without], **limits)
             exact += found.exact
+            if kept := [leaf for leaf in own if leaf.index in without]:
+                apart += (
+                    x for bucket in group_leaves(kept, **limits).buckets for x in bucket.leaves
+                )
             for bucket in found.buckets:
                 bits = bits_of(route, bucket) if method.most_bits < math.inf else 0.0
                 if bits < method.most_bits:
@@ -240,7 +240,7 @@ class Compression(Options):
                 )
                 exact += [(leaf, reason) for leaf in bucket.leaves]
         exact.sort(key=lambda entry: entry[0].index)
-        return Grouping(tuple(buckets), tuple(exact), tuple(methods))
+        return Grouping(tuple(buckets), tuple(exact), tuple(methods), tuple(apart))
 
     def init_state(
         self,

@@ -92,6 +92,7 @@ class Route:
 
     def bits_per_coord(self, bucket: Bucket) -> float:
         """Wire bits per coordinate of a bucket, of which a bf16 all-reduce takes 16."""
+        # The coordinates that pass a worker: 2 (n - 1)/n of all.
         share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
@@ -227,7 +228,7 @@ class TwoLevels(Method):
         inner, outer, state = call.axis.inner, call.axis.outer, call.state
         seeds = [fold_seed(call.seed, i) for i in range(3)]
         part = self._slice(x.shape[0])
-        pad = self.n_inner * part - x.shape[0]
+        pad = self.n_inner * part - x.shape[0]  # the last slice is filled up with zeros
         slices = (jnp.pad(x, (0, pad)) if pad else x).reshape(self.n_inner, part)
 
         with jax.named_scope("dynamiq_inner_scatter"):
@@ -237,8 +238,8 @@ class TwoLevels(Method):
                 scatter = Call(inner, self.inner, seeds[0])
                 mine = cast(ShardedMethod, self.method).reduce_scatter(slices, scatter)
         if call.n_workers > self.n_inner:
-            own_seed = fold_seed(seeds[1], inner.index)
-            across = call._replace(axis=outer, topology=self.outer, seed=own_seed)
+            slice_seed = fold_seed(seeds[1], inner.index)
+            across = call._replace(axis=outer, topology=self.outer, seed=slice_seed)
             mine, state, facts, _ = self.method.all_reduce(mine, across)
             if call.metrics:
                 facts = jax.tree.map(inner.psum, facts)
@@ -255,7 +256,7 @@ class TwoLevels(Method):
         return Outcome(whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state, facts)
 
     def _slice(self, size: int) -> int:
-        """Coordinates of the slice that one inner worker takes over."""
+        """Coordinates of one inner worker's slice: 1/n_inner of all, rounded up to whole units."""
         return -(-size // (self.n_inner * UNIT)) * UNIT
 
     def _parts(self, n_workers: int) -> list[tuple[int, Topology, Collective]]:

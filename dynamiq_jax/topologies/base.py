@@ -112,11 +112,7 @@ MOST_CHECKED = 1024
 
 
 def check_schedule(topology: "Topology", n_workers: int) -> None:
-    """Refuses a schedule that does not bring every worker's share of every chunk to its owner once.
-
-    Raises:
-      ValueError: a worker sends a chunk twice, never, or before something arrives for it.
-    """
+    """Refuses a schedule unless it brings each worker's share of each chunk to its owner once."""
     if n_workers > MOST_CHECKED:
         return
     workers = np.arange(n_workers, dtype=np.int32)

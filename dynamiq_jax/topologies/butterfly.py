@@ -77,7 +77,9 @@ class Butterfly(Topology):
             bit = 1 << level
             pairs = 2 * np.arange(n_workers // (2 * bit), dtype=np.int32)
 
-            def chunks(w):  # owners with the low bits of w, but for bit ``level``
+            # Owners have the low bits of w, but the partner's bit ``level``, 1 - w // bit % 2. The
+            # higher bits take all values, by ``pairs``.
+            def chunks(w):
                 return w % bit + bit * (pairs + 1 - w // bit % 2)
 
             first = stages[level].slots.start

@@ -27,8 +27,8 @@ class Direct(Topology):
 
     Attributes:
       streams: independent chunks per worker: kernels of one run under the transfers of another.
-        Default: one for every 2^26 coordinates, up to 4; of permutes, which take more messages for
-        each, one for every 2^27, up to 2.
+        Default: one for every 2^26 coordinates, up to 4. Permutes send more messages for a chunk,
+        so they have one for every 2^27, up to 2.
       balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
         method shares them out. With 0 both share one assignment of widths.
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by

@@ -57,7 +57,7 @@ class Ring(Topology):
         """n-1 hops."""
         n, one = n_workers, np.zeros(1, np.int32)
 
-        def hop(t):
+        def hop(t):  # worker w passes on the chunk that began at w - t, whose owner is w - t - 1
             chunks, right = lambda w: (w - 1 - t) % n + one, lambda w: (w + 1) % n
             return Step(0, chunks, slot=lambda w: t, to=right)
 

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -28,11 +28,11 @@ from dynamiq_jax.collectives.unreduced import (
     unreduced_axes,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import REFUSALS, equations, linear_program, traced_for
+from dynamiq_jax.core.compat import REFUSALS, linear_program, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.gathered import BACKWARD, gathers, inputs_of, watched
+from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 
@@ -46,6 +46,7 @@ class Deferred(NamedTuple):
       has_aux: whether the loss comes with more.
       metrics: whether gradients come with `Metrics`.
       reduces: whether gradients are summed; else those of deferred leaves stay unreduced.
+      gathers: whether leaves that data axes shard are gathered before the loss.
     """
 
     mesh: AbstractMesh
@@ -53,6 +54,7 @@ class Deferred(NamedTuple):
     has_aux: bool
     metrics: bool
     reduces: bool
+    gathers: bool
 
     @property
     def axis(self) -> Axis:
@@ -67,7 +69,6 @@ class Deferred(NamedTuple):
         *,
         key: Array | None = None,
         state: State | None = None,
-        strict: bool = False,
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``.
 
@@ -77,7 +78,6 @@ class Deferred(NamedTuple):
           data: the other arguments of the loss.
           key: as for `psum`.
           state: `Compression.init_state`'s with ``stacked=True``.
-          strict: whether losses are refused that do not take all large leaves deferred.
 
         Returns:
           The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
@@ -86,26 +86,36 @@ class Deferred(NamedTuple):
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         large = large_leaves(self.total, params, placed, self.mesh)
-        own = self._own(loss, params, data, large)
-        chosen = large - own
+        large = {i for i in large if leaves[i].size > 1}
+        sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
+        own = set() if self.gathers else sharded
+        chosen, gathered = large - own, sharded - own
         self._warn(params, placed, own)
-        call = functools.partial(self._differentiate, loss=lambda p: loss(p, data))
-        trace = functools.partial(call, treedef=treedef)
-        value, grads, native, why = None, [], set(), None
-        try:
-            value, grads, native = trace(self._held(leaves, placed, chosen, own))
-        except REFUSALS as error:
-            if strict or not chosen:
-                raise
-            why = error
-        if why is not None:  # outside of the handler: the loss may raise the same again
-            chosen = self._deferrable(params, data, placed, chosen, own, trace, why)
-            value, grads, native = trace(self._held(leaves, placed, chosen, own))
-        if native:
+
+        held = functools.partial(self._held, leaves, placed, own=own)
+        explained = functools.partial(self._explained, params, data)
+        with explained(chosen), gathered_before(bool(gathered)):
+            value, back, aux = self._forward(loss, held(chosen), treedef, data)
+        program = linear_program(back)
+        first = len(program.invars) - len(leaves)  # the primals' tangents come last
+        found = functools.partial(_inputs_from, first, program)
+        self._check_maps(params, found(_in_maps, alone=True, ends="reshard") & gathered)
+        if own:
+            split = {*several(self.axis.names, self.mesh.shape)}
+            apart = {i for i in own if axes_of(placed[i]) >= split}
+            mapped = found(self._shards_in_maps, alone=True) & apart
+            self._warn_of_native(params, (own & large) - found(gathers) - mapped)
+        if native := found(self._untyped):
             self._warn_of_untyped(params, native)
         if native & chosen:  # summed by JAX they would be compressed on top
-            value, grads, _ = trace(self._held(leaves, placed, chosen - native, own))
-        grads = treedef.unflatten(grads)
+            chosen -= native
+            with explained(chosen):
+                value, back, aux = self._forward(loss, held(chosen), treedef, data)
+        with explained(chosen), traced_for(BACKWARD):
+            (grads,) = back(self._seed(value.dtype))
+        value = (value, aux) if self.has_aux else value
+        pairs = zip(grads, leaves, strict=True)
+        grads = treedef.unflatten(x.reshape(jnp.shape(leaf)) for x, leaf in pairs)
         if not self.reduces:
             return value, grads
         total = dataclasses.replace(self.total, specs=treedef.unflatten(placed))
@@ -120,7 +130,7 @@ class Deferred(NamedTuple):
         The types of arrays, those in the loss and those of this library may differ in these axes.
         """
         with contextlib.suppress(*REFUSALS):
-            return self(loss, params, data, **options, strict=True)
+            return self(loss, params, data, **options)
         specs = jax.tree.map(_spec, params)
         with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
             arrays = jax.tree.map(self._without_ones, (params, data))
@@ -132,54 +142,6 @@ class Deferred(NamedTuple):
         # The loss may close over arrays of the other types.
         return self(loss, params, data, **options)
 
-    def _own(
-        self, loss: Callable[[Any, Any], Any], params: Any, data: Any, large: set[int]
-    ) -> set[int]:
-        """The sharded leaves that stay so: all, if the loss is one of shards; else none.
-
-        It is if it calls `reduce_in_backward`. It is, too, if it traces with shards, and does not
-        trace with whole leaves or hands other operands to a `jax.shard_map` then: such a map
-        takes the shards, as those of experts, as they are. Then a warning names ``large`` others,
-        which neither pass `reduce_in_backward` nor enter a map as shards of all data axes: JAX sums
-        their gradients.
-        """
-        leaves, treedef = jax.tree.flatten(params)
-        placed = [P(*_spec(x).partitions) for x in leaves]
-        sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
-
-        def program(own: Collection[int]) -> Any:
-            """That of the loss; `None` if it does not trace."""
-
-            def run(leaves: list[Array]) -> Any:
-                return loss(treedef.unflatten(self._held(leaves, placed, (), own)), data)
-
-            with contextlib.suppress(*REFUSALS):
-                return jax.make_jaxpr(run)(leaves)
-            return None
-
-        if not sharded:
-            return sharded
-        with watched() as calls, constraints_without(self.axis.names):
-            found = program(sharded)
-            if not calls:
-                whole = None if found is None else program(())
-                if found is None or _of_maps(found) == _of_maps(whole):
-                    return set()
-        if found is not None:
-            split = {*several(self.axis.names, self.mesh.shape)}
-            apart = {i for i in sharded if axes_of(placed[i]) >= split}
-            mapped = inputs_of(found, self._shards_in_maps, alone=True) & apart
-            others = (sharded & large) - inputs_of(found, gathers) - mapped
-            named = [leaf for leaf in describe_leaves(params) if leaf.index in others]
-            if named:
-                warnings.warn(
-                    f"{_listed(named, 'sharded parameters')} do not pass dq.reduce_in_backward as "
-                    "shards, and JAX sums their gradients, uncompressed. Call it for these, too, "
-                    "in the place of jax.reshard, or exclude them by Compression(exclude=...)",
-                    stacklevel=5,
-                )
-        return sharded
-
     def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
         """The operands of a `jax.shard_map` that data axes split."""
         if equation.primitive.name != "shard_map":
@@ -187,6 +149,49 @@ class Deferred(NamedTuple):
         specs = (P(*_sharding_of(x).spec.partitions) for x in equation.invars)
         own = {*self.axis.names}
         return [x for x, spec in zip(equation.invars, specs, strict=True) if axes_of(spec) & own]
+
+    @contextlib.contextmanager
+    def _explained(self, params: Any, data: Any, chosen: Collection[int]) -> Iterator[None]:
+        """The context of a loss; adds to JAX's errors what it was given, and how to avoid that."""
+        try:
+            with constraints_without(self.axis.names):
+                yield
+        except REFUSALS as error:
+            self._check_split(data, error)
+            leaves = [leaf for leaf in describe_leaves(params) if leaf.index in chosen]
+            if not leaves:
+                raise
+            error.add_note(
+                f"dq.value_and_grad typed {_listed(leaves)} as reduced over axis "
+                f"{self.axis.name!r}. JAX has no rule for some uses of such a value, as "
+                "convolutions, table[ids], and elementwise products with examples. Exclude the "
+                "leaf by Compression(exclude=...), and JAX sums its gradient; or take a mesh of "
+                "Auto axes. Of parameters that are sharded over the axis the loss got whole ones; "
+                "with gather=False it gets shards"
+            )
+            raise
+
+    def _check_maps(self, params: Any, numbers: Collection[int]) -> None:
+        """Refuses gathered leaves that a map in the loss would have taken as shards."""
+        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
+        if leaves:
+            raise ValueError(
+                f"a jax.shard_map in the loss takes {_listed(leaves, 'sharded parameters')}, which "
+                f"are gathered over axis {self.axis.name!r} before the loss. Pass value_and_grad("
+                "gather=False), and the map takes shards, such as those of experts; or "
+                "jax.reshard them in the loss before the map, which then takes whole ones"
+            )
+
+    def _warn_of_native(self, params: Any, numbers: Collection[int]) -> None:
+        """Warns of large shards that neither a gather nor a map over all data axes takes."""
+        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
+        if leaves:
+            warnings.warn(
+                f"{_listed(leaves, 'sharded parameters')} do not pass dq.reduce_in_backward as "
+                "shards, and JAX sums their gradients, uncompressed. Call it for these, too, "
+                "in the place of jax.reshard, or exclude them by Compression(exclude=...)",
+                stacklevel=4,
+            )
 
     def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
         """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
@@ -205,7 +210,8 @@ class Deferred(NamedTuple):
         pairs = enumerate(zip(parts, placed, strict=True))
         split = {*self.axis.names}
         gathered = [part for i, (part, spec) in pairs if i not in own and axes_of(spec) & split]
-        warn_of_gather(gathered, "call dq.reduce_in_backward in each layer of the loss")
+        remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
+        warn_of_gather(gathered, remedy)
 
     def _held(
         self, leaves: list[Array], placed: list[P], deferred: Collection[int], own: Collection[int]
@@ -222,10 +228,10 @@ class Deferred(NamedTuple):
 
         return [x if i in own else whole(i, x) for i, x in enumerate(leaves)]
 
-    def _differentiate(
-        self, held: list[Array], *, treedef: Any, loss: Callable[[Any], Any]
-    ) -> tuple[Any, list[Array], set[int]]:
-        """The value, every held leaf's gradient, and the leaves whose type the loss takes away.
+    def _forward(
+        self, loss: Callable[[Any, Any], Any], held: list[Array], treedef: Any, data: Any
+    ) -> tuple[Array, Callable[[Array], tuple[list[Array]]], Any]:
+        """The value, the function of its cotangent that gives held leaves' gradients, and aux.
 
         Scalars are differentiated as vectors of one entry. The gradient of a scalar that the loss
         does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
@@ -235,7 +241,7 @@ class Deferred(NamedTuple):
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
             own = zip(held, shapes, strict=True)
-            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own))
+            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own), data)
             value, aux = found if self.has_aux else (found, None)
             value = jnp.asarray(value)
             if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -247,16 +253,7 @@ class Deferred(NamedTuple):
             # cotangent would be unreduced: a 1 on every device.
             return self._plain(value), jax.tree.map(self._plain, aux)
 
-        with constraints_without(self.axis.names):
-            lines = [x if x.shape else x[None] for x in held]
-            value, back, aux = jax.vjp(loss_of, lines, has_aux=True)
-            with traced_for(BACKWARD):
-                (grads,) = back(self._seed(value.dtype))
-            grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)]
-        program = linear_program(back)
-        first = len(program.invars) - len(held)
-        native = {i - first for i in inputs_of(program, self._untyped) if i >= first}
-        return ((value, aux) if self.has_aux else value), grads, native
+        return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
     def _untyped(self, equation: JaxprEqn) -> list[Any]:
         """The operand of a reshard, if it is typed as reduced over data axes and the result not.
@@ -285,76 +282,8 @@ class Deferred(NamedTuple):
         )
         return seed()
 
-    def _deferrable(
-        self,
-        params: Any,
-        data: Any,
-        placed: list[P],
-        chosen: set[int],
-        own: set[int],
-        trace: Callable[[list[Array]], Any],
-        why: Exception,
-    ) -> set[int]:
-        """The chosen leaves that the loss takes as reduced; warns of the others.
-
-        JAX has rules for products, casts, slices and sums of reduced values, and none for some
-        other uses, such as elementwise products with data. Where the loss does not trace (``why``),
-        leaves are tried by class: a path without its numbers, and a shape. The warning is for
-        leaves that have more than a tenth of the bytes.
-        """
-        leaves = jax.tree.leaves(params)
-
-        def traces(deferred: Collection[int]) -> bool:
-            try:
-                shapes(deferred)
-            except REFUSALS:
-                return False
-            return True
-
-        def shapes(deferred: Collection[int]) -> Any:
-            return jax.eval_shape(lambda: trace(self._held(leaves, placed, deferred, own))[:2])
-
-        shapes(())  # raises what is wrong without us
-
-        def most(base: set[int], classes: list[set[int]]) -> set[int]:
-            together = base.union(*classes)
-            if not classes or traces(together):
-                return together
-            if len(classes) == 1:
-                return base
-            half = len(classes) // 2
-            return most(most(base, classes[:half]), classes[half:])
-
-        described = [leaf for leaf in describe_leaves(params) if leaf.index in chosen]
-        found: set[int] = set()
-        for matrices in (True, False):  # vectors are mostly biases and scales, used elementwise
-            classes: dict[tuple, set[int]] = {}
-            for leaf in described:
-                if (len(leaf.shape) > 1) == matrices:
-                    name = "".join(c for c in leaf.path if not c.isdigit())
-                    classes.setdefault((name, leaf.shape), set()).add(leaf.index)
-            found = most(found, list(classes.values()))
-        if not found:
-            self._check_split(data, why)
-        kept = [leaf for leaf in described if leaf.index not in found]
-        if sum(leaf.nbytes for leaf in kept) > sum(leaf.nbytes for leaf in described) / 10:
-            warnings.warn(
-                f"{_listed(kept)} are summed by JAX, uncompressed. "
-                f"The loss uses them in ways for which JAX has no rule if they are reduced over "
-                f"axis {self.axis.name!r}. Exclude them, so that they are not tried again, by "
-                "Compression(exclude=...), or take a mesh of Auto axes. The first error was "
-                f"{type(why).__name__}: {_first_line(why)}",
-                stacklevel=4,
-            )
-        return found
-
     def _check_split(self, data: Any, why: Exception) -> None:
-        """Refuses arguments of which devices hold other examples than ``axis_name`` says.
-
-        Raises:
-          ValueError: there are arrays, and no leading axis is sharded over the data axes, or one is
-            sharded over more axes.
-        """
+        """Refuses a batch that is not sharded over exactly the axes in ``axis_name``."""
         own = {*self.axis.names}
         counting = several(self.mesh.axis_names, self.mesh.shape)
         arrays = [only(_spec(x), counting) for x in jax.tree.leaves(data) if jnp.ndim(x)]
@@ -406,12 +335,14 @@ def _listed(leaves: list[Leaf], what: str = "leaves") -> str:
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
 
 
-def _of_maps(jaxpr: Any) -> list[Any] | None:
-    """Types of the operands of every `jax.shard_map` in a program, if there is one."""
-    if jaxpr is None:
-        return None
-    maps = (own for own in equations(jaxpr) if own.primitive.name == "shard_map")
-    return [x.aval for own in maps for x in own.invars]
+def _inputs_from(first: int, program: Jaxpr, *args: Any, **options: Any) -> set[int]:
+    """`inputs_of`, counted from one of a program's inputs on."""
+    return {i - first for i in inputs_of(program, *args, **options) if i >= first}
+
+
+def _in_maps(equation: JaxprEqn) -> list[Any]:
+    """The operands of a `jax.shard_map`."""
+    return equation.invars if equation.primitive.name == "shard_map" else []
 
 
 def _spec(x: Any) -> P:
@@ -420,7 +351,3 @@ def _spec(x: Any) -> P:
 
 def _sharding_of(variable: Any) -> Any:
     return variable.aval.sharding
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -16,7 +16,7 @@ from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.gathered import gather_outside
+from dynamiq_jax.training.explicit_shards import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 

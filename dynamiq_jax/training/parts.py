@@ -429,11 +429,7 @@ def _joined(tree: Any, moving: Sequence[Array]) -> Any:
 
 
 def _without_layers(specs: Any, name: str) -> Any:
-    """PartitionSpecs of one layer, from those of all.
-
-    Raises:
-      ValueError: one of them splits the axis of layers.
-    """
+    """PartitionSpecs of one layer, from those of all."""
 
     def of_layer(spec: Any) -> Any:
         if not isinstance(spec, PartitionSpec):

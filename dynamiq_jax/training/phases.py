@@ -185,7 +185,7 @@ class Progress:
 
     @property
     def result(self) -> Any:
-        """The function's."""
+        """The result of the function."""
         self._run(self._traced.views)
         return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
 
@@ -196,7 +196,7 @@ class Progress:
 
     @property
     def values(self) -> dict[Slot, Array]:
-        """All that is known and that what has not run takes; before `exchange`."""
+        """The values that later operations still need; before `exchange`."""
         at = self._round, True
         return self._known(op for op in self._traced.operations if (op.round, op.moves) >= at)
 

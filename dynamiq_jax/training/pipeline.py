@@ -58,13 +58,13 @@ def sequential(
         functions = [embed, dq.Scanned(block), head_and_loss]  # layers stacked: a loop
         loss = dq.sequential(functions, [p["embed"], p["blocks"], p["head"]], tokens, "data")
 
-    XLA's scheduler does not do this of its own accord when gradients are reduced after `jax.grad`:
-    it puts the matrix products of the weights' gradients as late as they may be, and reductions of
-    several steps after all of them. Here the order is part of the program, a pipeline: a function's
-    gradients are complete before the backward pass goes on; while it passes the next function,
-    their statistics travel, in the one after that their first payloads, and so on, and the next
-    functions' reductions follow one round behind. Compile with `dynamiq_jax.jit`, or transfers
-    begin late.
+    XLA's scheduler does not do this for gradients that are reduced after `jax.grad`. It puts the
+    matrix products of the weights' gradients as late as they may be, and reductions of several
+    steps after all of them. Here the order is part of the program, a pipeline. A function's
+    gradients are complete before the backward pass goes on. Their statistics travel beside the
+    backward pass of the next function, their first payloads beside the one after it, and so on.
+    Reductions of the next functions follow one round behind. Compile with `dynamiq_jax.jit`, or
+    transfers begin late.
 
     All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
     the map, parameters that two functions use pass once, above, by `reduce_in_backward`. Each

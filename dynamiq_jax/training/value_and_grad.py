@@ -17,8 +17,8 @@ from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.training.auto_axes import Told, closes_over_tracers, mapped_value_and_grad
 from dynamiq_jax.training.deferred import Deferred
-from dynamiq_jax.training.mapped import Told, closes_over_tracers, mapped_value_and_grad
 
 
 def value_and_grad(
@@ -32,6 +32,7 @@ def value_and_grad(
     metrics: bool = False,
     op: Op = "mean",
     reduce: bool = True,
+    gather: bool = True,
     specs: Any = None,
     batch_specs: Any = None,
     weight: Callable[..., Any] | None = None,
@@ -42,17 +43,16 @@ def value_and_grad(
     **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
     of global arrays, as it is for `jax.jit`: masks, token counts, aux, keys and closures mean what
     they mean there. Large parameters are typed as reduced over the data axes, so that JAX leaves
-    their gradients unreduced, and one compressed collective sums these. Parameters that the method
-    does not take stay as they are, and JAX sums their gradients. A warning names large parameters
-    that the loss uses in ways for which JAX has no rule; they stay as they are, too.
+    their gradients unreduced, and one compressed collective sums these. JAX sums gradients of
+    parameters that the method does not take. JAX has no rule for some uses of reduced values, such
+    as elementwise products with examples: its error then comes with a note, and
+    ``Compression(exclude=...)`` is the remedy.
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
-    worker's examples, and parameters that are whole over the data axes. It returns a mean over
-    these examples; ``weight`` says how much they count. With ``op="sum"`` it returns a sum over
-    them, and loss and gradients are those of the sum over all examples. A loss that `jax.lax.psum`
-    or `pmean` has made the same on all workers is that of all examples. Its sharding constraints
-    forget the data axes. Every worker folds its number into the PRNG keys among the arguments. All
-    other axes are there as they are in the mesh.
+    worker's examples and whole parameters, and returns a mean over these examples; ``weight`` says
+    how much they count. With ``op="sum"`` it returns a sum over them. A loss that `jax.lax.psum` or
+    `pmean` has made the same on all workers is that of all examples. Its sharding constraints
+    forget the data axes. Every worker folds its number into the PRNG keys among the arguments.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
@@ -60,17 +60,14 @@ def value_and_grad(
     natively, in 16 bits.
 
     **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
-    holds the whole model in the parameters' dtype (4 bytes for each f32 parameter, divided by the
-    axes that are not data axes). A warning has the bytes where they exceed 1 GiB. The remedy is
-    `reduce_in_backward` in the layers, which gathers one layer at a time, compressed. On Explicit
-    axes it stands in the loss that this function takes: sharded parameters of a loss that calls it
-    stay sharded, and a warning names large ones that do not pass it. On Auto axes it stands under
-    `jax.shard_map`, in the place of this function.
+    holds the whole model in the parameters' dtype. A warning has the bytes where they exceed 1 GiB.
+    The remedy is `reduce_in_backward` in the layers, which gathers one layer at a time, compressed:
+    on Explicit axes with ``gather=False``; on Auto axes under `jax.shard_map`, in the place of this
+    function.
 
-    **Experts**, sharded over the data axes of an Explicit mesh, stay sharded if a `jax.shard_map`
-    in the loss takes them so; with them stay all other sharded parameters. `all_to_all` moves
-    tokens there. Leave out ``in_specs``, since P() refuses parameters that are typed as reduced.
-    JAX sums gradients of experts over data axes that do not shard them.
+    **Experts**, sharded over the data axes of an Explicit mesh, enter a `jax.shard_map` in the loss
+    as shards, with ``gather=False``. Leave out its ``in_specs``, since P() refuses parameters that
+    are typed as reduced. JAX sums gradients of experts over data axes that do not shard them.
 
     Args:
       loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. Pure,
@@ -90,6 +87,10 @@ def value_and_grad(
         Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
         accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
         Auto axes every leaf has a leading axis of workers, sharded over the data axes.
+      gather: whether sharded parameters are gathered before the loss. With `False`, for Explicit
+        axes, the loss takes their shards: it calls `reduce_in_backward` in its layers, or a
+        `jax.shard_map` takes them. A warning names large ones for which it does neither: JAX sums
+        their gradients.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
         parameters or a prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit
         axes their types. A program that is being traced does not see how its arguments are sharded
@@ -135,15 +136,32 @@ def value_and_grad(
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
         data axes; or `jax.vmap` on Explicit axes.
     """
-    axis, compression = check_axis(axis_name), as_compression(method)
-    total = Sum(axis, compression, op)
-    if op == "sum" and weight is not None:
+    total = Sum(check_axis(axis_name), as_compression(method), op)
+    kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
+    for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
+    return gradients(loss_fn, total, reduces=reduce, gathers=gather, for_auto=for_auto, **kept)
+
+
+def gradients(
+    loss_fn: Callable[..., Any],
+    total: Sum,
+    *,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    mesh: Mesh | AbstractMesh | None,
+    metrics: bool,
+    reduces: bool,
+    gathers: bool,
+    for_auto: dict[str, Any],
+) -> Callable[..., Any]:
+    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take."""
+    axis, compression, weight = total.axis, total.compression, for_auto["weight"]
+    if total.op == "sum" and weight is not None:
         raise ValueError(
             "op='sum' and weight=: weights are for the mean of means; leave one of them out"
         )
-    options = {"total": total, "has_aux": has_aux, "metrics": metrics}
+    options = {"total": total, "has_aux": has_aux, "metrics": metrics, "reduces": reduces}
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
 
     def split(args: tuple) -> tuple[Any, tuple]:
         wrong = [i for i in numbers if not -len(args) <= i < len(args)]
@@ -172,7 +190,7 @@ def value_and_grad(
         return weight(*joined(params, data[0]), **data[1])
 
     @functools.cache
-    def on(mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
         missing = [name for name in axis.names if name not in mesh.shape]
         if missing:
             raise ValueError(
@@ -188,19 +206,24 @@ def value_and_grad(
                     "say how arrays are sharded, and loss and aux are those of all examples; leave "
                     "it out"
                 )
-            deferred = Deferred(mesh=abstract, reduces=reduce, **options)
+            deferred = Deferred(mesh=abstract, gathers=gathers, **options)
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
+        if not gathers:
+            raise ValueError(
+                "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
+                "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
+            )
         own = for_auto | {"weight": weigh if weight is not None else None}
         suspicious = closes_over_tracers(loss_fn)
-        ways = {"reduces": reduce, "suspicious": suspicious}
-        return mapped_value_and_grad(loss, mesh=mesh, **ways, **own, **options)
+        bound = mapped_value_and_grad(loss, mesh=mesh, suspicious=suspicious, **own, **options)
+        return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
         own = {"metrics": metrics or None, "state": state, "key": key}
         given = [name for name, value in own.items() if value is not None]
-        if given and not reduce:
+        if given and not reduces:
             raise ValueError(
                 f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
                 f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
@@ -212,50 +235,51 @@ def value_and_grad(
             )
         params, others = split(args)
         _check_params(params)
-        run = on(mesh_around(params) if mesh is None else mesh)
-        return run(params, (others, kwargs), key=key, state=state)
+        within = on(mesh_around(params) if mesh is None else mesh)
+        context, run = within(params, (others, kwargs), key=key, state=state)
+        with context:
+            return run()
 
     if mesh is not None:
         on(mesh)  # refuses what does not go together
     return reduced
 
 
-def _in_context(run: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """``run`` with the mesh around it; one compiled program where nothing is traced."""
+def _in_context(
+    run: Callable[..., Any], mesh: Mesh | AbstractMesh
+) -> Callable[..., tuple[Any, Callable[[], Any]]]:
+    """A function of arguments: the mesh as a context, and the call of ``run`` within it.
+
+    Where nothing is traced, that is one compiled program.
+    """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
     @functools.partial(jax.jit, static_argnums=0)
     def compiled(told, arrays, params, **options):
         return run(params, told.join(arrays), **options)
 
-    def runs(params: Any, data: Any, **options: Any) -> Any:
+    def within(params: Any, data: Any, **options: Any) -> tuple[Any, Callable[[], Any]]:
         leaves = jax.tree.leaves((params, data, options))
         traced = any(isinstance(x, Tracer) for x in leaves)
         if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
-            with jax.sharding.use_abstract_mesh(abstract):
-                return run(params, data, **options)
-        told, arrays = Told.of(data)
-        if traced:
-            if get_abstract_mesh().empty:
-                raise ValueError(
-                    "value_and_grad is transformed outside of jax.jit, and no mesh is set for the "
-                    "derivative or the batch; call it in jax.jit, or in jax.set_mesh(mesh)"
-                )
-            around = jax.sharding.use_abstract_mesh(abstract)
-        else:
+            own = functools.partial(run, params, data, **options)
+            return jax.sharding.use_abstract_mesh(abstract), own
+        own = functools.partial(compiled, *Told.of(data), params, **options)
+        if not traced:
             around = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
-        with around:
-            return compiled(told, arrays, params, **options)
+            return around, own
+        if get_abstract_mesh().empty:
+            raise ValueError(
+                "value_and_grad is transformed outside of jax.jit, and no mesh is set for the "
+                "derivative or the batch; call it in jax.jit, or in jax.set_mesh(mesh)"
+            )
+        return jax.sharding.use_abstract_mesh(abstract), own
 
-    return runs
+    return within
 
 
 def _check_params(params: Any) -> None:
-    """Refuses parameters that have no gradient, as `jax.grad` does.
-
-    Raises:
-      TypeError: a leaf is not made of floating-point numbers.
-    """
+    """Refuses parameters that have no gradient, as `jax.grad` does."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
             name = jax.tree_util.keystr(path)
@@ -267,11 +291,7 @@ def _check_params(params: Any) -> None:
 
 
 def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
-    """Refuses a keyword that the loss and the reduction both take.
-
-    Raises:
-      ValueError: it was passed, and the loss did not get its own by position.
-    """
+    """Refuses a keyword that the loss and the reduction both take."""
     try:
         signature = inspect.signature(loss_fn)
         filled = signature.bind_partial(*args).arguments

@@ -96,6 +96,8 @@ class Grouping(NamedTuple):
     exact: tuple[tuple[Leaf, str], ...]
     methods: tuple[Any, ...] = ()
     """The method of every leaf of the tree, `None` for leaves that are excluded."""
+    apart: tuple[Leaf, ...] = ()
+    """Leaves that were left out and would be in buckets of their own."""
 
 
 def describe_leaves(tree) -> list[Leaf]:

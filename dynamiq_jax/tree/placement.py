@@ -41,7 +41,10 @@ class Surroundings(NamedTuple):
         return self.of_kind(AxisType.Auto, AxisType.Explicit)
 
     def specs(self, tree: Any, specs: Any) -> list[P] | None:
-        """Every leaf's over the open axes; `None` where automatic ones are and nobody told."""
+        """The PartitionSpec of each leaf over the open axes.
+
+        `None` if some axes are automatic and no specs were passed.
+        """
         if self.of_kind(AxisType.Auto):
             told = None if specs is None else flat_specs(specs, tree, self.sizes)
             return None if told is None else [only(spec, self.open) for spec in told]
@@ -94,7 +97,7 @@ def surroundings(axis: Axis) -> Surroundings:
 
 
 def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
-    """`Surroundings.specs` of a tree with buckets; refuses where nobody told."""
+    """`Surroundings.specs` of a tree with buckets; refuses where specs are missing."""
     opened = around.specs(tree, specs)
     if opened is not None:
         return opened

@@ -34,6 +34,7 @@ class Client:
       patch: how it trains with us.
       setting: lines that all runs have changed, for another mesh than the trainer's own.
       options: arguments of the module's ``train``.
+      exclude: leaves whose gradients JAX sums: `Compression.exclude` of all runs with us.
     """
 
     repository: str
@@ -44,6 +45,7 @@ class Client:
     patch: tuple[Change, ...]
     setting: tuple[Change, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    exclude: str | None = None
 
 
 def apply(changes: tuple[Change, ...], root: Path, method: str = "") -> int:

@@ -33,7 +33,7 @@ CLIENTS = sorted(
 )
 METHODS = {
     "native": None,
-    "F32": "dq.F32()",
+    "F32": "dq.Compression(dq.F32())",
     "5 bits": "dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)",
 }
 
@@ -85,6 +85,8 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
         apply(client.setting, root / "checkout")
         method = METHODS[run]
+        if method and client.exclude:
+            method = f"{method[:-1]}, exclude={client.exclude!r})"
         n_lines = apply(client.patch, root / "checkout", method) if method else 0
         flags = "--xla_force_host_platform_device_count=8 --xla_dump_hlo_as_text"
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"

@@ -181,11 +181,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> Decimal | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by ``text``: a number with B, KiB, MiB, GiB (powers of 2) or KB, MB, GB.
-
-    Raises:
-      ValueError: not such a size, or not a positive even number of bytes.
-    """
+    """Bytes meant by ``text``: a number with B, KiB, MiB, GiB (powers of 2) or KB, MB, GB."""
     size_bytes = _quantity(text, _SIZES)
     if size_bytes is None:
         raise ValueError(f"size {text!r} is not a size: write for example 16MiB or 1GiB")
@@ -203,11 +199,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_params(text: str) -> int:
-    """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B.
-
-    Raises:
-      ValueError: not such a number, or none that one leaf can have.
-    """
+    """Parameters meant by ``text``: a number with K, M, B or G (powers of ten), as 125M or 1.1B."""
     count = _quantity(text, _COUNTS)
     if count is None or (0 < count <= MAX_COORDS and count % 1):
         raise ValueError(
@@ -226,9 +218,6 @@ def parse_topology(text: str, nodes: int | None = None) -> Any:
     """The topology called ``text``, for one axis, or for two if there are several nodes.
 
     ``nodes`` is `None` where the command has no such option.
-
-    Raises:
-      ValueError: there is no such topology, or it needs two axes.
     """
     if text not in TOPOLOGIES:
         raise ValueError(f"topology {text!r} is not known: pass one of {', '.join(TOPOLOGIES)}")
@@ -297,11 +286,7 @@ def in_full(options: Any) -> str:
 
 
 def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
-    """The contender meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
-
-    Raises:
-      ValueError: the method or its bits are not known, or it lacks the collective.
-    """
+    """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
     topology = None if native_only(text) else topology
     request = dq.Compression(method, topology=topology, **_ANY_SIZE)
@@ -340,11 +325,7 @@ def _first_step(x: Any, axis_name: Any, key: Any = None, *, method: dq.Compressi
 
 
 def parse_timed(text: str, topology: Any) -> Contender:
-    """`parse_method` of a method that can be timed.
-
-    Raises:
-      ValueError: the method or its bits are not known, or it has memory.
-    """
+    """`parse_method` of a method that can be timed."""
     contender = parse_method(text, topology)
     if contender.remembers:
         raise ValueError(

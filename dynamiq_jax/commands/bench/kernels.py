@@ -72,11 +72,7 @@ class _Case(NamedTuple):
 
 
 def parse_coords(text: str) -> int:
-    """The number meant by ``text``, for example ``2^28`` or ``1000000``.
-
-    Raises:
-      ValueError: not a positive whole number, or too many for 32-bit indices.
-    """
+    """The number meant by ``text``, for example ``2^28`` or ``1000000``."""
     base, caret, exponent = text.replace("**", "^").partition("^")
     try:
         number, power = int(base), int(exponent) if caret else 1

@@ -105,11 +105,7 @@ class SettingRow:
 
 
 def parse_bits(text: str) -> list[float]:
-    """Comma-separated wire bits per coordinate.
-
-    Raises:
-      ValueError: one is not a number, or none that DynamiQ takes.
-    """
+    """Comma-separated wire bits per coordinate."""
     return [dq.DynamiQ(bits=bits_of(part)).bits for part in parts(text)]
 
 

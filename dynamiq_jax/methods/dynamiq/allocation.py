@@ -77,6 +77,7 @@ def width_upgrades(fmt: WireFormat, floor: int | None = None) -> tuple[int, tupl
 
 
 def _hull(fmt: WireFormat, widths: list[int]) -> tuple[Upgrade, ...]:
+    """The upgrades along the lower convex hull of (words, distortion), from the first width."""
     words = [fmt.tile_words(w) for w in widths]
     errors = [distortion(fmt, w) for w in widths]
     upgrades, at = [], 0
@@ -84,7 +85,7 @@ def _hull(fmt: WireFormat, widths: list[int]) -> tuple[Upgrade, ...]:
         gains = [
             (errors[at] - errors[to]) / (words[to] - words[at]) for to in range(at + 1, len(widths))
         ]
-        to = at + 1 + int(np.argmax(gains))
+        to = at + 1 + int(np.argmax(gains))  # gains[0] is that of the step to at + 1
         if gains[to - at - 1] <= 0:
             break
         upgrades.append(Upgrade(widths[to], words[to] - words[at], max(gains)))
@@ -131,8 +132,9 @@ def allocate(
         within = (_widest_within(every, bits + offset) for offset in offsets)
         held = tuple(map(max, floors, within))
     error = sum(s.error * distortion(every, w) for s, w in zip(stages, floors, strict=True))
-    last = stages[-1].error * distortion(every, floors[-1])  # the only one that is not halved
-    return Allocation(every, floors, held, offsets, error, 2 * error - last)
+    # `Stage.error` halves all stages but the sinks', which twice the sum counts once too often.
+    sinks = stages[-1].error * distortion(every, floors[-1])
+    return Allocation(every, floors, held, offsets, error, 2 * error - sinks)
 
 
 def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float, ...]:
@@ -149,6 +151,7 @@ def stage_bits(stages: tuple[Stage, ...], balance: float | None) -> tuple[float,
 
 
 def _less_average(stages: tuple[Stage, ...], bits: list[float]) -> tuple[float, ...]:
+    """Bits less their average over all payloads that are sent."""
     total = sum(stage.sent for stage in stages)
     average = sum(b * stage.sent for b, stage in zip(bits, stages, strict=True)) / total
     return tuple(b - average for b in bits)
@@ -167,6 +170,7 @@ def widest_floor(levels: Levels) -> int:
 
 
 def _widths_around(floors: tuple[int, ...], levels: Levels) -> tuple[int, ...]:
+    """From one width below the floors to the widest floor, then even ones to 10 or 4 bits above."""
     least, most = min(floors), max(floors)
     floor_widths = range(max(least - 1, min(least, NARROWEST_FLOOR)), most + 1)
     above = range(most + 2 - most % 2, min(max(10, most + 4), widest_floor(levels)) + 1, 2)
@@ -174,6 +178,7 @@ def _widths_around(floors: tuple[int, ...], levels: Levels) -> tuple[int, ...]:
 
 
 def _widest_within(fmt: WireFormat, bits: float) -> int:
+    """The widest width on the hull that takes at most so many bits per coordinate."""
     narrowest, upgrades = width_upgrades(fmt)
     fitting = (u.width for u in upgrades if fmt.bits_per_coord(u.width) <= bits + 1e-9)
     return max([narrowest, *fitting])
@@ -189,6 +194,7 @@ def _joint_floors(stages: tuple[Stage, ...], fmt: WireFormat, bits: float) -> tu
         return tuple(floors)
     wider = widths[widths.index(common) + 1]
     step = fmt.bits_per_coord(wider) - fmt.bits_per_coord(common)
+    # ``left`` is in bits per coordinate times payloads, of which stage i sends ``sent``.
     left = (bits - fmt.bits_per_coord(common)) * sum(stage.sent for stage in stages)
     for i in sorted(range(len(stages)), key=lambda i: -stages[i].error / stages[i].sent):
         if stages[i].sent * step <= left:

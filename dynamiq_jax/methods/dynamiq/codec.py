@@ -52,6 +52,7 @@ def gathered_plan(
     Every worker encodes as the slot of its own number.
     """
     stats = gather(statistics(x, layout, backend))
+    # [workers, k, rows] to [k, workers * rows]: the super-groups of all slices, in their order.
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
     return shared_plan(stats, seed, layout, layout.n_workers, backend)
 
@@ -69,8 +70,8 @@ def chunk_codec(
 ) -> ChunkCodec:
     """Binds the kernels to one gradient and the plan that all workers share.
 
-    Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order, of which the rows of other
-    chunks are unspecified.
+    Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order; rows of other chunks are
+    unspecified.
 
     Args:
       x: this worker's flat gradient; in shards of whole super-groups if there are several.
@@ -118,9 +119,10 @@ def chunk_codec(
         if keep_error:
             total = add(arrived, chunks, total)
             payloads = pk.compress(so_far(total), chunks, target, skip, **common)
-            known = noise_of(jnp.full_like(chunks, encoder.slot))
-            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), known, **common)
+            own_noise = noise_of(jnp.full_like(chunks, encoder.slot))
+            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), own_noise, **common)
             rows = plan.order[chunks].reshape(-1)
+            # Numbers from layout.rows on are padding: clipped here, dropped in the next line.
             lost = (total - sent).at[rows].get(mode="clip")
             kept = carry.lost.at[rows].set(lost, mode="drop", unique_indices=True)
             return payloads, carry._replace(lost=kept)
@@ -159,6 +161,7 @@ def expected_error(
         [pk.distortion(layout.fmt, w) if w in layout.fmt.widths else 0.0 for w in range(17)],
         jnp.float32,
     )
+    # ``plan.energy`` has means of so many super-groups: those of tile t in a shard's chunks.
     rows = layout.shard_chunks * pk.TILE_ROWS
     energy = jnp.sum(plan.energy) * rows
     parts = [
@@ -171,6 +174,7 @@ def expected_error(
 
 def coords_by_width(plan: Plan, layout: Layout) -> Float[Array, " 17"]:
     """Coordinates that one worker sends at every width, in all stages, f32."""
+    # A payload has one tile of each number t, of any of the shards: counts are averaged over these.
     size = pk.TILE_ROWS * layout.super_group_size / layout.shards
     counts = [
         sent * jnp.sum(jax.nn.one_hot(stage_widths(plan, layout, i).reshape(-1), 17), axis=0)
@@ -181,6 +185,7 @@ def coords_by_width(plan: Plan, layout: Layout) -> Float[Array, " 17"]:
 
 def stage_widths(plan: Plan, layout: Layout, stage: int) -> Array:
     """The width of tile t of any chunk of a shard, int32[shards, T]."""
+    # All chunks of a shard have the widths of its first one, in the low 5 bits (`pk.pack_tiles`).
     return plan.tiles[stage][:: layout.shard_chunks] & 31
 
 
@@ -194,6 +199,8 @@ def encode_slice(
     """The payload of worker ``me``'s own slice in an all-gather (one chunk per worker)."""
     plan, fmt = shared.plan, layout.fmt
     rows, spare = layout.shard_rows, layout.chunk_super_groups - layout.shard_rows
+    # From numbers among all slices to those of this one: its rows begin at me * rows. The plan
+    # numbers padding after the rows of all slices, me * spare first; here it follows the rows.
     own = plan.order[me]
     own = jnp.where(own < layout.rows, own - me * rows, own - layout.rows - me * spare + rows)
     mean = None
@@ -201,6 +208,7 @@ def encode_slice(
         mean = jnp.pad(lax.dynamic_slice_in_dim(plan.mean, me * rows, rows), (0, spare))
     source = pk.Source(x, mean, own[None])
     tiles = lax.dynamic_slice_in_dim(plan.tiles[0], me, 1)
+    # Noise is counted from the first coordinate of all slices.
     noise = pk.noise_from(shared.noise[me], me * rows * fmt.super_group_size)
     target = pk.Target(tiles, noise, layout.payload_words[0])
     return pk.compress(source, jnp.zeros(1, jnp.int32), target, fmt=fmt, backend=backend)[0]

@@ -5,7 +5,7 @@ super-group gets which width) is in `dynamiq_jax.methods.dynamiq.plan`.
 
 A *shard* is a set of super-groups that get their widths from a budget of their own. An all-reduce
 has one shard. A reduce-scatter or an all-gather has one per worker, its slice, since a slice may
-not leave its worker's chunks.
+not leave its worker's chunks. A *row* is a super-group as a row of S coordinates.
 """
 
 from dataclasses import dataclass
@@ -111,6 +111,7 @@ class Layout:
 
 def stats_bits(collective: Collective, n_workers: int, rows: int, per_row: int) -> int:
     """Bits that one worker sends so that all know the statistics of ``rows`` super-groups."""
+    # A sum passes (n - 1)/n of all rows twice (scatter, gather), a gather once, in bf16.
     passes = 1 if collective == "all_gather" else 2
     return passes * 16 * per_row * rows * (n_workers - 1) // n_workers
 
@@ -136,12 +137,15 @@ def make_layout(
     n, fmt = n_workers, allocation.fmt
     whole = collective == "all_reduce"
     shard_chunks = n * chunks_per_worker if whole else chunks_per_worker
+    # Super-groups of a chunk, then its tiles: both divisions round up.
     per_chunk = -(-size // (fmt.super_group_size * shard_chunks))
     tiles = max(-(-per_chunk // TILE_ROWS), 1)
     rows = -(-size // fmt.super_group_size) * (1 if whole else n)
     sent = [stage.sent * chunks_per_worker for stage in stages]
+    # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
     left = bits * coords_passed - stats_bits(collective, n, rows, stats_per_super_group)
+    # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,
         sent,
@@ -169,11 +173,12 @@ def _payload_words(
 ) -> tuple[int, ...]:
     """Words of each stage's payload: within ``budget`` in all, ``offsets`` apart, and in range.
 
-    What a stage at the end of the range cannot use or must have the others share.
+    A stage beyond an end of the range gets that end; the others share the rest of the budget.
     """
     words = [0] * len(sent)
     free = set(range(len(sent)))
     while free:
+        # The level solves Σ sent_i (level + offset_i) = budget; payloads are multiples of 4 words.
         level = (budget - sum(sent[i] * offsets[i] for i in free)) / sum(sent[i] for i in free)
         wanted = {i: int(max(level + offsets[i], 0)) // 4 * 4 for i in free}
         low = {i for i in free if wanted[i] < narrowest}

@@ -75,9 +75,9 @@ class DynamiQ(HopMethod, ShardedMethod):
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
-      dither: whether decoders repeat the encoders' noise and subtract what it says of the rounding
-        error, over levels of which none is lost on a second zero. It halves the error and more, on
-        the same wire and without bias; decoding computes more. Not for "geometric" levels.
+      dither: whether decoders repeat the encoders' noise and subtract its part of the rounding
+        error. At least half of the error is gone, on the same wire and without bias. Decoding
+        computes more. "geometric" levels do not have it.
       format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
@@ -355,12 +355,13 @@ class DynamiQ(HopMethod, ShardedMethod):
         )
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """Row ``me`` of the sum of ``x`` over the axis, on every worker its own."""
+        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
         self.warn(call, "reduce_scatter")
         layout = self.layout(size, n, call.topology, "reduce_scatter")
         with jax.named_scope("dynamiq_reduce_scatter"):
+            # Slices are padded to whole super-groups; the first one of this worker is ``start``.
             pad = -size % self.format.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = call.axis.index * layout.shard_rows

@@ -70,10 +70,13 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(ENERGY_LEVELS)
     parts = 1 << MANTISSA_BITS  # of an octave, all equal, counted from its end
+    # Level ``step`` lies step // parts octaves below the largest one, and step % parts parts below
+    # the end of that octave: ``middle`` is the middle of this part of [1, 2).
     middle = 1 + (parts - 1 - step % parts + 0.5) / parts
     energy = middle * 2.0 ** -(step // parts)
     gain = energy[:, None] * np.array([u.gain for u in upgrades])
     above_floor = np.array([floor is None or u.width > floor for u in upgrades], bool)
+    # Pairs (level, upgrade), numbered level * U + upgrade: those to the floor, then by gain.
     order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
     upgrade = order % max(len(upgrades), 1)
     taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
@@ -87,8 +90,7 @@ def upgrades_of(
 ) -> tuple[np.ndarray, Upgrades]:
     """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
 
-    All are padded to equal lengths, and the last state comes twice. The width is the floor, and
-    above it the one of least expected squared error.
+    All are padded to equal lengths, and the last state comes twice.
 
     Args:
       fmt: its widths are the choice.
@@ -102,6 +104,7 @@ def upgrades_of(
     shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
     taken = np.zeros((*shape, 1 + max(order.shape[1] for order in orders)), np.int32)
     words, wider = np.ones(shape, np.int32), np.zeros(shape, np.int32)
+    # Floor i may have fewer upgrades and states: no tile gets the rest, and its last state repeats.
     for i, (order, (narrowest, own)) in enumerate(zip(orders, upgrades, strict=True)):
         repeats = taken.shape[2] - order.shape[1]
         taken[: len(own), i] = np.pad(order, ((0, 0), (0, repeats)), mode="edge")
@@ -156,7 +159,7 @@ def order_and_tiles(
     error of less than 1%. The mean energies of tiles have the same steps, so that they ascend as
     well, but for rounding at the end of a level.
     """
-    # Stages of equal budgets and floors share their tiles.
+    # Stages of equal budgets and floors share their tiles; ``different`` has each pair once.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
     different = tuple(dict.fromkeys(stages))
     payload_words, floors = zip(*different, strict=True)
@@ -169,5 +172,6 @@ def order_and_tiles(
 
 def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
     """The width of every super-group in a stage, ``int32[M]``, in the gradient's order."""
+    # A tile's entry has the width in its low 5 bits; position p of a chunk is in tile p // 8.
     width = jnp.repeat(plan.tiles[stage] & 31, TILE_ROWS, axis=1).reshape(-1)
     return jnp.zeros_like(width).at[plan.order.reshape(-1)].set(width)

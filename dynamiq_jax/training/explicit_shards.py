@@ -7,7 +7,6 @@ unreduced and one compressed collective sums and scatters it.
 import contextlib
 import contextvars
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,13 +24,11 @@ from dynamiq_jax.collectives.unreduced import (
     resharded,
     scattered_spec,
 )
-from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.tree.placement import only
 
-_calls: contextvars.ContextVar[list[Axis] | None] = contextvars.ContextVar("dynamiq_jax_calls")
-_numbers = itertools.count(2)
+_whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 
@@ -43,7 +40,11 @@ DATA = -1
 
 
 def inputs_of(
-    jaxpr: Any, takes: Callable[[JaxprEqn], Sequence[Any]], *, alone: bool = False
+    jaxpr: Any,
+    takes: Callable[[JaxprEqn], Sequence[Any]],
+    *,
+    alone: bool = False,
+    ends: str = "",
 ) -> set[int]:
     """The numbers of a program's inputs of which operands are made.
 
@@ -51,6 +52,7 @@ def inputs_of(
       jaxpr: the program.
       takes: says which operands of an equation are meant.
       alone: whether operands count that are made of one input, and of nothing else in the program.
+      ends: the name of a primitive whose results count as data.
     """
     found: set[int] = set()
 
@@ -66,6 +68,8 @@ def inputs_of(
                 given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
                 walk(inner, {a: known.get(b, frozenset()) for a, b in given})
             sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
+            if equation.primitive.name == ends:
+                sources = frozenset({DATA})
             known.update(dict.fromkeys(equation.outvars, sources))
 
     own, _ = with_constants(jaxpr)
@@ -81,14 +85,13 @@ def gathers(equation: JaxprEqn) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[Axis]]:
-    """Lists the axes of all calls of `gather_outside` while it lasts, in jitted functions, too."""
-    token = _calls.set(calls := [])
+def gathered_before(whole: bool) -> Iterator[None]:
+    """While it lasts, a loss is traced whose shards were gathered before it, if ``whole``."""
+    token = _whole.set(whole)
     try:
-        with traced_for(next(_numbers)):
-            yield calls
+        yield
     finally:
-        _calls.reset(token)
+        _whole.reset(token)
 
 
 def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
@@ -101,11 +104,15 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
       key: as for `psum`.
 
     Raises:
-      ValueError: in the backward pass, the derivative is not `value_and_grad`'s.
+      ValueError: `value_and_grad` has gathered shards before the loss; in the backward pass, the
+        derivative is not `value_and_grad`'s.
     """
     axis = total.axis
-    if (calls := _calls.get(None)) is not None:
-        calls.append(axis)
+    if _whole.get():
+        raise ValueError(
+            "reduce_in_backward is called in a loss whose sharded parameters value_and_grad has "
+            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, gather=False)"
+        )
     check_key(key)
     mesh = mesh_of(params)
     leaves, treedef = jax.tree.flatten(params)
@@ -137,7 +144,7 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
         return put(mapped(put(tree, before), words), after)
 
     def forward(tree: Any, words: Array | None) -> tuple[Any, Array | None]:
-        return gathered(tree, words), words
+        return put(mapped(put(tree, before), words), after), words
 
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
         if traced_for.value != BACKWARD:

@@ -1,4 +1,4 @@
-"""A device reduces its leaves: buckets, exact leaves, weights, derivatives and metrics."""
+"""The reduction of one device's leaves: buckets, exact leaves, weights, derivatives, metrics."""
 
 import functools
 from collections.abc import Callable
@@ -66,13 +66,13 @@ def weighted(
 
 def share_of(weight: Array | float, axis: Axis) -> Array:
     """This worker's weight over the mean of all; 0 where all are 0, NaN where one is wrong."""
-    own = axis.to_varying(jnp.asarray(weight, jnp.float32))
-    own = jnp.where((own >= 0) & (own < jnp.inf), own, jnp.nan)
+    weight = axis.to_varying(jnp.asarray(weight, jnp.float32))
+    weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
     # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
-    largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(own)))
-    own = own / jnp.where(largest > 0, largest, 1.0)
-    total = axis.psum(own)
-    return jnp.where(total == 0, 0.0, own * (axis.size / jnp.where(total == 0, 1.0, total)))
+    largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(weight)))
+    weight = weight / jnp.where(largest > 0, largest, 1.0)
+    total = axis.psum(weight)
+    return jnp.where(total == 0, 0.0, weight * (axis.size / jnp.where(total == 0, 1.0, total)))
 
 
 def weigh(x: Array, share: Array | None) -> Array:
@@ -99,17 +99,17 @@ def reduce_leaves(
     op: Op,
     sent: tuple[float, float] | None,
 ) -> tuple[dict[int, Array], list[State], Metrics | None]:
-    """Reduces one device's leaves, which are told by index.
+    """Reduces one device's leaves, ``values`` by `Leaf.index`; ``states`` are those of the buckets.
 
-    Returns the sums or means, the next states, and the metrics if ``sent`` says bits per coordinate
-    and bytes.
+    Returns the sums or means, the next states, and the metrics if ``sent`` has the bits per
+    coordinate and the bytes that a worker sends.
     """
     exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
     known: list[BucketMetrics] = []
     if n_workers == 1:
         if sent is not None:
             alone = PayloadFacts(error=0.0)
-            known = [bucket_metrics(concatenate(own, values), alone) for own in grouping.buckets]
+            known = [bucket_metrics(concatenate(b, values), alone) for b in grouping.buckets]
         values = exact_reduce(values)
     else:
         words = key_words(key)
@@ -120,18 +120,18 @@ def reduce_leaves(
         run = _reduce_bucket if axis.several_vmapped else _reduce_alike
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
-            own = {"method": route.of_bucket(bucket), "topology": route.flat}
-            compressed = functools.partial(run, axis=axis, **own, **options)
-            flat, (after[number], of_bucket) = with_tangent(compressed, exact_reduce)(
+            way = {"method": route.of_bucket(bucket), "topology": route.flat}
+            compressed = functools.partial(run, axis=axis, **way, **options)
+            flat, (after[number], facts) = with_tangent(compressed, exact_reduce)(
                 concatenate(bucket, values), bucket_seed(words, bucket.tag), after[number]
             )
-            known.append(of_bucket)
+            known.append(facts)
             values |= split(bucket, flat)
     if sent is None:
         return values, after, None
     pairs = zip(known, grouping.buckets, strict=True)
-    whole = [of_all_parts(own, bucket.axes) for own, bucket in pairs]
-    return values, after, summarise(whole, bits_per_coord=sent[0], wire_bytes=sent[1])
+    of_leaves = [of_all_parts(facts, bucket.axes) for facts, bucket in pairs]
+    return values, after, summarise(of_leaves, bits_per_coord=sent[0], wire_bytes=sent[1])
 
 
 def _reduce_bucket(
@@ -162,7 +162,7 @@ reduce_compiled = inlined(
 
 
 def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
-    """``run(values, key, states)`` of what every device holds of leaves that are still whole.
+    """``run(values, key, states)`` mapped over the open axes, over which leaves are still whole.
 
     States of buckets whose parts differ have a leading axis of parts.
     """

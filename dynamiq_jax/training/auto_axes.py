@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.in_maps import share_of, weigh
+from dynamiq_jax.collectives.buckets import share_of, weigh
 from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
 from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis, AxisName
@@ -101,7 +101,7 @@ def mapped_value_and_grad(
     """`value_and_grad` on meshes of Auto axes; see there for arguments and errors.
 
     Returns:
-      ``f(params, data, *, key, state)``, of ``loss(params, data)``.
+      ``f(params, data, *, key, state)``, which checks them and returns the function that runs.
     """
     axis, op = total.axis, total.op
     axes, axis_name = axis.names, axis.name
@@ -191,9 +191,12 @@ def mapped_value_and_grad(
         if has_aux:
             parts = {True: iter(rows), False: iter(alike)}
             value = value, aux_tree[0].unflatten(next(parts[word == "rows"]) for word in words)
-        return value, found
+        if not reduces:
+            over_others = tuple(only(spec, others) for spec in placed)
+            return value, Terms(found.tree, mesh, axes, over_others)
+        return value, found if metrics or state is not None else found.tree
 
-    def reduced(params, data, *, key=None, state=None):
+    def bound(params, data, *, key=None, state=None):
         told, arrays = Told.of(data)
         split, folded = _specs_of(data, batch_specs, axis)
         _check_batch(data, split, mesh, axis_name)
@@ -212,23 +215,14 @@ def mapped_value_and_grad(
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "
                 "without memory, or replicate the parameters over these axes"
             )
-        value, found = mapped(
-            params, key, state, arrays, placed=placed, told=told, split=split, folded=folded
-        )
-        if not reduces:
-            over_others = tuple(only(spec, others) for spec in placed)
-            return value, Terms(found.tree, mesh, axes, over_others)
-        return value, found if metrics or state is not None else found.tree
+        ways = {"placed": placed, "told": told, "split": split, "folded": folded}
+        return functools.partial(mapped, params, key, state, arrays, **ways)
 
-    return reduced
+    return bound
 
 
 def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
-    """Each array's spec over the data axes, and whether it is a key that workers fold.
-
-    Raises:
-      ValueError: an array without a spec looks like a key, or ``batch_specs`` names no keyword.
-    """
+    """Each array's spec over the data axes, and whether it is a key that workers fold."""
     positional, keywords = data
     leaves = jax.tree.leaves(data)
     untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
@@ -323,11 +317,7 @@ def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
-    """Refuses a loss that uses arrays of the program around it.
-
-    Raises:
-      ValueError: it does: every worker would use all of them.
-    """
+    """Refuses a loss that uses arrays of the program around it."""
     used = [x for x in jax.make_jaxpr(loss)(params, arrays).consts if isinstance(x, Tracer)]
     found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or _is_key(x)]
     if found:
@@ -340,11 +330,7 @@ def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays:
 
 
 def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
-    """How many workers have the same loss, by a `psum` or `pmean` in it: their gradients are terms.
-
-    Raises:
-      ValueError: these are several, and there are weights.
-    """
+    """How many workers have the same loss, by a `psum` in it: their gradients are terms."""
     same = [name for name in axis.names if name not in varying_axes(value)]
     count = math.prod(map(lax.axis_size, same))
     if count > 1 and share is not None:
@@ -357,11 +343,7 @@ def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
 
 
 def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
-    """Returns the word of every leaf of aux.
-
-    Raises:
-      ValueError: a word is unknown, or a leaf that is not a floating-point scalar has none.
-    """
+    """Returns the word of every leaf of aux."""
     paths = jax.tree_util.tree_leaves_with_path(aux_tree)
     try:
         given = _spread(told, aux_tree)
@@ -390,9 +372,6 @@ def _spread(told: Any, tree: Any) -> list[Any]:
     """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none.
 
     Dicts may leave out keys.
-
-    Raises:
-      ValueError: ``told`` has a key or a branch that ``tree`` has not.
     """
     if told is None or isinstance(told, str):
         return [told] * len(jax.tree.leaves(tree))
