@@ -102,14 +102,6 @@ def test_many_hosts_send_the_same_bytes_direct_and_err_less_than_half(n):
     assert method.relative_error(n, chosen) < method.relative_error(n, ring) / 2
 
 
-def test_the_largest_payloads_of_few_workers_take_about_as_long_as_their_messages():
-    """By hand: f32 buckets at 5 bits; 430 GB/s of NVLink, 400 Gb/s between hosts of 8 GPUs."""
-    coords = [limits_of(dq.DynamiQ(), 8, fast_links=fast).bucket_bytes // 4 for fast in (1, 0)]
-    inside, outside = (5 / 8 * size / rule.MANY for size in coords)
-    assert 1e6 * inside / 430e9 == pytest.approx(15, abs=2.5)
-    assert 1e6 * outside / 8 / 50e9 == pytest.approx(15, abs=2.5)
-
-
 def test_all_of_a_large_nvlink_domain_go_direct(hosts):
     """72 GPUs on 18 hosts that JAX knows to be one domain."""
     hosts(18, devices(72, kind="NVIDIA GB200"))

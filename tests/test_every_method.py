@@ -81,7 +81,7 @@ the test below three."""
 KINDS = [name for name in ONE_OF_A_KIND if not name.startswith("dynamiq, ")]
 """`test_error_feedback` and `test_golden` have the others every day."""
 DAILY = [(name, 2 + NAMES.index(name) % 6) for name in KINDS if name != "dynamiq"]
-DAILY += [("dynamiq", 8), ("f32", 1)]
+DAILY += [("f32", 1)]
 
 
 @pytest.mark.parametrize(("name", "n"), daily(NUMBERS, DAILY))

@@ -183,7 +183,7 @@ def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology,
         "none": ([lambda w, x: jnp.mean(x[0] ** 2)], [{}]),
         "loop": ([dq.Scanned(block), lambda w, x: jnp.mean(x[0] ** 2)], [layers(3, 2), {}]),
     }
-    for n_layers in (1, 2, 4, 5, 7):
+    for n_layers in (1, 2, 5):
         functions = [dq.Scanned(block), *ends[last][0]]
         params = [layers(n_layers, 3), *ends[last][1]]
 

@@ -166,6 +166,7 @@ def test_layers_are_split_along_another_axis_than_theirs():
     ]
 
 
+@pytest.mark.release
 def test_compressed_copies_stay_equal_and_train():
     params, batches = problem()
     optimizer = make(SOME, rule=SGD)

@@ -25,7 +25,6 @@ from dynamiq_jax.commands.simulate import (
     mixture_source,
     shared_by_all,
     simulate,
-    survey,
     worker_gradient,
 )
 from dynamiq_jax.commands.synthetic import lognormal_mixture
@@ -47,22 +46,6 @@ def rows_of(source, n):
 
 
 class TestGradients:
-    def test_gaussians_independent_between_workers(self):
-        n, source = 256, Source(SEED, jnp.array([1.0, 3.0]))
-        x = np.asarray(rows_of(source, n), np.float64).reshape(n, 2, 256) / [[[1], [3]]]
-        count = x.size
-        assert abs(x.mean()) < 4 / count**0.5
-        assert (x**2).mean() == pytest.approx(1, abs=4 * (2 / count) ** 0.5)
-        assert (x**4).mean() == pytest.approx(3, abs=4 * (96 / count) ** 0.5)
-        # Sums over all workers have the energy of independent terms, coordinate by coordinate.
-        total = x.sum(axis=0)
-        assert (total**2).mean() / n == pytest.approx(1, abs=4 * (2 / total.size) ** 0.5)
-        for shift in (1, 2, 64):
-            products = x * np.roll(x, shift, axis=0)
-            assert abs(products.mean()) < 4 / count**0.5
-            products = x.reshape(n, -1) * np.roll(x.reshape(n, -1), shift, axis=1)
-            assert abs(products.mean()) < 4 / count**0.5
-
     def test_a_worker_is_the_same_in_any_loop(self):
         source = mixture_source(jax.random.key(0), 3)
         rows = rows_of(source, 5)
@@ -146,19 +129,6 @@ def test_error_is_that_of_the_library(n):
     assert np.mean(np.log(ratios)) == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.release
-def test_exact_sum_and_statistics():
-    n, source = 300, mixture_source(jax.random.key(3), 16)
-    workers = Case(n_workers=n, super_groups=16, method=METHOD, topology=dq.Ring()).workers()
-    totals = survey(workers, source)
-    x = np.asarray(rows_of(source, n), np.float64)
-    total = np.asarray(totals.high, np.float64) + np.asarray(totals.low, np.float64)
-    # A compiler may contract a gradient's products otherwise in another loop.
-    np.testing.assert_allclose(total, x.sum(axis=0), rtol=0, atol=2e-6 * np.abs(x).max())
-    sqnorm = (x.reshape(n, 16, 256) ** 2).sum(axis=(0, 2))
-    np.testing.assert_allclose(totals.message[0], sqnorm, rtol=2e-3)
-
-
 def test_sums_keep_what_f32_rounds_off():
     start = jnp.ones((2,)), jnp.zeros((2,))
     small = jnp.array([2.0**-30, -(2.0**-35)])
@@ -192,13 +162,6 @@ def most_alive(monkeypatch, topology, n):
 def test_memory_is_the_same_for_any_number_of_workers(monkeypatch, topology):
     small, large = (most_alive(monkeypatch, topology, n) for n in (8, 64))
     assert 0 < large <= small + 1024
-
-
-@pytest.mark.release
-def test_memory_of_a_tree_grows_with_its_depth_alone(monkeypatch):
-    """Two levels more have four times the workers; each holds a sum and a payload at most."""
-    small, large = (most_alive(monkeypatch, dq.Butterfly(), n) for n in (16, 64))
-    assert small < large <= small + 2 * (4 + 1.1) * 256 * SUPER_GROUPS
 
 
 @pytest.mark.parametrize("topology", [dq.Ring(), dq.Butterfly(), dq.Direct()], ids=str)

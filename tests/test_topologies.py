@@ -126,6 +126,7 @@ def test_fewer_encodings_err_less(name, promised):
     assert 1e-4 < relative_error(found[0], x) <= promised
 
 
+@pytest.mark.release
 def test_two_workers_err_alike_whatever_the_topology():
     """One encoding and the sink: a pair of antithetic roundings."""
     x, key = gradient(0, 2, 40_000), jax.random.key(1)

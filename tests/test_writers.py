@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import gradient, small
 
-import dynamiq_jax as dq
 from dynamiq_jax.commands.writers import CSVWriter
 from dynamiq_jax.methods.metrics import Metrics
 
@@ -78,20 +76,3 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
     with CSVWriter(tmp_path / "log") as log:
         log.write(0, METRICS, loss=1)
     assert not list(tmp_path.iterdir())
-
-
-def test_metrics_of_a_reduction_can_be_written(tmp_path):
-    x = gradient(0, 4, 5000)
-
-    def one(x):
-        method = small(dq.comparators.MXFP8())
-        return dq.reduce(x, "data", method=method, topology=dq.Direct(), metrics=True).metrics
-
-    metrics = jax.tree.map(lambda m: m[0], jax.jit(jax.vmap(one, axis_name="data"))(x))
-    with CSVWriter(tmp_path / "metrics.csv") as log:
-        log.write(0, metrics)
-    (row,) = read(tmp_path / "metrics.csv")
-    sent = dq.explain(
-        x[0], 4, method=small(dq.comparators.MXFP8()), topology=dq.Direct(), verbose=False
-    )
-    assert float(row["wire_bytes"]) == pytest.approx(sent.wire_bytes)

@@ -93,10 +93,7 @@ def scattering(
     op: Op = "sum",
     key: Array | None = None,
 ) -> tuple[Callable[[], list[Array]], Any]:
-    """The function that runs `psum_scatter` of the leaves, which are checked, and their tree.
-
-    With ``op="mean"`` it divides by the number of workers.
-    """
+    """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
     told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
     values, treedef = jax.tree.flatten(tree)

@@ -271,8 +271,9 @@ class Sum:
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
                     half = dataclasses.replace(own, topology=topology and topology.sharded)
-                    axis, options = Axis(names), {"op": self.op, "key": seed}
-                    run, of_some = scattering(axis, some, half, dimension, **options)
+                    run, of_some = scattering(
+                        Axis(names), some, half, dimension, op=self.op, key=seed
+                    )
                     some = of_some.unflatten(run())
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)

@@ -1437,19 +1437,6 @@ def test_liec_results_and_what_owners_keep_make_up_all_gradients(mean):
     assert np.all(np.isfinite(now)) and np.mean(now != kept) > 0.5
 
 
-def test_liec_each_worker_adds_what_its_own_encoding_lost():
-    """To others' chunks; what all decode, owners have without an addition."""
-    n, x = 4, blocks_like(1, 4, 31, 16)
-    found, state = stepper(LOCAL, mean=True)(x, KEY, first_state(LOCAL, x, n))
-    found, size = np.asarray(found, np.float64), x.shape[1]
-    owner = np.arange(size) // state[0].shape[-1]
-    sent = found[owner, np.arange(size)]
-    low, step = minmax_grid(x.reshape(-1, 16), 3)
-    lost = x.reshape(-1, 16) - (low + np.round((x.reshape(-1, 16) - low) / step) * step)
-    expected = np.where(owner == np.arange(n)[:, None], 0, lost.reshape(n, -1))
-    np.testing.assert_allclose(found - sent, expected, atol=1e-5)
-
-
 def liec_models(method, every, steps):
     """Every worker's parameters after each step."""
     mesh, (params, batches) = auto_mesh(4), problem(steps)
