@@ -142,6 +142,11 @@ def linear_program(back: Any) -> Jaxpr:
     return with_constants(back.jaxpr)[0]
 
 
+def name_of(equation: JaxprEqn) -> str:
+    """The name of an equation's primitive; JAX 0.12 has ``vjp_node[...]`` around linear ones."""
+    return equation.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     """The jaxprs in an equation's parameters: of calls, loops and branches."""
     kinds = Jaxpr, ClosedJaxpr

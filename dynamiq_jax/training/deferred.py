@@ -28,7 +28,7 @@ from dynamiq_jax.collectives.unreduced import (
     unreduced_axes,
 )
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import REFUSALS, linear_program, traced_for
+from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -144,7 +144,7 @@ class Deferred(NamedTuple):
 
     def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
         """The operands of a `jax.shard_map` that data axes split."""
-        if equation.primitive.name != "shard_map":
+        if name_of(equation) != "shard_map":
             return []
         specs = (P(*_sharding_of(x).spec.partitions) for x in equation.invars)
         own = {*self.axis.names}
@@ -260,7 +260,7 @@ class Deferred(NamedTuple):
 
         Auto axes have no types: what a reshard to them hands back is unreduced.
         """
-        if equation.primitive.name != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
+        if name_of(equation) != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
         lost = before.spec.reduced - after.spec.reduced
@@ -342,7 +342,7 @@ def _inputs_from(first: int, program: Jaxpr, *args: Any, **options: Any) -> set[
 
 def _in_maps(equation: JaxprEqn) -> list[Any]:
     """The operands of a `jax.shard_map`."""
-    return equation.invars if equation.primitive.name == "shard_map" else []
+    return equation.invars if name_of(equation) == "shard_map" else []
 
 
 def _spec(x: Any) -> P:

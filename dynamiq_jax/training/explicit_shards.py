@@ -24,7 +24,7 @@ from dynamiq_jax.collectives.unreduced import (
     resharded,
     scattered_spec,
 )
-from dynamiq_jax.core.compat import inner_jaxprs, traced_for, with_constants
+from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.tree.placement import only
 
@@ -68,7 +68,7 @@ def inputs_of(
                 given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
                 walk(inner, {a: known.get(b, frozenset()) for a, b in given})
             sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
-            if equation.primitive.name == ends:
+            if name_of(equation) == ends:
                 sources = frozenset({DATA})
             known.update(dict.fromkeys(equation.outvars, sources))
 
