@@ -31,6 +31,7 @@ from dynamiq_jax.tree.leaves import (
     describe_leaves,
     from_flat,
     joined,
+    to_flat,
 )
 from dynamiq_jax.tree.placement import check_whole
 
@@ -158,16 +159,13 @@ def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bo
     at, shape = dimension % len(leaf.shape), list(leaf.shape)
     shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
     own = slice_of(leaf, dimension, n_workers, tiled=tiled)
-    return _rows(x, tuple(shape), at, None if own.scale_axis is None else own.scale_axis + 1)
+    return _rows(x, tuple(shape), at, replace(own, index=0, name="", path="", whole=()))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _rows(x: Array, shape: tuple[int, ...], at: int, scale_axis: int | None) -> Array:
-    """Slices along one axis as rows, their scale axis last; equal leaves share the function."""
-    slices = jnp.moveaxis(x.reshape(shape), at, 0)
-    if scale_axis is not None:
-        slices = jnp.moveaxis(slices, scale_axis, -1)
-    return slices.reshape(shape[at], -1)
+def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
+    """Slices along one axis as rows; equal leaves, which have no names here, share the function."""
+    return to_flat(jnp.moveaxis(x.reshape(shape), at, 0), own)
 
 
 def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:

@@ -139,10 +139,6 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
         moved = [resharded(x, mesh, specs[i]) for x, i in pairs]
         return jax.tree.structure(tree).unflatten(moved)
 
-    @jax.custom_vjp
-    def gathered(tree: Any, words: Array | None) -> Any:
-        return put(mapped(put(tree, before), words), after)
-
     def forward(tree: Any, words: Array | None) -> tuple[Any, Array | None]:
         return put(mapped(put(tree, before), words), after), words
 
@@ -157,6 +153,7 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
         back = dataclasses.replace(total, specs=some(placed))
         return reduce_unreduced(back, gradients, words).tree, None
 
+    gathered = jax.custom_vjp(lambda tree, words: forward(tree, words)[0])
     gathered.defvjp(forward, backward)
     with jax.named_scope(SCOPE):
         found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
