@@ -16,7 +16,6 @@ from dynamiq_jax.collectives.all_to_all import all_to_all
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
-from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import Compression, explain
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
@@ -47,7 +46,6 @@ __all__ = [
     "reduce_in_backward",
     "sequential",
     "value_and_grad",
-    "vnmse",
 ]
 
 __version__ = "0.2.0"

@@ -89,7 +89,7 @@ from rich.table import Column, Table
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.writers import CSVWriter
-from dynamiq_jax.methods.metrics import worst_leaf_error
+from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 
 AXIS = "data"
 DATA_AXES = ("replica", "data", "fsdp")  # of a mesh, the outermost first; "model" is the other one
@@ -229,7 +229,7 @@ def make_measure(mean_of: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Call
     def measure(worker_grads: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.tree.map(lambda g: g[0], worker_grads)
         mean, exact = mean_of(grads), jax.lax.pmean(grads, AXIS)
-        return dq.vnmse(mean, exact), worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
+        return vnmse(mean, exact), worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
 
     return measure
 
@@ -240,7 +240,7 @@ def make_measure_on_mesh(method: Method, loss_fn: Loss) -> Callable:
     @jax.jit
     def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         (_, mean), exact = method.value_and_grad(params, tokens), jax.grad(loss_fn)(params, tokens)
-        return dq.vnmse(mean, exact), worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
+        return vnmse(mean, exact), worst_leaf_error(mean, exact, min_size=MIN_LEAF_SIZE)
 
     return measure
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 N = 4
@@ -223,7 +224,7 @@ def test_value_and_grad_and_agreement_take_it():
     _, found = f(params, x)
     _, exact = jax.value_and_grad(loss_fn)(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
-    assert 1e-5 < float(dq.vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
+    assert 1e-5 < float(vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
     wrong = dq.Compression(lambda path, leaf: dq.comparators.OmniReduce(), topology=DIRECT)
     with pytest.raises(NotImplementedError, match="leave topology=None"):
         wrong.check_agreement(params, mesh, "data")
@@ -255,7 +256,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
             placed, x
         )
         np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-4)
-        error = {name: float(dq.vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
+        error = {name: float(vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
         assert 1e-8 < error["table"] < 1e-3 < error["w"] < 1e-2
         sent = dq.explain(
             params,

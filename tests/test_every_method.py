@@ -25,6 +25,7 @@ from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(1)
@@ -99,7 +100,7 @@ def test_trees_keep_structure_shapes_and_dtypes_and_means_are_accurate(name, n):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     for leaf, mean in zip(large(tree), large(found), strict=True):
         exact = np.mean(np.asarray(leaf, np.float64), axis=0)
-        lost = float(dq.vnmse(mean[0], exact))
+        lost = float(vnmse(mean[0], exact))
         if n == 1:
             assert_same_bits(np.asarray(mean), leaf)
         elif name != "f32":

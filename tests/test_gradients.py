@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 METHOD = small(dq.DynamiQ(bits=32, widths=(8,)))
@@ -140,7 +141,7 @@ def test_value_and_grad_is_that_of_the_whole_batch(trained):
         assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
         assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, grads)
         # 8 roundings at width 8: near 1e-4, and not exact.
-        assert 1e-7 < float(dq.vnmse(jax.device_get(found), grads)) < 1e-3
+        assert 1e-7 < float(vnmse(jax.device_get(found), grads)) < 1e-3
 
 
 def test_key_decides_the_rounding(trained):
@@ -179,7 +180,7 @@ def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
     params, batch = problem()
     expected_loss, expected = jax.value_and_grad(model)(params, *batch)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    assert 1e-7 < float(dq.vnmse(jax.device_get(grads), expected)) < 1e-3  # compressed
+    assert 1e-7 < float(vnmse(jax.device_get(grads), expected)) < 1e-3  # compressed
     x, y = batch
     largest = jnp.max(x.reshape(8, 4, 5), axis=(1, 2))
     assert float(aux["largest"]) == pytest.approx(float(jnp.mean(largest)), rel=1e-6)
@@ -216,4 +217,4 @@ def test_batches_may_be_trees_and_gradients_of_low_precision():
     expected_value, expected = jax.value_and_grad(loss)(params, {"pair": (x, y)})
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
     assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
-    assert float(dq.vnmse(jax.device_get(grads), expected)) < 1e-3
+    assert float(vnmse(jax.device_get(grads), expected)) < 1e-3

@@ -18,6 +18,7 @@ from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.base import Outcome, ShardedMethod
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 F32 = small(dq.F32())
@@ -195,7 +196,7 @@ def test_gradients_of_shards_are_compressed(route):
     loss, grads = compiled(params, *batch, key=jax.random.key(0))
     for name, grad in grads.items():
         assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
-        assert 1e-8 < float(dq.vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
+        assert 1e-8 < float(vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
     assert_copies_equal(grads)
 
 
@@ -281,10 +282,10 @@ def test_a_state_of_model_shards(kind):
         state, grads = found.state, jax.device_get(found.tree)
         total = grads if total is None else jax.tree.map(np.add, total, grads)
         if step == 1:
-            first = float(dq.vnmse(total, plain))
+            first = float(vnmse(total, plain))
     mean = jax.tree.map(lambda x: x / 8, total)
     assert first > 1e-3
-    assert float(dq.vnmse(mean, plain)) < first / 10  # what was left out came later
+    assert float(vnmse(mean, plain)) < first / 10  # what was left out came later
 
 
 def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():

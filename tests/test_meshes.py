@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 N, PARTS, MODEL = 4, 2, 1
@@ -160,7 +161,7 @@ def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
         found = ours(placed(mesh))
     assert_each_as_alone(found)
     for name, x in inputs().items():
-        assert 0 < dq.vnmse(expected()[0][name], part_of(name, x.mean(0), 0)) < 0.003
+        assert 0 < vnmse(expected()[0][name], part_of(name, x.mean(0), 0)) < 0.003
 
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))

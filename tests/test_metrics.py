@@ -5,41 +5,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.methods.metrics import worst_leaf_error
+from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 
 
 def test_vnmse_is_error_over_norm():
     exact = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[0.0, 12.0]])}
     estimate = {"a": jnp.array([3.0, 2.0]), "b": jnp.array([[3.0, 12.0]])}
     # (4 + 9) / (25 + 144)
-    assert float(dq.vnmse(estimate, exact)) == pytest.approx(13 / 169, rel=1e-6)
+    assert float(vnmse(estimate, exact)) == pytest.approx(13 / 169, rel=1e-6)
 
 
 def test_vnmse_does_not_change_with_scale_and_works_on_low_precision():
     exact = jax.random.normal(jax.random.key(0), (1000,))
     estimate = exact + 0.01 * jax.random.normal(jax.random.key(1), (1000,))
-    assert float(dq.vnmse(estimate, exact)) == pytest.approx(1e-4, rel=0.2)
-    scaled = dq.vnmse(8 * estimate, 8 * exact)
-    assert float(scaled) == pytest.approx(float(dq.vnmse(estimate, exact)), rel=1e-6)
+    assert float(vnmse(estimate, exact)) == pytest.approx(1e-4, rel=0.2)
+    scaled = vnmse(8 * estimate, 8 * exact)
+    assert float(scaled) == pytest.approx(float(vnmse(estimate, exact)), rel=1e-6)
     # bf16 keeps 8 bits: step²/12 of relative error on average, arithmetic itself in f32.
-    low = dq.vnmse(exact.astype(jnp.bfloat16), exact)
+    low = vnmse(exact.astype(jnp.bfloat16), exact)
     assert 1e-6 < float(low) < 5e-6
     assert low.dtype == jnp.float32
 
 
 def test_vnmse_of_zeros():
     zero, one = jnp.zeros(3), jnp.ones(3)
-    assert float(dq.vnmse(zero, zero)) == 0.0
-    assert float(dq.vnmse({}, {})) == 0.0
-    assert float(dq.vnmse(one, zero)) == np.inf
-    assert float(dq.vnmse(zero, one)) == 1.0
+    assert float(vnmse(zero, zero)) == 0.0
+    assert float(vnmse({}, {})) == 0.0
+    assert float(vnmse(one, zero)) == np.inf
+    assert float(vnmse(zero, one)) == 1.0
 
 
 def test_vnmse_refuses_different_structures():
     with pytest.raises(ValueError):
-        dq.vnmse({"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+        vnmse({"a": jnp.ones(2)}, {"b": jnp.ones(2)})
 
 
 def test_worst_leaf_error_is_the_largest_of_all_leaves():

@@ -19,7 +19,7 @@ from cases import (
     stepper,
 )
 
-import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 
 N, SIZE = 4, 4 * 8 * 256 - 77
 """The last block is not full, whatever its size."""
@@ -60,7 +60,7 @@ class Steps:
 
 
 def error(found, exact):
-    return float(dq.vnmse(jnp.asarray(found), jnp.asarray(exact)))
+    return float(vnmse(jnp.asarray(found), jnp.asarray(exact)))
 
 
 def remembered(state):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import daily
 
-import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -109,7 +109,7 @@ def test_quickstart(execute, capsys):
     moved = jax.tree.map(lambda p, new: (p - new) / 2.0, found["params"], found["shards"])
     again = found["mean_gradient"](found["params"], found["x"], found["y"])
     for grads in (found["grads"], moved, again):
-        assert 0 < float(dq.vnmse(grads, exact(found))) < 0.05
+        assert 0 < float(vnmse(grads, exact(found))) < 0.05
     assert found["sent"] == 286_720
 
 
@@ -117,7 +117,7 @@ def test_quickstart(execute, capsys):
 def test_faq(execute, capsys):
     found = execute("".join(blocks("docs/faq.md")), "faq.md")
     exact = np.asarray(found["x"]).mean(0)
-    assert 0 < float(dq.vnmse(np.asarray(found["first"][0]), exact)) < 0.05
+    assert 0 < float(vnmse(np.asarray(found["first"][0]), exact)) < 0.05
     assert "exact" in capsys.readouterr().out
 
 
@@ -166,7 +166,7 @@ def test_accumulation_on_auto_axes(run):
         return own / aux["tokens"]
 
     assert found["total"] == 2 * batch["mask"].sum()
-    error = dq.vnmse(found["grads"], jax.grad(mean)(found["params"]))
+    error = vnmse(found["grads"], jax.grad(mean)(found["params"]))
     assert 0 < float(error) < 0.05
 
 
@@ -223,7 +223,7 @@ def test_meshes(run):
     for name, grad in found["grads"].items():
         assert dict(grad.sharding.mesh.shape) == {"replica": 2, "fsdp": 4}
         assert grad.addressable_shards[0].data.shape[0] == grad.shape[0] // 4
-        assert 0 < float(dq.vnmse(np.asarray(grad), plain[name])) < 0.05
+        assert 0 < float(vnmse(np.asarray(grad), plain[name])) < 0.05
 
 
 @pytest.mark.release
@@ -231,7 +231,7 @@ def test_several_hosts(run, capsys):
     found = run("several hosts")
     assert "compressed, bucket 0" in capsys.readouterr().out
     plain = jax.grad(found["loss_fn"])(found["params"], found["batches"][0])
-    assert 0 < float(dq.vnmse(found["grads"], plain)) < 0.05
+    assert 0 < float(vnmse(found["grads"], plain)) < 0.05
 
 
 @pytest.mark.release
@@ -306,7 +306,7 @@ def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, capsys):
     grads = [jax.device_get(jax.grad(found["loss_fn"])(start, batch)) for batch in taken]
     exact = jax.tree.map(lambda *g: np.mean(np.asarray(g, np.float64), 0), *grads)
     moved = jax.tree.map(lambda a, b: (a - np.float64(b)) / 0.1, start, found["params"])
-    assert float(dq.vnmse(moved, exact)) < 1e-9
+    assert float(vnmse(moved, exact)) < 1e-9
 
 
 @pytest.mark.release
@@ -328,7 +328,7 @@ def test_a_grid(run, capsys):
         start[found["alive"] > 0].mean(0),
     )
     assert all(np.array_equal(other, model) for other in others)
-    assert 0 < float(dq.vnmse(model, mean)) < 0.05
+    assert 0 < float(vnmse(model, mean)) < 0.05
 
 
 @pytest.mark.release

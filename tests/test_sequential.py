@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.training import under_way
 from dynamiq_jax.training.phases import cut
@@ -134,7 +135,7 @@ def test_a_loop_has_the_gradients_of_its_layers_one_by_one(method, n_layers, che
     for own, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
         assert_same_bits(own, np.broadcast_to(own[:1], own.shape))
         for mine, theirs in zip(own[0], other[0], strict=True):  # every layer
-            apart = float(dq.vnmse(mine, theirs))
+            apart = float(vnmse(mine, theirs))
             assert apart < 1e-4, apart  # another gradient, or other noise, is more than 1e-3
 
 

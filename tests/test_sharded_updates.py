@@ -21,6 +21,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.core.fingerprint import fingerprint
+from dynamiq_jax.methods.metrics import vnmse
 
 sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded` is the function
 
@@ -162,7 +163,7 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(exact), strict=True
     ):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        error = float(dq.vnmse(x, np.float32(expected)))
+        error = float(vnmse(x, np.float32(expected)))
         kept = re.search("wide|narrow/1", name)
         assert (error < 1e-12) if kept else (1e-6 < error < 0.1), name
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.compat import inner_jaxprs, with_constants
+from dynamiq_jax.methods.metrics import vnmse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -62,7 +63,7 @@ def trained(step, params, opt_state):
 def difference(tree, expected):
     """vNMSE, on the host: eager arithmetic on shards keeps several collectives in flight at once,
     for which the CPU's threads may not suffice."""
-    return dq.vnmse(jax.device_get(tree), jax.device_get(expected))
+    return vnmse(jax.device_get(tree), jax.device_get(expected))
 
 
 @pytest.fixture(scope="module")

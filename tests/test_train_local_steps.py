@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -149,7 +150,7 @@ def errors(first, rounds):
         copy = jax.tree.map(lambda x: x[0], own.copies)
         ways = (jax.tree.map(np.subtract, x, first) for x in (own.masters, copy, by_now))
         masters, copy, expected = ways
-        yield float(dq.vnmse(masters, expected)), float(dq.vnmse(copy, expected))
+        yield float(vnmse(masters, expected)), float(vnmse(copy, expected))
 
 
 def test_workers_are_equal_after_outer_steps_whoever_was_away(compressed):

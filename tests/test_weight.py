@@ -10,6 +10,7 @@ from cases import CHEAP, EIGHT, assert_same_bits, auto_mesh, daily, gradient, sm
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 N, SIZE = 4, 3000
@@ -49,7 +50,7 @@ def expected(x, weights=WEIGHTS):
 def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
     found = mapped(check_vma, method=method)(tree(), jnp.asarray(WEIGHTS))
     for name, x in tree().items():
-        error = float(dq.vnmse(np.asarray(found[name][0], np.float64), expected(x)))
+        error = float(vnmse(np.asarray(found[name][0], np.float64), expected(x)))
         most = {"a": 1e-12, "b": 2e-5, "c": 1e-6}[name]
         assert error < (most if method is EXACT else 5e-3)
         for copy in found[name]:

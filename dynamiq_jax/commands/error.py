@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-import dynamiq_jax as dq
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.base import MIN_LEAF_SIZE
+from dynamiq_jax.methods.metrics import vnmse
 
 AXIS = "data"
 SUPER_GROUP = 256
@@ -239,8 +239,8 @@ def measure(
         out = jax.vmap(lambda row: reduce(row, AXIS, key=key), axis_name=AXIS)(x)
         estimate, exact = out[0], jnp.sum(x, axis=0)
         return Errors(
-            vnmse=dq.vnmse(estimate, exact),
-            leaves=jnp.array(jax.tree.map(dq.vnmse, leaves(estimate), leaves(exact)), jnp.float32),
+            vnmse=vnmse(estimate, exact),
+            leaves=jnp.array(jax.tree.map(vnmse, leaves(estimate), leaves(exact)), jnp.float32),
             energies=jnp.array([jnp.sum(leaf**2) for leaf in leaves(exact)], jnp.float32),
         )
 

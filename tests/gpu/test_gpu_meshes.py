@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
 
 PARTS = 2
 ROWS, COLUMNS = 512, 2048
@@ -53,7 +54,7 @@ def test_every_gpu_reduces_its_shard_as_if_there_were_no_others():
             held = {name: _held(leaf, device) for name, leaf in found.items()}
             assert_same_bits(held["matrix"], np.asarray(alone))
             assert_same_bits(held["norm"], np.asarray(copies))
-    assert 0 < float(dq.vnmse(np.asarray(found["matrix"]), matrix.mean(axis=0))) < 0.02
+    assert 0 < float(vnmse(np.asarray(found["matrix"]), matrix.mean(axis=0))) < 0.02
 
 
 def _held(leaf, device):
@@ -83,7 +84,7 @@ def test_hsdp_gradients_are_those_of_the_whole_batch(method):
         plain, exact = jax.jit(jax.value_and_grad(loss))(params, x, y)
     assert float(value) == pytest.approx(float(plain), rel=1e-5)
     assert grads["w"].sharding.is_equivalent_to(placed["w"].sharding, 2)
-    error = float(dq.vnmse(jax.device_get(grads), jax.device_get(exact)))
+    error = float(vnmse(jax.device_get(grads), jax.device_get(exact)))
     assert error < 1e-8 if isinstance(method, dq.F32) else 1e-6 < error < 0.06
     first = {}
     for shard in grads["w"].addressable_shards:

@@ -14,6 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands import error
 from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.commands.cli import app
+from dynamiq_jax.methods.metrics import vnmse
 
 
 def rows_of(text, topology, gradients, seeds=1):
@@ -83,7 +84,7 @@ def test_a_row_is_the_error_of_psum():
     (x,) = error.synthetic_gradients(4, 64, 1)
     (row,) = rows_of("dynamiq:5", "butterfly", [x])
     out = vmapped(small(dq.DynamiQ()), dq.Butterfly())(x, jax.random.key(0))
-    assert row.vnmse == pytest.approx(float(dq.vnmse(out[0], x.sum(axis=0))), rel=1e-5)
+    assert row.vnmse == pytest.approx(float(vnmse(out[0], x.sum(axis=0))), rel=1e-5)
     wire = wire_bits(small(dq.DynamiQ()), dq.Butterfly())(x[0], 4)
     assert row.bits_per_coord == pytest.approx(wire / (1.5 * x.shape[1]), rel=1e-5)
     assert row.lowest == row.vnmse == row.highest

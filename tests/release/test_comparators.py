@@ -60,6 +60,7 @@ from dynamiq_jax.comparators.native import MatrixMethod
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call, Outcome
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.optax import liec
 from dynamiq_jax.request.compression import as_compression
 
@@ -647,9 +648,9 @@ def test_minmax_halves_are_sums_of_slices_and_the_same_shards_for_all(name, topo
         return own, dq.all_gather(own, "data", **options)[None]
 
     own, gathered = halves(x)
-    assert 1e-5 < float(dq.vnmse(own, total_of(x))) < 0.02
+    assert 1e-5 < float(vnmse(own, total_of(x))) < 0.02
     assert_replicas_equal(gathered)
-    assert 1e-5 < float(dq.vnmse(gathered[0], own)) < 0.01
+    assert 1e-5 < float(vnmse(gathered[0], own)) < 0.01
 
 
 @pytest.mark.parametrize("levels", ["linear", "exponential"])

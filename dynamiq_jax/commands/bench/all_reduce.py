@@ -27,7 +27,6 @@ import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import dynamiq_jax as dq
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Collective, Contender
@@ -42,6 +41,7 @@ from dynamiq_jax.commands.bench.timing import (
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.xla import compiled_by, compiler_options, copy_engines, jit
+from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.topologies import with_transport
 
 AXES = ("node", "gpu")
@@ -160,7 +160,7 @@ def bench_all_reduce(
             checked = [quality(data, call()) for call in calls]
         flying = in_flight(times, devices[0].platform)
         timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
-        for contender, timing, (vnmse, wrong) in zip(contenders, timings, checked, strict=True):
+        for contender, timing, (error, wrong) in zip(contenders, timings, checked, strict=True):
             rows.append(
                 _row(
                     contender,
@@ -168,7 +168,7 @@ def bench_all_reduce(
                     size_bytes=size_bytes,
                     wire_bytes=contender.wire_bytes(coords, mesh.devices.shape),
                     baseline_us=timings[0].median_us,
-                    vnmse=float(vnmse),
+                    vnmse=float(error),
                     wrong=int(wrong),
                     n_workers=len(devices),
                     iterations=times,
@@ -256,7 +256,7 @@ def quality_program(
         exact = lax.psum(data.astype(jnp.float32), axes)
         bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
         differ = lax.pmax(bits, axes) != lax.pmin(bits, axes)
-        return lax.pmax(dq.vnmse(own, exact), axes), jnp.sum(differ)
+        return lax.pmax(vnmse(own, exact), axes), jnp.sum(differ)
 
     return quality
 
