@@ -8,14 +8,20 @@ has one shard. A reduce-scatter or an all-gather has one per worker, its slice, 
 not leave its worker's chunks. A *row* is a super-group as a row of S coordinates.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from dynamiq_jax.methods.base import Collective
-from dynamiq_jax.methods.dynamiq.allocation import Allocation
+from dynamiq_jax.methods.dynamiq.allocation import Allocation, width_upgrades
 from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
+MOST_POOLS = 1024
+"""The statistics that a worker sends of a bucket without a plan: enough to find a NaN by, and
+to seed the rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +40,8 @@ class Layout:
       floors: the least width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
       fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
+      planned: whether widths follow the statistics. Without a plan statistics are of pools of
+        consecutive super-groups, and all super-groups get the width that the payload holds.
     """
 
     collective: Collective
@@ -46,6 +54,7 @@ class Layout:
     floors: tuple[int, ...]
     fmt: WireFormat
     stats_per_super_group: int
+    planned: bool = True
 
     @property
     def super_group_size(self) -> int:
@@ -93,9 +102,29 @@ class Layout:
         return self.chunk_super_groups // TILE_ROWS
 
     @property
+    def measured_rows(self) -> int:
+        """Super-groups of which one worker has statistics."""
+        return self.shard_rows if self.collective == "all_gather" else self.rows
+
+    @property
+    def pool(self) -> int:
+        """Consecutive super-groups that share their statistics."""
+        return 1 if self.planned else -(-self.measured_rows // MOST_POOLS)
+
+    def widths(self, stage: int) -> np.ndarray:
+        """The width of each tile of a chunk without a plan, int[T].
+
+        All tiles get the widest width that the payload holds for all, and the first ones the next
+        wider width from the words that are left.
+        """
+        tiles, words = self.chunk_tiles, self.payload_words[stage]
+        return _even_widths(self.fmt, tiles, words)
+
+    @property
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
-        return stats_bits(self.collective, self.n_workers, self.rows, self.stats_per_super_group)
+        pools = -(-self.measured_rows // self.pool) * (self.rows // self.measured_rows)
+        return stats_bits(self.collective, self.n_workers, pools, self.stats_per_super_group)
 
     @property
     def payload_bits(self) -> int:
@@ -126,6 +155,7 @@ def make_layout(
     stats_per_super_group: int,
     collective: Collective = "all_reduce",
     chunks_per_worker: int = 1,
+    planned: bool = True,
 ) -> Layout:
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
@@ -144,6 +174,8 @@ def make_layout(
     sent = [stage.sent * chunks_per_worker for stage in stages]
     # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
+    if not planned:
+        rows = min(rows, MOST_POOLS * (n if collective == "all_gather" else 1))
     left = bits * coords_passed - stats_bits(collective, n, rows, stats_per_super_group)
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
@@ -154,6 +186,9 @@ def make_layout(
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
+    if not planned:
+        used = {int(w) for own in words for w in _even_widths(fmt, tiles, own)}
+        fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)))
     return Layout(
         collective=collective,
         size=size,
@@ -165,7 +200,23 @@ def make_layout(
         floors=allocation.floors,
         fmt=fmt,
         stats_per_super_group=stats_per_super_group,
+        planned=planned,
     )
+
+
+def _even_widths(fmt: WireFormat, tiles: int, words: int) -> np.ndarray:
+    """See `Layout.widths`."""
+    width, upgrades = width_upgrades(fmt)
+    widths = np.full(tiles, width)
+    left = words - tiles * fmt.tile_words(width)
+    for upgrade in upgrades:
+        # Of the first upgrade that does not fit for all tiles, some get it, and none get more.
+        wider = min(tiles, max(left, 0) // upgrade.words)
+        widths[:wider] = upgrade.width
+        left -= wider * upgrade.words
+        if wider < tiles:
+            break
+    return widths
 
 
 def _payload_words(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal
+from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal, pack_tiles
 from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -49,9 +49,11 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     Means are divided by the number of workers beforehand, so that their sum is the mean. A squared
     norm is finite if the super-group is, even where f32 overflows, and NaN otherwise.
     """
-    n = layout.summed
+    n, pool = layout.summed, layout.pool
     finite = jnp.isfinite(mean)
-    sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / n), jnp.nan)
+    sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / (n * pool)), jnp.nan)
+    if pool > 1:
+        sqnorm = jnp.pad(sqnorm, (0, -sqnorm.shape[0] % pool)).reshape(-1, pool).sum(axis=1)
     rows = [sqnorm] if layout.stats_per_super_group == 1 else [sqnorm, mean * (1.0 / n)]
     return jnp.stack(rows).astype(jnp.bfloat16)
 
@@ -132,6 +134,8 @@ def make_plan(
       layout: static sizes and the wire format.
       backend: which kernels run; all give the same bits.
     """
+    if not layout.planned:
+        return _even_plan(stats, seed, layout)
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
     if layout.stats_per_super_group == 2:
@@ -148,6 +152,49 @@ def make_plan(
     pad = (0, layout.super_groups - layout.rows)
     seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
+
+
+def _even_plan(stats: Float[Array, "1 pools"], seed: Seed, layout: Layout) -> Plan:
+    """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`."""
+    sqnorm = stats[0].astype(jnp.float32)
+    poisoned = ~jnp.isfinite(sqnorm)
+    # Pools are of measured_rows super-groups, one worker's: in an all-gather all shards have some.
+    of_rows = jnp.repeat(poisoned.reshape(-1, 1), layout.pool, axis=1)
+    of_rows = of_rows.reshape(layout.rows // layout.measured_rows, -1)[:, : layout.measured_rows]
+    spare = layout.super_groups - layout.rows
+    mean_sum = jnp.pad(jnp.where(of_rows.reshape(-1), jnp.nan, 0.0), (0, spare))
+    energy = jnp.sum(jnp.where(poisoned, 0.0, sqnorm)) * (1.0 / layout.super_groups)
+    tiles = tuple(_even_tiles(layout, stage) for stage in range(len(layout.payload_words)))
+    return Plan(
+        order=_order_of_numbers(layout),
+        tiles=tiles,
+        mean=jnp.zeros(layout.super_groups, jnp.float32),
+        mean_sum=mean_sum.astype(jnp.float32),
+        seed=seed_of(seed, stats),
+        energy=jnp.broadcast_to(energy, (layout.shards, layout.chunk_tiles)),
+    )
+
+
+def _order_of_numbers(layout: Layout) -> Int[Array, "C m"]:
+    """Chunks of consecutive super-groups; padding has the numbers after all others."""
+    shape = layout.chunks, layout.chunk_super_groups
+    number = jnp.arange(layout.super_groups, dtype=jnp.int32)
+    if layout.shards > 1:
+        # A shard's chunks hold its ``rows`` and then ``spare`` super-groups of padding.
+        rows, per_shard = layout.shard_rows, layout.super_groups // layout.shards
+        spare = per_shard - rows
+        shard, local = number // per_shard, number % per_shard
+        padding = layout.rows + shard * spare + local - rows
+        number = jnp.where(local < rows, shard * rows + local, padding)
+    return number.reshape(shape)
+
+
+def _even_tiles(layout: Layout, stage: int) -> Int[Array, "C T"]:
+    """The records of all tiles of a stage without a plan, the same in every chunk."""
+    widths = layout.widths(stage)
+    words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
+    tiles = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
+    return jnp.broadcast_to(tiles, (layout.chunks, layout.chunk_tiles))
 
 
 def order_and_tiles(
