@@ -12,7 +12,13 @@ import pallas_kernels as pk
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
+from dynamiq_jax.methods.dynamiq.plan import (
+    Plan,
+    even_plan,
+    make_plan,
+    pack_statistics,
+    sampled,
+)
 from dynamiq_jax.methods.plain import Kept
 
 
@@ -24,19 +30,31 @@ class SharedPlan(NamedTuple):
     """The randomness of every slot."""
 
 
-def statistics(
-    x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
-) -> Float[Array, "k rows"]:
-    """The statistics that one worker contributes to the plan, bf16."""
+class Statistics(NamedTuple):
+    """The message of one worker, from which the plan follows, or the sum over workers."""
+
+    stats: Float[Array, "k pools"]
+    """See `pack_statistics`, bf16."""
+    samples: Float[Array, " pools"] | None
+    """See `sampled`; `None` in layouts with a plan."""
+
+
+def statistics(x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None) -> Statistics:
+    """The statistics that one worker contributes to the plan."""
     mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    return pack_statistics(mean, sqnorm, layout)
+    samples = None if layout.planned else sampled(x, layout)
+    return Statistics(pack_statistics(mean, sqnorm, layout), samples)
 
 
 def shared_plan(
-    stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
+    message: Statistics, seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
     """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
-    plan = make_plan(stats, seed, layout, backend)
+    stats, samples = message
+    if samples is None:
+        plan = make_plan(stats, seed, layout, backend)
+    else:
+        plan = even_plan(stats, samples, seed, layout)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
 
 
@@ -51,10 +69,11 @@ def gathered_plan(
 
     Every worker encodes as the slot of its own number.
     """
-    stats = gather(statistics(x, layout, backend))
+    stats, samples = jax.tree.map(gather, statistics(x, layout, backend))
     # [workers, k, rows] to [k, workers * rows]: the super-groups of all slices, in their order.
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
-    return shared_plan(stats, seed, layout, layout.n_workers, backend)
+    message = Statistics(stats, samples)
+    return shared_plan(message, seed, layout, layout.n_workers, backend)
 
 
 def chunk_codec(

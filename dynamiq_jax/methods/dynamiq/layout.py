@@ -19,9 +19,9 @@ from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
-MOST_POOLS = 1024
-"""The statistics that a worker sends of a bucket without a plan: enough to find a NaN by, and
-to seed the rounding."""
+MOST_POOLS = 2**14
+"""The statistics that a worker sends of a bucket without a plan, by which a NaN is found: bf16
+numbers of 2^15 bytes, up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,8 @@ class Layout:
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
         pools = -(-self.measured_rows // self.pool) * (self.rows // self.measured_rows)
-        return stats_bits(self.collective, self.n_workers, pools, self.stats_per_super_group)
+        numbers = self.stats_per_super_group if self.planned else 2  # a statistic and a sample
+        return stats_bits(self.collective, self.n_workers, pools, numbers)
 
     @property
     def payload_bits(self) -> int:
@@ -176,7 +177,8 @@ def make_layout(
     coords_passed = (2 if whole else n) * (n - 1) * size / n
     if not planned:
         rows = min(rows, MOST_POOLS * (n if collective == "all_gather" else 1))
-    left = bits * coords_passed - stats_bits(collective, n, rows, stats_per_super_group)
+    numbers = stats_per_super_group if planned else 2
+    left = bits * coords_passed - stats_bits(collective, n, rows, numbers)
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,

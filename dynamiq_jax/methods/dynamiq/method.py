@@ -35,6 +35,7 @@ from dynamiq_jax.methods.dynamiq.allocation import (
 )
 from dynamiq_jax.methods.dynamiq.codec import (
     SharedPlan,
+    Statistics,
     chunk_codec,
     coords_by_width,
     encode_slice,
@@ -336,11 +337,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         layout = self.layout(size, n_workers, topology)
         return Bound(layout, topology, n_workers)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
-        """Squared norms (and means) of the super-groups, bf16."""
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Statistics:
+        """Squared norms (and means) of the super-groups."""
         return statistics(x, bound.layout, self.backend)
 
-    def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
+    def share(self, message: Statistics, seed: Seed, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
         return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
 

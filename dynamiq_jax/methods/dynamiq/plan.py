@@ -134,8 +134,6 @@ def make_plan(
       layout: static sizes and the wire format.
       backend: which kernels run; all give the same bits.
     """
-    if not layout.planned:
-        return _even_plan(stats, seed, layout)
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
     if layout.stats_per_super_group == 2:
@@ -154,8 +152,26 @@ def make_plan(
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
-def _even_plan(stats: Float[Array, "1 pools"], seed: Seed, layout: Layout) -> Plan:
-    """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`."""
+def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, " pools"]:
+    """The first coordinate of every pool, bf16: one worker's message besides its statistics.
+
+    Encoders need a seed before the first payload is sent. These coordinates are there sooner than
+    the statistics, which nobody needs before the last payload is decoded.
+    """
+    return x[:: layout.pool * layout.super_group_size].astype(jnp.bfloat16)
+
+
+def even_plan(
+    stats: Float[Array, "1 pools"], samples: Float[Array, "*pools"], seed: Seed, layout: Layout
+) -> Plan:
+    """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`.
+
+    Args:
+      stats: the sum over workers of `pack_statistics`; of an all-gather those of all workers.
+      samples: the sum over workers of `sampled`, or those of all workers.
+      seed: the rounding's; see `seed_of`.
+      layout: static sizes and the wire format.
+    """
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
     # Pools are of measured_rows super-groups, one worker's: in an all-gather all shards have some.
@@ -170,7 +186,7 @@ def _even_plan(stats: Float[Array, "1 pools"], seed: Seed, layout: Layout) -> Pl
         tiles=tiles,
         mean=jnp.zeros(layout.super_groups, jnp.float32),
         mean_sum=mean_sum.astype(jnp.float32),
-        seed=seed_of(seed, stats),
+        seed=seed_of(seed, samples),
         energy=jnp.broadcast_to(energy, (layout.shards, layout.chunk_tiles)),
     )
 
