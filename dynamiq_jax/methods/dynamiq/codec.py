@@ -30,31 +30,24 @@ class SharedPlan(NamedTuple):
     """The randomness of every slot."""
 
 
-class Statistics(NamedTuple):
-    """The message of one worker, from which the plan follows, or the sum over workers."""
-
-    stats: Float[Array, "k pools"]
-    """See `pack_statistics`, bf16."""
-    samples: Float[Array, " pools"] | None
-    """See `sampled`; `None` in layouts with a plan."""
-
-
-def statistics(x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None) -> Statistics:
-    """The statistics that one worker contributes to the plan."""
+def statistics(
+    x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
+) -> Float[Array, "k rows"]:
+    """The statistics that one worker contributes to the plan, or its samples, bf16."""
+    if not layout.planned:
+        return sampled(x, layout)
     mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    samples = None if layout.planned else sampled(x, layout)
-    return Statistics(pack_statistics(mean, sqnorm, layout), samples)
+    return pack_statistics(mean, sqnorm, layout)
 
 
 def shared_plan(
-    message: Statistics, seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
+    stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
     """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
-    stats, samples = message
-    if samples is None:
+    if layout.planned:
         plan = make_plan(stats, seed, layout, backend)
     else:
-        plan = even_plan(stats, samples, seed, layout)
+        plan = even_plan(stats, seed, layout)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
 
 
@@ -69,11 +62,10 @@ def gathered_plan(
 
     Every worker encodes as the slot of its own number.
     """
-    stats, samples = jax.tree.map(gather, statistics(x, layout, backend))
+    stats = gather(statistics(x, layout, backend))
     # [workers, k, rows] to [k, workers * rows]: the super-groups of all slices, in their order.
     stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
-    message = Statistics(stats, samples)
-    return shared_plan(message, seed, layout, layout.n_workers, backend)
+    return shared_plan(stats, seed, layout, layout.n_workers, backend)
 
 
 def chunk_codec(

@@ -19,9 +19,9 @@ from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
-MOST_POOLS = 2**14
-"""The statistics that a worker sends of a bucket without a plan, by which a NaN is found: bf16
-numbers of 2^15 bytes, up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
+MOST_SAMPLES = 2**14
+"""Coordinates that a worker sends of a bucket without a plan. With their squares they take more
+than the bytes up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class Layout:
       floors: the least width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
       fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
-      planned: whether widths follow the statistics. Without a plan statistics are of pools of
-        consecutive super-groups, and all super-groups get the width that the payload holds.
+      planned: whether widths follow the statistics. Without a plan all super-groups get the width
+        that the payload holds, and samples of coordinates take the place of statistics.
     """
 
     collective: Collective
@@ -102,14 +102,10 @@ class Layout:
         return self.chunk_super_groups // TILE_ROWS
 
     @property
-    def measured_rows(self) -> int:
-        """Super-groups of which one worker has statistics."""
-        return self.shard_rows if self.collective == "all_gather" else self.rows
-
-    @property
-    def pool(self) -> int:
-        """Consecutive super-groups that share their statistics."""
-        return 1 if self.planned else -(-self.measured_rows // MOST_POOLS)
+    def sample_step(self) -> int:
+        """Super-groups from one sample of a worker to the next, without a plan."""
+        own = self.shard_rows if self.collective == "all_gather" else self.rows
+        return -(-own // MOST_SAMPLES)
 
     def widths(self, stage: int) -> np.ndarray:
         """The width of each tile of a chunk without a plan, int[T].
@@ -123,9 +119,10 @@ class Layout:
     @property
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
-        pools = -(-self.measured_rows // self.pool) * (self.rows // self.measured_rows)
-        numbers = self.stats_per_super_group if self.planned else 2  # a statistic and a sample
-        return stats_bits(self.collective, self.n_workers, pools, numbers)
+        rows, numbers = self.rows, self.stats_per_super_group
+        if not self.planned:
+            rows, numbers = _samples(self.collective, self.n_workers, rows), 2
+        return stats_bits(self.collective, self.n_workers, rows, numbers)
 
     @property
     def payload_bits(self) -> int:
@@ -175,10 +172,9 @@ def make_layout(
     sent = [stage.sent * chunks_per_worker for stage in stages]
     # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
-    if not planned:
-        rows = min(rows, MOST_POOLS * (n if collective == "all_gather" else 1))
-    numbers = stats_per_super_group if planned else 2
-    left = bits * coords_passed - stats_bits(collective, n, rows, numbers)
+    numbers = stats_per_super_group
+    measured = (rows, numbers) if planned else (_samples(collective, n, rows), 2)
+    left = bits * coords_passed - stats_bits(collective, n, *measured)
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,
@@ -190,7 +186,7 @@ def make_layout(
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
     if not planned:
         used = {int(w) for own in words for w in _even_widths(fmt, tiles, own)}
-        fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)))
+        fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
     return Layout(
         collective=collective,
         size=size,
@@ -204,6 +200,11 @@ def make_layout(
         stats_per_super_group=stats_per_super_group,
         planned=planned,
     )
+
+
+def _samples(collective: Collective, n_workers: int, rows: int) -> int:
+    """Samples in all of a bucket without a plan: at most one of every super-group."""
+    return min(rows, MOST_SAMPLES * (n_workers if collective == "all_gather" else 1))
 
 
 def _even_widths(fmt: WireFormat, tiles: int, words: int) -> np.ndarray:

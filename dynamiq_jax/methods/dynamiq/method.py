@@ -35,7 +35,6 @@ from dynamiq_jax.methods.dynamiq.allocation import (
 )
 from dynamiq_jax.methods.dynamiq.codec import (
     SharedPlan,
-    Statistics,
     chunk_codec,
     coords_by_width,
     encode_slice,
@@ -75,9 +74,9 @@ class DynamiQ(HopMethod, ShardedMethod):
         stages; `None`: squared error alone decides, as in the paper, which costs training with Adam
         2 to 5% of the loss at 3 to 5 bits.
       plan: whether the widths of super-groups follow statistics that all workers add up ahead of
-        every bucket. ``False``: all super-groups get the width that ``bits`` hold, or for some of
-        them the next wider one, and a few numbers are added up to find NaN. ``None``: ``False``
-        over links as fast as NVLink, where the plan takes longer than it saves.
+        every bucket. ``False``: all super-groups get the width that ``bits`` hold, or some of them
+        the next wider one. ``None``: ``False`` over links as fast as NVLink, where the plan takes
+        longer than it saves.
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
@@ -116,6 +115,11 @@ class DynamiQ(HopMethod, ShardedMethod):
             raise ValueError(
                 "plan=False adds up no means, which subtract_mean=True needs; pass plan=True or "
                 "subtract_mean=False"
+            )
+        if self.plan is False and 0 in (self.widths or ()):
+            raise ValueError(
+                f"widths={self.widths} have 0, which sends no NaN, and plan=False has no other way "
+                "to send one; pass plan=True, or widths from 1 on"
             )
         self._check_floor()
         self._check_bits()
@@ -209,7 +213,7 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     def over_fast_links(self) -> Self:
         """See `Method`."""
-        planned = self.plan is not None or self.format.subtract_mean
+        planned = self.plan is not None or self.format.subtract_mean or 0 in (self.widths or ())
         return self if planned else dataclasses.replace(self, plan=False)
 
     @property
@@ -337,11 +341,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         layout = self.layout(size, n_workers, topology)
         return Bound(layout, topology, n_workers)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Statistics:
-        """Squared norms (and means) of the super-groups."""
+    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
+        """Squared norms (and means) of the super-groups, or samples without a plan, bf16."""
         return statistics(x, bound.layout, self.backend)
 
-    def share(self, message: Statistics, seed: Seed, bound: Bound) -> SharedPlan:
+    def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
         """The plan that follows from the sums."""
         return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
 

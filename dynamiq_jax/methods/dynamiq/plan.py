@@ -49,11 +49,9 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     Means are divided by the number of workers beforehand, so that their sum is the mean. A squared
     norm is finite if the super-group is, even where f32 overflows, and NaN otherwise.
     """
-    n, pool = layout.summed, layout.pool
+    n = layout.summed
     finite = jnp.isfinite(mean)
-    sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / (n * pool)), jnp.nan)
-    if pool > 1:
-        sqnorm = jnp.pad(sqnorm, (0, -sqnorm.shape[0] % pool)).reshape(-1, pool).sum(axis=1)
+    sqnorm = jnp.where(finite, jnp.minimum(sqnorm, _LARGEST_NORM / n), jnp.nan)
     rows = [sqnorm] if layout.stats_per_super_group == 1 else [sqnorm, mean * (1.0 / n)]
     return jnp.stack(rows).astype(jnp.bfloat16)
 
@@ -152,40 +150,35 @@ def make_plan(
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
-def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, " pools"]:
-    """The first coordinate of every pool, bf16: one worker's message besides its statistics.
+def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
+    """One worker's message of a layout without a plan: some coordinates' squares and values, bf16.
 
-    Encoders need a seed before the first payload is sent. These coordinates are there sooner than
-    the statistics, which nobody needs before the last payload is decoded.
+    They are the first coordinates of some super-groups. The seed of the rounding and the energy of
+    the gradient follow from them.
     """
-    return x[:: layout.pool * layout.super_group_size].astype(jnp.bfloat16)
+    x = x[:: layout.sample_step * layout.super_group_size].astype(jnp.float32)
+    return jnp.stack([x * x, x]).astype(jnp.bfloat16)
 
 
-def even_plan(
-    stats: Float[Array, "1 pools"], samples: Float[Array, "*pools"], seed: Seed, layout: Layout
-) -> Plan:
+def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) -> Plan:
     """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`.
 
+    Payloads carry NaN by themselves, see `pallas_kernels.WireFormat`.
+
     Args:
-      stats: the sum over workers of `pack_statistics`; of an all-gather those of all workers.
-      samples: the sum over workers of `sampled`, or those of all workers.
+      samples: the sum over workers of `sampled`; of an all-gather those of all workers.
       seed: the rounding's; see `seed_of`.
       layout: static sizes and the wire format.
     """
-    sqnorm = stats[0].astype(jnp.float32)
-    poisoned = ~jnp.isfinite(sqnorm)
-    # Pools are of measured_rows super-groups, one worker's: in an all-gather all shards have some.
-    of_rows = jnp.repeat(poisoned.reshape(-1, 1), layout.pool, axis=1)
-    of_rows = of_rows.reshape(layout.rows // layout.measured_rows, -1)[:, : layout.measured_rows]
-    spare = layout.super_groups - layout.rows
-    mean_sum = jnp.pad(jnp.where(of_rows.reshape(-1), jnp.nan, 0.0), (0, spare))
-    energy = jnp.sum(jnp.where(poisoned, 0.0, sqnorm)) * (1.0 / layout.super_groups)
-    tiles = tuple(_even_tiles(layout, stage) for stage in range(len(layout.payload_words)))
+    squares = samples[0].astype(jnp.float32)
+    known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
+    energy = known * np.float32(layout.rows / layout.super_groups)
+    nothing = jnp.zeros(layout.super_groups, jnp.float32)
     return Plan(
         order=_order_of_numbers(layout),
-        tiles=tiles,
-        mean=jnp.zeros(layout.super_groups, jnp.float32),
-        mean_sum=mean_sum.astype(jnp.float32),
+        tiles=tuple(_even_tiles(layout, stage) for stage in range(len(layout.payload_words))),
+        mean=nothing,
+        mean_sum=nothing,
         seed=seed_of(seed, samples),
         energy=jnp.broadcast_to(energy, (layout.shards, layout.chunk_tiles)),
     )
