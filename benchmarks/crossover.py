@@ -22,7 +22,7 @@ from dynamiq_jax.methods.dynamiq import crossover as taken
 
 FILE = pathlib.Path(taken.__file__).with_name("crossover.json")
 MIB = 2**20
-SIZES = {"psum": (48, 64, 96, 128), "psum_scatter": (192, 288, 384)}
+SIZES = {"psum": (16, 24, 32, 48, 64), "psum_scatter": (32, 64, 96, 128, 192)}
 
 
 class Point(NamedTuple):

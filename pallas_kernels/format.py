@@ -105,6 +105,8 @@ class WireFormat:
       rounding: how the stochastic rounding of the encoders of one chunk is correlated,
         see `pallas_kernels.hashing`.
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
+      carries_nan: whether a super-group (with "bf16" scales a group) of which some value is not
+        finite decodes to NaN. Else decoded values are finite, whatever the bits.
       dither: whether levels are odd multiples of half a step and decoders subtract the noise they
         know; not for "geometric".
     """
@@ -116,6 +118,7 @@ class WireFormat:
     rounding: Rounding = "antithetic"
     group_scale: GroupScale = "uint8"
     dither: bool = False
+    carries_nan: bool = False
 
     @property
     def groups(self) -> int:
@@ -231,6 +234,10 @@ class WireFormat:
         largest = self.level_top(width) + self.dither_amplitude(width) / 2
         bits = np.float32(3.38e38 / largest).view(np.uint32) & np.uint32(0xFFFF0000)
         return min(float(bits.view(np.float32)), 2.0**125)
+
+
+NAN_SCALE = 0xFFFF
+"""The field of a bf16 scale that stands for NaN; all others have no sign."""
 
 
 class Input(NamedTuple):

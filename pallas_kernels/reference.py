@@ -27,6 +27,7 @@ from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
     MAX_WIDTH,
+    NAN_SCALE,
     QUAD,
     SCALE_SLACK,
     TILE_ROWS,
@@ -303,7 +304,9 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
         level = level + _dither(noise, records)
     value = level * _expand_groups(scale, fmt)
     if 16 in fmt.widths:
-        magnitude = jnp.minimum(code & 0x7FFF, 0x7F7F)  # finite, whatever the bits
+        magnitude = code & 0x7FFF
+        if not fmt.carries_nan:
+            magnitude = jnp.minimum(magnitude, 0x7F7F)  # finite, whatever the bits
         value = jnp.where(w == 16, _float(magnitude << 16 | (code >> 15 & 1) << 31), value)
     return jnp.where(w > 0, value, 0.0)
 
@@ -335,16 +338,23 @@ def _decode_scales(payload, records: _Records, fmt: WireFormat) -> Array:
     offset, scaled, cap = records.offset, records.scaled, records.float("cap")
     if fmt.group_scale == "bf16":
         words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
-        return _finite_scale(_unpack(words, 16), cap)
+        return _finite_scale(_unpack(words, 16), cap, fmt)
     words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
-    super_scale = _finite_scale(_unpack(words, 16)[..., None], cap)
+    super_scale = _finite_scale(_unpack(words, 16)[..., None], cap, fmt)
     words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
     return _group_scale(super_scale, _unpack(words, 8), records)
 
 
-def _finite_scale(fields, cap) -> Array:
-    """bf16 scales as f32: whatever the bits, not negative, finite and at most ``cap``."""
-    return _float(jnp.minimum((fields & 0x7FFF) << 16, _bits(cap)))
+def _finite_scale(fields, cap, fmt: WireFormat) -> Array:
+    """bf16 scales as f32: not negative, at most ``cap`` and finite, but for `NAN_SCALE`."""
+    scale = _float(jnp.minimum((fields & 0x7FFF) << 16, _bits(cap)))
+    return jnp.where(fields == NAN_SCALE, jnp.nan, scale) if fmt.carries_nan else scale
+
+
+def _scale_field(scale, top, fmt: WireFormat) -> Array:
+    """The bf16 fields of scales; ``top`` are the largest values that they serve."""
+    field = _bits(scale) >> 16
+    return jnp.where(jnp.isfinite(top), field, jnp.uint32(NAN_SCALE)) if fmt.carries_nan else field
 
 
 def _group_scale(super_scale, fraction, records: _Records) -> Array:
@@ -369,13 +379,17 @@ def _reciprocal(x) -> Array:
 def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
     """Chooses and writes the scales of ``values``; returns (payload, reciprocals per group)."""
     offset, scaled, cap = records.offset, records.scaled, records.float("cap")
-    top = jnp.max(jnp.abs(values.reshape(*values.shape[:2], fmt.groups, -1)), axis=-1)
+    magnitude = jnp.abs(values)
+    if fmt.carries_nan:  # a maximum may leave NaN out
+        magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
+    top = jnp.max(magnitude.reshape(*values.shape[:2], fmt.groups, -1), axis=-1)
     if fmt.group_scale == "bf16":
         scale = _bf16_up(top * records.float("to_scale"), cap)
-        words = _pack(_bits(scale) >> 16, 16)
+        words = _pack(_scale_field(scale, top, fmt), 16)
         return _scatter_words(payload, words, offset, scaled), _reciprocal(scale)
-    super_scale = _bf16_up(jnp.max(top, axis=-1, keepdims=True) * records.float("to_scale"), cap)
-    words = _pack(_bits(super_scale[..., 0]) >> 16, 16)
+    row_top = jnp.max(top, axis=-1, keepdims=True)
+    super_scale = _bf16_up(row_top * records.float("to_scale"), cap)
+    words = _pack(_scale_field(super_scale, row_top, fmt)[..., 0], 16)
     payload = _scatter_words(payload, words, offset, scaled)
     fraction = top * _reciprocal(super_scale) * records.float("to_fraction")
     fraction = jnp.clip(jnp.ceil(fraction), 1, 256).astype(jnp.uint32) - 1
@@ -438,6 +452,8 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
         own = _bits(values)
         rounding = (noise ^ (jnp.uint32(0) - (own >> 31))) >> 16
         raw = jnp.minimum((own & 0x7FFFFFFF) + rounding, jnp.uint32(0x7F7FFFFF)) >> 16
+        if fmt.carries_nan:
+            raw = jnp.where(jnp.isfinite(values), raw, jnp.uint32(0x7FFF))
         code = jnp.where(w == 16, raw | own >> 31 << 15, code)
     for plane in fmt.planes:
         start, shift, used = records.plane(plane)

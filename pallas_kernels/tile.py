@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.format import (
     DITHER_BITS,
+    NAN_SCALE,
     SCALE_SLACK,
     WireFormat,
     plane_shift,
@@ -183,7 +184,9 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
         fields = fields << as_word(plane_shift(width, plane))
         code = fields | code
     if width == 16:
-        magnitude = jnp.minimum(code & as_word(0x7FFF), as_word(0x7F7F))
+        magnitude = code & as_word(0x7FFF)
+        if not fmt.carries_nan:
+            magnitude = jnp.minimum(magnitude, as_word(0x7F7F))
         return _f32((magnitude << 16) | (code >> 15 << 31))
     scale = _decode_scales(payload, offset, width, tile)
     if fmt.dither:
@@ -246,9 +249,10 @@ def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
 
 
 def _finite_scale(fields, width: int, fmt: WireFormat):
-    """A bf16 scale as f32: whatever the bits, not negative, finite and at most the cap."""
+    """A bf16 scale as f32: not negative, at most the cap and finite, but for `NAN_SCALE`."""
     cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
-    return _f32(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
+    scale = _f32(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
+    return jnp.where(fields == as_word(NAN_SCALE), jnp.nan, scale) if fmt.carries_nan else scale
 
 
 def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
@@ -292,6 +296,8 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
         own = _u32(values)
         rounding = (noise ^ (as_word(0) - (own >> 31))) >> 16
         raw = jnp.minimum((own & as_word(0x7FFFFFFF)) + rounding, as_word(0x7F7FFFFF)) >> 16
+        if fmt.carries_nan:
+            raw = jnp.where(_is_finite(values), raw, as_word(0x7FFF))
         code = raw | (own >> 31 << 15)
     else:
         inverse = _encode_scales(values, payload, offset, width, tile)
@@ -308,13 +314,14 @@ def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
     """Chooses and stores the scales; returns the reciprocals [1, R, groups, 1] to encode with."""
     fmt = tile.fmt
     cap, to_scale = fmt.super_scale_cap(width), SCALE_SLACK / fmt.level_top(width)
-    top = tile.group_max(jnp.abs(values))
+    top = tile.group_max(_magnitude(values, fmt))
     if fmt.group_scale == "bf16":
         scale = _bf16_up(top * to_scale, cap)
-        payload.store_group_scales(offset, _u32(scale) >> 16, 16)
+        payload.store_group_scales(offset, _scale_field(scale, top, fmt), 16)
         return tile.to_coordinates(_reciprocal(scale, tile))
-    super_scale = _bf16_up(tile.row_max(top) * to_scale, cap)
-    payload.store_row_scales(offset, _u32(super_scale) >> 16)
+    row_top = tile.row_max(top)
+    super_scale = _bf16_up(row_top * to_scale, cap)
+    payload.store_row_scales(offset, _scale_field(super_scale, row_top, fmt))
     inverse = tile.to_groups(_reciprocal(super_scale, tile))
     fraction = top * inverse * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
     fraction = tile.ceil(jnp.clip(fraction, 1.0, 256.0))
@@ -322,6 +329,23 @@ def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
     payload.store_group_scales(start, (fraction - 1).astype(jnp.uint32), 8)
     scale = _group_scale(tile.to_groups(super_scale), fraction, width, fmt)
     return tile.to_coordinates(_reciprocal(scale, tile))
+
+
+def _scale_field(scale, top, fmt: WireFormat):
+    """The bf16 field of a scale; ``top`` is the largest value that it serves."""
+    field = _u32(scale) >> 16
+    return jnp.where(_is_finite(top), field, as_word(NAN_SCALE)) if fmt.carries_nan else field
+
+
+def _magnitude(values, fmt: WireFormat):
+    """|values|, with infinity for NaN if the format carries it: maxima may leave NaN out."""
+    if not fmt.carries_nan:
+        return jnp.abs(values)
+    return _f32(jnp.minimum(_u32(values) & as_word(0x7FFFFFFF), as_word(0x7F800000)))
+
+
+def _is_finite(x):
+    return jnp.abs(x) <= float(np.finfo(np.float32).max)
 
 
 def _bf16_up(x, cap: float):

@@ -155,6 +155,10 @@ class Method(Options, ABC):
         size = 0 if given.get("min_bucket_bytes") == 0 else MIN_BUCKET_SIZE
         return Limits(MIN_LEAF_SIZE, size, 0, BUCKET_BYTES)._replace(**given)
 
+    def over_fast_links(self) -> Self:
+        """The method for links as fast as NVLink, where preparations cost more than bytes."""
+        return self
+
     def declines(self, leaf: Leaf) -> str | None:
         """Why a leaf of this shape is summed exactly; `None`: it is not."""
         return None
@@ -283,6 +287,10 @@ class Around(Method):
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """See `Method`."""
         return self.method.limits(given, n_workers, fast_links=fast_links)
+
+    def over_fast_links(self) -> Self:
+        """See `Method`."""
+        return replace(self, method=self.method.over_fast_links())  # type: ignore[type-var]
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """See `Method`."""

@@ -182,6 +182,7 @@ class Compression(Options):
             topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
             reason = f"{reason}; {how}" if how else reason
         fast = here and fast_links()
+        method = method.over_fast_links() if fast else method
         return Route.over(
             method,
             topology,

@@ -83,6 +83,10 @@ SATURATING: Mapping[str, Any] = {
 METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": dq.DynamiQ,
     "dynamiq-dither": partial(dq.DynamiQ, dither=True),
+    "dynamiq-planned": partial(dq.DynamiQ, plan=True),
+    "dynamiq-planned-dither": partial(dq.DynamiQ, plan=True, dither=True),
+    "dynamiq-even": partial(dq.DynamiQ, plan=False),
+    "dynamiq-even-dither": partial(dq.DynamiQ, plan=False, dither=True),
     "dynamiq-mse": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR),
     "dynamiq-mse-dither": partial(dq.DynamiQ, **LEAST_SQUARED_ERROR, dither=True),
     "dynamiq-paper": partial(dq.DynamiQ, **PAPER),

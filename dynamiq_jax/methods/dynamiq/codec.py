@@ -12,7 +12,13 @@ import pallas_kernels as pk
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import Plan, make_plan, pack_statistics
+from dynamiq_jax.methods.dynamiq.plan import (
+    Plan,
+    even_plan,
+    make_plan,
+    pack_statistics,
+    sampled,
+)
 from dynamiq_jax.methods.plain import Kept
 
 
@@ -27,7 +33,9 @@ class SharedPlan(NamedTuple):
 def statistics(
     x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
 ) -> Float[Array, "k rows"]:
-    """The statistics that one worker contributes to the plan, bf16."""
+    """The statistics that one worker contributes to the plan, or its samples, bf16."""
+    if not layout.planned:
+        return sampled(x, layout)
     mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
     return pack_statistics(mean, sqnorm, layout)
 
@@ -36,7 +44,10 @@ def shared_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
     """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
-    plan = make_plan(stats, seed, layout, backend)
+    if layout.planned:
+        plan = make_plan(stats, seed, layout, backend)
+    else:
+        plan = even_plan(stats, seed, layout)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
 
 

@@ -8,14 +8,20 @@ has one shard. A reduce-scatter or an all-gather has one per worker, its slice, 
 not leave its worker's chunks. A *row* is a super-group as a row of S coordinates.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from dynamiq_jax.methods.base import Collective
-from dynamiq_jax.methods.dynamiq.allocation import Allocation
+from dynamiq_jax.methods.dynamiq.allocation import Allocation, width_upgrades
 from dynamiq_jax.topologies import Stage
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
+MOST_SAMPLES = 2**14
+"""Coordinates that a worker sends of a bucket without a plan. With their squares they take more
+than the bytes up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +40,8 @@ class Layout:
       floors: the least width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
       fmt: what the bits of a payload mean.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
+      planned: whether widths follow the statistics. Without a plan all super-groups get the width
+        that the payload holds, and samples of coordinates take the place of statistics.
     """
 
     collective: Collective
@@ -46,6 +54,7 @@ class Layout:
     floors: tuple[int, ...]
     fmt: WireFormat
     stats_per_super_group: int
+    planned: bool = True
 
     @property
     def super_group_size(self) -> int:
@@ -93,9 +102,27 @@ class Layout:
         return self.chunk_super_groups // TILE_ROWS
 
     @property
+    def sample_step(self) -> int:
+        """Super-groups from one sample of a worker to the next, without a plan."""
+        own = self.shard_rows if self.collective == "all_gather" else self.rows
+        return -(-own // MOST_SAMPLES)
+
+    def widths(self, stage: int) -> np.ndarray:
+        """The width of each tile of a chunk without a plan, int[T].
+
+        All tiles get the widest width that the payload holds for all, and the first ones the next
+        wider width from the words that are left.
+        """
+        tiles, words = self.chunk_tiles, self.payload_words[stage]
+        return _even_widths(self.fmt, tiles, words)
+
+    @property
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
-        return stats_bits(self.collective, self.n_workers, self.rows, self.stats_per_super_group)
+        rows, numbers = self.rows, self.stats_per_super_group
+        if not self.planned:
+            rows, numbers = _samples(self.collective, self.n_workers, rows), 2
+        return stats_bits(self.collective, self.n_workers, rows, numbers)
 
     @property
     def payload_bits(self) -> int:
@@ -126,6 +153,7 @@ def make_layout(
     stats_per_super_group: int,
     collective: Collective = "all_reduce",
     chunks_per_worker: int = 1,
+    planned: bool = True,
 ) -> Layout:
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
@@ -144,7 +172,9 @@ def make_layout(
     sent = [stage.sent * chunks_per_worker for stage in stages]
     # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
-    left = bits * coords_passed - stats_bits(collective, n, rows, stats_per_super_group)
+    numbers = stats_per_super_group
+    measured = (rows, numbers) if planned else (_samples(collective, n, rows), 2)
+    left = bits * coords_passed - stats_bits(collective, n, *measured)
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,
@@ -154,6 +184,9 @@ def make_layout(
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
+    if not planned:
+        used = {int(w) for own in words for w in _even_widths(fmt, tiles, own)}
+        fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
     return Layout(
         collective=collective,
         size=size,
@@ -165,7 +198,28 @@ def make_layout(
         floors=allocation.floors,
         fmt=fmt,
         stats_per_super_group=stats_per_super_group,
+        planned=planned,
     )
+
+
+def _samples(collective: Collective, n_workers: int, rows: int) -> int:
+    """Samples in all of a bucket without a plan: at most one of every super-group."""
+    return min(rows, MOST_SAMPLES * (n_workers if collective == "all_gather" else 1))
+
+
+def _even_widths(fmt: WireFormat, tiles: int, words: int) -> np.ndarray:
+    """See `Layout.widths`."""
+    width, upgrades = width_upgrades(fmt)
+    widths = np.full(tiles, width)
+    left = words - tiles * fmt.tile_words(width)
+    for upgrade in upgrades:
+        # Of the first upgrade that does not fit for all tiles, some get it, and none get more.
+        wider = min(tiles, max(left, 0) // upgrade.words)
+        widths[:wider] = upgrade.width
+        left -= wider * upgrade.words
+        if wider < tiles:
+            break
+    return widths
 
 
 def _payload_words(

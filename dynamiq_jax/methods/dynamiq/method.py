@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,10 @@ class DynamiQ(HopMethod, ShardedMethod):
         (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: that one in all
         stages; `None`: squared error alone decides, as in the paper, which costs training with Adam
         2 to 5% of the loss at 3 to 5 bits.
+      plan: whether the widths of super-groups follow statistics that all workers add up ahead of
+        every bucket. ``False``: all super-groups get the width that ``bits`` hold, or some of them
+        the next wider one. ``None``: ``False`` over links as fast as NVLink, where the plan takes
+        longer than it saves.
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
@@ -87,6 +92,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     bits: float = 5.0
     widths: tuple[int, ...] | None = None
     floor: Floor = "auto"
+    plan: bool | None = None
     rounding: Rounding = "antithetic"
     dither: bool = False
     format: Format = Format()
@@ -104,6 +110,16 @@ class DynamiQ(HopMethod, ShardedMethod):
             raise ValueError(
                 "dither=True needs levels of which all are odd multiples of half a step, and "
                 "levels='geometric' are not; pass levels='piecewise'"
+            )
+        if self.plan is False and self.format.subtract_mean:
+            raise ValueError(
+                "plan=False adds up no means, which subtract_mean=True needs; pass plan=True or "
+                "subtract_mean=False"
+            )
+        if self.plan is False and 0 in (self.widths or ()):
+            raise ValueError(
+                f"widths={self.widths} have 0, which sends no NaN, and plan=False has no other way "
+                "to send one; pass plan=True, or widths from 1 on"
             )
         self._check_floor()
         self._check_bits()
@@ -195,6 +211,11 @@ class DynamiQ(HopMethod, ShardedMethod):
         own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 4 * least))
         return own._replace(**given)
 
+    def over_fast_links(self) -> Self:
+        """See `Method`."""
+        planned = self.plan is not None or self.format.subtract_mean or 0 in (self.widths or ())
+        return self if planned else dataclasses.replace(self, plan=False)
+
     @property
     def stats_per_super_group(self) -> int:
         """Numbers per super-group in the light all-reduce: squared norm and perhaps mean."""
@@ -207,11 +228,14 @@ class DynamiQ(HopMethod, ShardedMethod):
         stages = _stages(n_workers, topology, collective)
         passes = 2 if collective == "reduce_scatter" else 1  # of statistics, per pass of payloads
         stats = passes * 16 * self.stats_per_super_group / self.format.super_group_size
+        widths = self.widths
+        if self.plan is False:
+            stats, widths = 0.0, widths or tuple(range(2, widest_floor(self._levels) + 1))
         return allocate(
             stages,
             self._wire,
             bits=self.bits - stats,
-            widths=self.widths,
+            widths=widths,
             floor=self.floor,
             balance=None if collective == "all_gather" else topology.balance,
         )
@@ -287,6 +311,7 @@ class DynamiQ(HopMethod, ShardedMethod):
             stats_per_super_group=self.stats_per_super_group,
             collective=collective,
             chunks_per_worker=1 if collective == "all_gather" else streams,
+            planned=self.plan is not False,
         )
 
     def gather_layout(self, size: int, n_workers: int) -> Layout:
@@ -317,7 +342,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         return Bound(layout, topology, n_workers)
 
     def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
-        """Squared norms (and means) of the super-groups, bf16."""
+        """Squared norms (and means) of the super-groups, or samples without a plan, bf16."""
         return statistics(x, bound.layout, self.backend)
 
     def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal
+from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal, pack_tiles
 from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -148,6 +148,62 @@ def make_plan(
     pad = (0, layout.super_groups - layout.rows)
     seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
+
+
+def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
+    """One worker's message of a layout without a plan: some coordinates' squares and values, bf16.
+
+    They are the first coordinates of some super-groups. The seed of the rounding and the energy of
+    the gradient follow from them.
+    """
+    x = x[:: layout.sample_step * layout.super_group_size].astype(jnp.float32)
+    return jnp.stack([x * x, x]).astype(jnp.bfloat16)
+
+
+def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) -> Plan:
+    """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`.
+
+    Payloads carry NaN by themselves, see `pallas_kernels.WireFormat`.
+
+    Args:
+      samples: the sum over workers of `sampled`; of an all-gather those of all workers.
+      seed: the rounding's; see `seed_of`.
+      layout: static sizes and the wire format.
+    """
+    squares = samples[0].astype(jnp.float32)
+    known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
+    energy = known * np.float32(layout.rows / layout.super_groups)
+    nothing = jnp.zeros(layout.super_groups, jnp.float32)
+    return Plan(
+        order=_order_of_numbers(layout),
+        tiles=tuple(_even_tiles(layout, stage) for stage in range(len(layout.payload_words))),
+        mean=nothing,
+        mean_sum=nothing,
+        seed=seed_of(seed, samples),
+        energy=jnp.broadcast_to(energy, (layout.shards, layout.chunk_tiles)),
+    )
+
+
+def _order_of_numbers(layout: Layout) -> Int[Array, "C m"]:
+    """Chunks of consecutive super-groups; padding has the numbers after all others."""
+    shape = layout.chunks, layout.chunk_super_groups
+    number = jnp.arange(layout.super_groups, dtype=jnp.int32)
+    if layout.shards > 1:
+        # A shard's chunks hold its ``rows`` and then ``spare`` super-groups of padding.
+        rows, per_shard = layout.shard_rows, layout.super_groups // layout.shards
+        spare = per_shard - rows
+        shard, local = number // per_shard, number % per_shard
+        padding = layout.rows + shard * spare + local - rows
+        number = jnp.where(local < rows, shard * rows + local, padding)
+    return number.reshape(shape)
+
+
+def _even_tiles(layout: Layout, stage: int) -> Int[Array, "C T"]:
+    """The records of all tiles of a stage without a plan, the same in every chunk."""
+    widths = layout.widths(stage)
+    words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
+    tiles = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
+    return jnp.broadcast_to(tiles, (layout.chunks, layout.chunk_tiles))
 
 
 def order_and_tiles(
