@@ -48,7 +48,7 @@ __all__ = [
     "value_and_grad",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 if TYPE_CHECKING:

@@ -214,6 +214,9 @@ ARRAYS = {
     "over": {"gradients": 1e39 * np.ones((2, 4))},
     "zeros": {"gradients": np.zeros((2, 4))},
     "cancel": {"gradients": np.concatenate([GRADIENTS, -GRADIENTS])},
+    "rounded": {"gradients": np.array([[1], [2.0**-30], [-1]])},
+    "large": {"gradients": np.full((2, 4), 1e38)},
+    "tiny": {"gradients": np.full((2, 4), 1e-30)},
     "none": {"gradients": np.zeros((2, 0))},
     "text": {"gradients": np.array([["a"], ["b"]])},
     "pickle": {"gradients": np.array([[{}], [{}]])},
@@ -243,10 +246,11 @@ def files(tmp_path_factory):
     held |= {"encrypted": bytes(encrypted), "npy": (folder / "array.npy").read_bytes()}
     for name, content in held.items():
         (folder / f"{name}.npz").write_bytes(content)
-    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': (2, {10**14})}}"
-    header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n"
-    with zipfile.ZipFile(folder / "huge.npz", "w") as made:
-        made.writestr("gradients.npy", header + bytes(64))
+    for name, columns in (("huge", 10**14), ("beyond", 10**30)):
+        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': (2, {columns})}}"
+        header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n"
+        with zipfile.ZipFile(folder / f"{name}.npz", "w") as made:
+            made.writestr("gradients.npy", header + bytes(64))
     save_model_tree(folder / "large.json", jax.ShapeDtypeStruct((4 * 10**12,), jnp.float32))
     (folder / "true.json").write_text('{"w": [[true], "float32"]}')
     (folder / "rows.json").write_text("kept")
@@ -269,15 +273,19 @@ REFUSED = [
     ([*GIVEN, "damaged.npz"], "--gradients", "cannot be read"),
     ([*GIVEN, "encrypted.npz"], "--gradients", "is encrypted"),
     ([*GIVEN, "huge.npz"], "--gradients", "huge.npz cannot be read (Unable to allocate"),
+    ([*GIVEN, "beyond.npz"], "--gradients", "beyond.npz cannot be read (Python int too large"),
     ([*GIVEN, "pickle.npz"], "--gradients", "pickle.npz cannot be read"),
     ([*GIVEN, "grads.npz"], "--gradients", "has no array 'gradients'"),
     ([*GIVEN, "g.npz", "--workers", "3"], "--gradients", "shape (2, 512), and 3 workers are"),
     ([*GIVEN, "nan.npz"], "--gradients", "has 1,024 NaN or infinite among 1,024 numbers"),
     ([*GIVEN, "broken.npz"], "--gradients", "has 4 NaN or infinite among 1,024 numbers"),
     ([*GIVEN, "over.npz"], "--gradients", "has 8 NaN or infinite among 8"),
-    ([*GIVEN, "zeros.npz"], "--gradients", "has the sum 0 over 2 workers"),
-    ([*GIVEN, "cancel.npz"], "--gradients", "has the sum 0 over 4 workers"),
-    ([*GIVEN, "none.npz"], "--gradients", "has the sum 0 over 2 workers"),
+    ([*GIVEN, "zeros.npz"], "--gradients", "has |sum|^2 = 0 over 2 workers"),
+    ([*GIVEN, "cancel.npz"], "--gradients", "has |sum|^2 = 0 over 4 workers"),
+    ([*GIVEN, "none.npz"], "--gradients", "has |sum|^2 = 0 over 2 workers"),
+    ([*GIVEN, "rounded.npz"], "--gradients", "has |sum|^2 = 8.67e-19 over 3 workers"),
+    ([*GIVEN, "large.npz"], "--gradients", "has |sum|^2 = 1.6e+77 over 2 workers"),
+    ([*GIVEN, "tiny.npz"], "--gradients", "has |sum|^2 = 1.6e-59 over 2 workers"),
     ([*GIVEN, "text.npz"], "--gradients", "has dtype <U1: save f32"),
     ([*GIVEN, "half.npz"], "--gradients", "'sizes' of half.npz has 511.5"),
     ([*GIVEN, "minus.npz"], "--gradients", "'sizes' of minus.npz has -1"),

@@ -13,7 +13,8 @@ from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import AnyTopology, ByPath, Compression, as_compression
+from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.topologies import AnyTopology
 
 
 def psum(

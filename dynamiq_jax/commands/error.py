@@ -144,7 +144,8 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
 
     Raises:
       ValueError: the file is not a .npz file, or lacks the array, or holds fewer workers; numbers
-        are NaN or infinite, or the workers' sum is zero; names and sizes do not fit.
+        are NaN or infinite; f32 cannot hold |sum|^2, or workers cancel up to its rounding; names
+        and sizes do not fit.
     """
     arrays = _read(file)
     if "gradients" not in arrays:
@@ -167,10 +168,13 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
             f"{what} has {broken:,} NaN or infinite among {found.size:,} numbers: dump the "
             "gradients of another step"
         )
-    if not np.sum(found, axis=0, dtype=np.float64).any():
+    energy = float(np.sum(np.sum(found, axis=0, dtype=np.float64) ** 2))
+    own, f32 = float(np.vdot(found, found)), np.finfo(np.float32)
+    if not max(float(f32.tiny), own * float(f32.eps) ** 2) <= energy <= float(f32.max):
         raise ValueError(
-            f"{what} has the sum 0 over {len(found)} workers, and an error is relative to the sum: "
-            "dump the gradients of another step"
+            f"{what} has |sum|^2 = {energy:.3g} over {len(found)} workers of |x|^2 = {own:.3g} in "
+            "all, and an error is relative to |sum|^2 in f32: dump the gradients of another step, "
+            "or scale them"
         )
     return jnp.asarray(found), _leaves(arrays, file, found.shape[1])
 
@@ -179,7 +183,7 @@ def _read(file: Path) -> dict[str, np.ndarray]:
     """The arrays of a .npz file that `load` knows, as far as it has them."""
     if not zipfile.is_zipfile(file):
         raise ValueError(f"{file} is not a .npz file: write it by numpy.savez")
-    broken = ValueError, EOFError, OSError, RuntimeError, MemoryError, zlib.error
+    broken = ValueError, EOFError, OSError, RuntimeError, OverflowError, MemoryError, zlib.error
     try:
         with np.load(file) as arrays:
             names = ("gradients", *Leaves._fields)
