@@ -85,7 +85,7 @@ class Traced(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What is computed between two rounds, as one function.
+    """One function of all that is computed between two rounds.
 
     Calls that look alike share its trace and its lines in the program. XLA inlines it.
     """
