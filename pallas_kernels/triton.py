@@ -73,8 +73,8 @@ def _field_shifts(shape: tuple[int, ...], bits: int):
 
 def _divmod(x, by: int):
     """Quotient and remainder of int32 x >= 0: the operators of JAX look at signs, too."""
-    by = jnp.full_like(x, by)
-    return lax.div(x, by), lax.rem(x, by)
+    divisors = jnp.full_like(x, by)
+    return lax.div(x, divisors), lax.rem(x, divisors)
 
 
 def _pack(fields, bits: int):
