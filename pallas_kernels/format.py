@@ -83,7 +83,7 @@ def plane_shift(width: int, plane: int) -> int:
 
 def pack_tiles(offset, width):
     """``word_offset / 4 << 5 | width`` as int32; offsets are multiples of 4 words."""
-    return (offset // 4 << 5) | width
+    return (offset << 3) | width
 
 
 def unpack_tiles(tiles):

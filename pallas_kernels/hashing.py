@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.format import Rounding
 
@@ -54,9 +55,9 @@ class Noise(NamedTuple):
 def mix(x):
     """A bijective 32-bit finaliser; every input bit reaches every output bit."""
     x = x ^ (x >> 16)
-    x = x * jnp.uint32(0x21F0AAAD)
+    x = x * np.uint32(0x21F0AAAD)
     x = x ^ (x >> 15)
-    x = x * jnp.uint32(0x735A2D97)
+    x = x * np.uint32(0x735A2D97)
     return x ^ (x >> 15)
 
 
@@ -66,20 +67,20 @@ def quad_hash(counter, seed_a, seed_b):
     The second word enters between rounds: streams of two seeds are not shifts of each other.
     """
     x = counter + seed_a
-    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15) ^ seed_b) * jnp.uint32(0x735A2D97)
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15) ^ seed_b) * np.uint32(0x735A2D97)
     return x ^ (x >> 15)
 
 
 def rotate_bits(x, bits):
     """Rotate `uint32` left by ``bits`` (0, 8, 16 or 24; an array or a number)."""
-    bits = jnp.uint32(bits) if isinstance(bits, int) else bits
-    return (x << bits) | (x >> ((jnp.uint32(32) - bits) & jnp.uint32(31)))
+    bits = np.uint32(bits) if isinstance(bits, int) else bits
+    return (x << bits) | (x >> ((np.uint32(32) - bits) & np.uint32(31)))
 
 
 def seed_words(words):
     """Two hashed `uint32` seed words from a ``uint32[2]`` seed."""
-    a = mix(words[0] ^ jnp.uint32(0x9E3779B9))
+    a = mix(words[0] ^ np.uint32(0x9E3779B9))
     b = mix(words[1] + a)
     return a, b
 
@@ -96,12 +97,12 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
       ``uint32[n_slots, NOISE_WORDS]``, to be indexed by slot and given to the kernels.
     """
     a, b = seed_words(seed)
-    slot = jnp.arange(n_slots, dtype=jnp.uint32)
-    zero = jnp.zeros_like(slot)
+    slot = np.arange(n_slots, dtype=np.uint32)
+    zero = np.zeros_like(slot)
     # An odd slot out is the first one: it carries the smallest partial sum.
     stream = (slot + n_slots % 2) // 2 if rounding == "antithetic" else slot
     flip = zero - ((slot + n_slots % 2) % 2) if rounding == "antithetic" else zero
-    stream_a = mix(a + (stream + 1) * jnp.uint32(0x9E3779B1))
+    stream_a = mix(a + (stream + 1) * np.uint32(0x9E3779B1))
     stream_b = mix(b ^ stream_a)
     low = high = zero
     if rounding == "correlated":
@@ -149,8 +150,8 @@ def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
 def _permuted(word, shared, noise: Noise):
     """(pi + word / 2^32) * 2^32 / n with pi = one of four permutations, rotated at random."""
     pair = jnp.where((shared & 1) == 0, noise.perm_low, noise.perm_high)
-    pi = (pair >> ((shared & 2) << 3)) & jnp.uint32(0xFFFF)
+    pi = (pair >> ((shared & 2) << 3)) & np.uint32(0xFFFF)
     pi = pi + (((shared >> 16) * noise.n_slots) >> 16)
     pi = jnp.where(pi >= noise.n_slots, pi - noise.n_slots, pi)
-    width = jnp.uint32(0xFFFFFFFF) // noise.n_slots
+    width = np.uint32(0xFFFFFFFF) // noise.n_slots
     return pi * width + (word >> 16) * (width >> 16)

@@ -164,7 +164,7 @@ def deal(
         order = jnp.where(local < rows, shard * rows + local, spare)
     # Rank q is at [position q div c, chunk q mod c] of its shard; chunks come first in the result.
     order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
-    members = key.reshape(shards, tiles, count).astype(jnp.int32) % ENERGY_LEVELS
+    members = key.reshape(shards, tiles, count).astype(jnp.int32) & (ENERGY_LEVELS - 1)
     # A mean lies between the members but for its rounding, without which levels ascend.
     level = jnp.clip(steps_below(tile_energy, end), members[..., 0], members[..., -1])
     widths = widened(level, taken, upgrades, chunks)
@@ -179,40 +179,42 @@ def widened(
     An upgrade is for the first so many tiles, so that all that depends on the data is how many have
     a lower level than each.
 
-    The number of kernels is what takes time on a GPU. So F assignments are made together, Python
-    adds up what upgrades take, and indices are flat: XLA joins such operations.
+    The number of kernels is what takes time on a GPU, and that of operations in compilation. So F
+    assignments of U upgrades are made together, and indices, which are in bounds, are flat.
     """
     words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
     states = taken.shape[2]
     # below[s, l, t]: tile t of shard s has a level under l; levels ascend, so their sum is where
     # the tiles of level l begin.
-    tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None]
+    tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None, None]
     below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[None, :, None]
     tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
+    add_up = functools.partial(jnp.sum, axis=0, dtype=jnp.int32)  # over upgrades
 
     def of_shard(tiles_of):
-        spent = sum(  # words beyond narrowest tiles, [F, states], which ascend
-            tiles_of[levels[:, :-1]] * own[:, None]
-            for levels, own in zip(taken, words, strict=True)
-        )
+        # Words beyond narrowest tiles, [F, states], which ascend.
+        spent = add_up(_at(tiles_of, taken[..., :-1]) * words[..., None])
         state = jnp.maximum(jnp.sum(spent <= budgets[:, None], axis=1, dtype=jnp.int32) - 1, 0)
-        # ``levels`` is [F, states], made flat: budget i has its state at i * states + state[i].
-        at = state + np.arange(len(budgets)) * states
-        now = [levels.reshape(-1)[at] for levels in taken]
-        then = [levels.reshape(-1)[at + 1] for levels in taken]
-        left = budgets - sum(tiles_of[levels] * own for levels, own in zip(now, words, strict=True))
+        # ``levels`` is [U, F * states]: budget i has its state at i * states + state[i].
+        levels, at = taken.reshape(len(words), -1), state + np.arange(len(budgets)) * states
+        now, then = _at(levels, at), _at(levels, at + 1)  # [U, F]
+        upgraded = _at(tiles_of, now)
+        left = jnp.maximum(budgets - add_up(upgraded * words), 0)
+        # What is left pays for the next upgrade in part.
+        more = jax.lax.div(jnp.broadcast_to(left, words.shape), words)
+        upgraded = (upgraded + jnp.where(then > now, more, 0))[..., None]
         # Tile t starts behind t narrowest tiles and, of each upgrade, its words for tiles before t.
-        offset, width = tile * upgrades.tile_words, jnp.int32(upgrades.narrowest)
-        for levels, further, own, bits in zip(now, then, words, wider, strict=True):
-            # What is left pays for the next upgrade in part.
-            more = jnp.where(further > levels, jnp.maximum(left // own, 0), 0)
-            upgraded = (tiles_of[levels] + more)[:, None]
-            offset = offset + jnp.minimum(tile, upgraded) * own[:, None]
-            width = width + jnp.where(tile < upgraded, bits[:, None], 0)
-        return pack_tiles(offset, width)
+        offset = add_up(jnp.minimum(tile, upgraded) * words[..., None])
+        width = add_up(jnp.where(tile < upgraded, wider[..., None], 0))
+        return pack_tiles(tile[0] * upgrades.tile_words + offset, width + upgrades.narrowest)
 
     found = jnp.repeat(jax.vmap(of_shard)(tiles_of), chunks // level.shape[0], axis=0)
     return tuple(found[:, i] for i in range(len(budgets)))
+
+
+def _at(x, index):
+    """``x[..., index]`` for indices in bounds."""
+    return x.at[..., index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:

@@ -153,7 +153,7 @@ def _f32(bits) -> jax.Array:
 
 def as_word(value: int):
     """``value`` modulo 2^32 as uint32."""
-    return jnp.uint32(value & 0xFFFFFFFF)
+    return np.uint32(value & 0xFFFFFFFF)
 
 
 def noise_of(rows, noise: Noise, tile: Tile):

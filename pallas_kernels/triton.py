@@ -71,6 +71,12 @@ def _field_shifts(shape: tuple[int, ...], bits: int):
     return lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * as_word(bits)
 
 
+def _divmod(x, by: int):
+    """Quotient and remainder of int32 x >= 0: the operators of JAX look at signs, too."""
+    divisors = jnp.full_like(x, by)
+    return lax.div(x, divisors), lax.rem(x, divisors)
+
+
 def _pack(fields, bits: int):
     """Fields uint32[..., k] below 2^bits, added up as parts of words: uint32[...]."""
     return jnp.sum(fields << _field_shifts(fields.shape, bits), axis=-1, dtype=jnp.uint32)
@@ -110,10 +116,9 @@ class _Payload(NamedTuple):
     def _load_scales(self, offset, count: int, bits: int):
         """One load for each field: scales are few."""
         # A word has k = 32 // bits fields: field ``at`` is number at % k in word at // k.
-        at = _row_major((TILE_ROWS, count))
-        words = plgpu.load(self._at(offset + at // (32 // bits)))
-        shift = (at % (32 // bits) * bits).astype(jnp.uint32)
-        return (words >> shift) & as_word((1 << bits) - 1)
+        word, field = _divmod(_row_major((TILE_ROWS, count)), 32 // bits)
+        words = plgpu.load(self._at(offset + word))
+        return (words >> (field * bits).astype(jnp.uint32)) & as_word((1 << bits) - 1)
 
     def store_group_scales(self, offset, fields, bits: int):
         """One store for each word."""
@@ -132,9 +137,9 @@ class _Payload(NamedTuple):
         quads_in_word = 32 // (QUAD * bits)
         if quads <= quads_in_word:  # Triton must not see that words of groups are neighbours
             # A group's first quad among all quads; a word holds quads of one group or of several.
-            quad = _row_major((rows, groups)) * quads
-            words = plgpu.load(self._at(offset + quad // quads_in_word))
-            words = words >> (quad % quads_in_word * (QUAD * bits)).astype(jnp.uint32)
+            word, place = _divmod(_row_major((rows, groups)) * quads, quads_in_word)
+            words = plgpu.load(self._at(offset + word))
+            words = words >> (place * (QUAD * bits)).astype(jnp.uint32)
             words = words.reshape(1, 1, rows, groups, 1)
         else:
             at = _words_of_groups(quads // quads_in_word, tile)
@@ -254,8 +259,8 @@ class _Tile:
         """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
         # Four groups take quads in turn: group g begins at quad g % 4 of its four's coordinates,
         # and each next quad comes four quads later.
-        group = lax.broadcasted_iota(jnp.int32, self.shape, 2)
-        column = group // DEALT * (DEALT * self.fmt.group_size) + group % DEALT * QUAD
+        four, group = _divmod(lax.broadcasted_iota(jnp.int32, self.shape, 2), DEALT)
+        column = four * (DEALT * self.fmt.group_size) + group * QUAD
         column = column + lax.broadcasted_iota(jnp.int32, self.shape, 0) * (DEALT * QUAD)
         column = column + lax.broadcasted_iota(jnp.int32, self.shape, 3)
         return jnp.broadcast_to(rows[None, :, None, None], self.shape), column

@@ -159,6 +159,32 @@ def test_two_calls_of_one_function_have_values_of_their_own():
     np.testing.assert_array_equal(found, np.full(N, (6 + 1) * (18 + 1.0)))
 
 
+def test_runs_of_one_function_share_what_they_compute():
+    """Each further run adds calls alone, whatever is computed between its collectives."""
+
+    def function(x):
+        for _ in range(2):
+            x = lax.psum(jnp.tanh(jnp.sin(jnp.cos(x + 1) * 2) - 3), "data")
+        return jnp.exp(jnp.tanh(x / 2) + 1)
+
+    def lines(runs):
+        def several(x):
+            traced = trace(function, x)
+            for _ in range(runs):
+                progress = Progress.start(traced, x)
+                progress.compute()
+                while not progress.done:
+                    progress.exchange()
+                    progress.compute()
+                x = progress.result
+            return x
+
+        return str(jax.make_jaxpr(several, axis_env=[("data", N)])(jnp.ones(3))).count("\n")
+
+    calls, sums = 3, 2
+    assert lines(9) - lines(1) <= 8 * (calls + sums)
+
+
 def test_a_primitive_that_is_not_known_is_one_round_and_said_so():
     def function(x, y):
         def total(_, x):

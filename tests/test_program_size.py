@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.compat import inner_jaxprs
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
 
 
 def lines(topology, n_workers, n_leaves=1):
@@ -77,6 +78,19 @@ def equations(jaxpr):
 def size_of(function, tree, sizes):
     """Equations of a function's jaxpr."""
     return equations(jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree))
+
+
+@pytest.mark.parametrize("n_workers", [2, 8])
+def test_a_plan_does_not_grow_with_widths(n_workers):
+    """Every bucket has a plan: its operations are most of what XLA compiles beside kernels."""
+
+    def plan(widths):
+        method = dq.DynamiQ(bits=5, widths=widths, floor=None, backend="jnp")
+        layout = method.layout(2**20, n_workers, dq.Direct())
+        energy = jax.ShapeDtypeStruct((layout.rows,), "float32")
+        return size_of(partial(order_and_tiles, layout=layout, backend="jnp"), energy, {})
+
+    assert plan((2, 4, 6, 8, 10, 12)) == plan((2, 4, 6)) < 160
 
 
 @pytest.mark.usefixtures("padding_counts")

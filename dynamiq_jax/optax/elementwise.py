@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
@@ -182,53 +183,53 @@ def on_slices(
     return treedef.unflatten(slices)
 
 
-def _run(closed: Any, args: Sequence[_Value], place: str = "") -> list[_Value]:
-    """The results of a program; ``place`` says where the caller's equation comes from."""
+def _run(closed: Any, args: Sequence[_Value], source: JaxprEqn | None = None) -> list[_Value]:
+    """The results of a program; ``source`` is the outermost equation that runs it."""
     jaxpr, constants = with_constants(closed)
     known = dict(zip(jaxpr.constvars, map(_value, constants), strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
 
     def read(atom: Any) -> _Value:
         dtype = atom.aval.dtype
-        return _value(jnp.asarray(atom.val, dtype)) if isinstance(atom, Literal) else known[atom]
+        return _value(np.asarray(atom.val, dtype)) if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
-        made = _results(equation, operands, place or _place(equation))
+        made = _results(equation, operands, source or equation)
         known |= zip(equation.outvars, made, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results(equation: JaxprEqn, operands: list[_Value], place: str) -> list[_Value]:
-    """The results of one equation."""
+def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> list[_Value]:
+    """The results of one equation, which is in the ``source``, or is it."""
     name, params = equation.primitive.name, equation.params
     shapes, made = _shapes(equation.invars), _shapes(equation.outvars)
     if name in CALLS:
-        return _run(inner_jaxprs(equation)[0], operands, place)
+        return _run(inner_jaxprs(equation)[0], operands, source)
     if name == "cond":  # all branches run, and the index chooses among their results
         index, *given = operands
-        ways = zip(*(_run(branch, given, place) for branch in params["branches"]), strict=True)
-        choose = functools.partial(_elementwise, lax.select_n, name, place)
+        ways = zip(*(_run(branch, given, source) for branch in params["branches"]), strict=True)
+        choose = functools.partial(_elementwise, lax.select_n, name, source)
         pairs = zip(ways, made, strict=True)
         return [choose([index, *xs], [(), *(shape for _ in xs)]) for xs, shape in pairs]
     if equation.effects:
-        raise _refusal(name, place, "with an effect beside its results")
+        raise _refusal(name, source, "with an effect beside its results")
     if name in RESHAPES and all(x.uniform for x in operands):
         return operands[:1]
     if name in ELEMENTWISE:
         bind = functools.partial(equation.primitive.bind, **params)
-        return [_elementwise(bind, name, place, operands, shapes)]
+        return [_elementwise(bind, name, source, operands, shapes)]
     pairs = list(zip(operands, shapes, strict=True))
     for x, shape in pairs:
         if x.spec is not None:
-            raise _refusal(name, place, f"of an array {shape} that is split by {x.spec}")
+            raise _refusal(name, source, f"of an array {shape} that is split by {x.spec}")
     return [_value(x) for x in evaluate(equation, *(x.full(shape) for x, shape in pairs))]
 
 
 def _elementwise(
     function: Callable[..., Array],
     name: str,
-    place: str,
+    source: JaxprEqn,
     operands: list[_Value],
     shapes: list[tuple[int, ...]],
 ) -> _Value:
@@ -242,7 +243,7 @@ def _elementwise(
         data = [x.full(like.data.shape) for x in operands]
     else:
         both = " and ".join(f"{shape} by {spec or P()}" for shape, spec in kinds)
-        raise _refusal(name, place, f"of arrays that are split differently, {both}")
+        raise _refusal(name, source, f"of arrays that are split differently, {both}")
     axes = frozenset().union(*map(varying_axes, data))
     for i, x in enumerate(data):  # JAX's primitives take operands that vary over the same axes
         if missing := tuple(sorted(axes - varying_axes(x))):
@@ -254,7 +255,8 @@ def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
     return [atom.aval.shape for atom in atoms]
 
 
-def _refusal(name: str, place: str, what: str) -> ValueError:
+def _refusal(name: str, source: JaxprEqn, what: str) -> ValueError:
+    place = _place(source)
     remedy = next((text for key, text in REMEDIES.items() if key in place), REMEDY)
     return ValueError(f"the inner optimizer computes {name!r}{place} {what}. {remedy}")
 

@@ -17,7 +17,7 @@ may pass through a barrier, together with arrays of its own.
 
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +73,8 @@ class Traced(NamedTuple):
     """The structure of the result."""
     rounds: int
     """How many rounds of collectives there are."""
+    computations: tuple["Computation", ...]
+    """The operations ahead of every round, and those after the last one."""
 
     @property
     def sources(self) -> tuple[Slot, ...]:
@@ -80,6 +82,43 @@ class Traced(NamedTuple):
         viewed = {slot for op in self.views for slot in op.makes}
         wanted = slots(itertools.chain(*(op.takes for op in self.views), self.makes))
         return tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
+
+
+class Computation(NamedTuple):
+    """One function of all that is computed between two rounds.
+
+    Calls that look alike share its trace and its lines in the program. XLA inlines it.
+    """
+
+    takes: tuple[Slot, ...]
+    run: Callable[[dict[Slot, Any]], dict[Slot, Array]]
+    """Values of more slots, from those of ``takes``: of all that others than this one take."""
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation], wanted: Iterable[Slot]) -> "Computation":
+        """These operations, of whose results others take those ``wanted``."""
+        made = {slot for op in operations for slot in op.makes}
+        taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in operations))))
+        leaves = sorted(made.intersection(wanted))
+
+        @jax.jit
+        def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
+            values = dict(values)
+            run(operations, values)
+            return {slot: values[slot] for slot in leaves}
+
+        return cls(tuple(slot for slot in taken if slot not in made), compute)
+
+
+def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
+    """Runs operations one by one, and adds what they make to the values."""
+
+    def read(atom: Slot | Literal) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for op in operations:
+        made = evaluate(op.equation, *map(read, op.takes))
+        values.update(zip(op.makes, made, strict=True))
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
@@ -129,7 +168,15 @@ def cut(closed: Any, shapes: Any) -> Traced:
     count = max((op.round + 1 for op in operations if op.moves), default=0)
     treedef = jax.tree.structure(shapes)
     computed, views = _without_views(operations, makes)
-    return Traced(computed, views, constants, takes, tuple(makes), treedef, count)
+    traced = Traced(computed, views, constants, takes, tuple(makes), treedef, count, ())
+    return traced._replace(computations=tuple(_computations(traced)))
+
+
+def _computations(traced: Traced) -> Iterator[Computation]:
+    for number in range(traced.rounds + 1):
+        own = [op for op in traced.operations if (op.round, op.moves) == (number, False)]
+        others = (op.takes for op in traced.operations if (op.round, op.moves) != (number, False))
+        yield Computation.of(own, slots(itertools.chain(*others, traced.sources)))
 
 
 def _view(equation: JaxprEqn, own: tuple[Slot | Literal, ...]) -> Any:
@@ -186,8 +233,11 @@ class Progress:
     @property
     def result(self) -> Any:
         """The result of the function."""
-        self._run(self._traced.views)
-        return self._traced.treedef.unflatten(map(self._read, self._traced.makes))
+        run(self._traced.views, self._values)
+        leaves = self._traced.makes
+        return self._traced.treedef.unflatten(
+            x.val if isinstance(x, Literal) else self._values[x] for x in leaves
+        )
 
     @property
     def rounds_left(self) -> int:
@@ -216,9 +266,10 @@ class Progress:
         self.done = not self.rounds_left
         if self.done:
             self.payload = self._known(computed)
-        self._run(computed)
+        computation = self._traced.computations[self._round]
+        made = computation.run({slot: self._values[slot] for slot in computation.takes})
+        self._values.update(made)
         if self.done:
-            made = {slot for op in computed for slot in op.makes}
             self._waits = [slot for slot in self._traced.sources if slot in made]
         else:
             sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
@@ -226,7 +277,7 @@ class Progress:
 
     def exchange(self) -> None:
         """Runs the next round of collectives."""
-        self._run(self._now(moves=True))
+        run(self._now(moves=True), self._values)
         self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
         self._round += 1
 
@@ -240,14 +291,6 @@ class Progress:
         return [
             op for op in self._traced.operations if (op.round, op.moves) == (self._round, moves)
         ]
-
-    def _run(self, operations: Sequence[Operation]) -> None:
-        for op in operations:
-            made = evaluate(op.equation, *map(self._read, op.takes))
-            self._values.update(zip(op.makes, made, strict=True))
-
-    def _read(self, atom: Slot | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else self._values[atom]
 
 
 def _moves(equation: JaxprEqn) -> bool:
