@@ -58,7 +58,7 @@ def refused(*arguments):
 
 CHOSEN = [
     contenders.parse_method(name, contenders.parse_topology("direct"))
-    for name in ("dynamiq:5", "dynamiq:8")
+    for name in ("dynamiq:5", "mxfp8")
 ]
 
 
@@ -97,7 +97,7 @@ class TestAllReduce:
         header = next(line for line in lines if line.lstrip().startswith("size"))
         assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
         assert "8 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
-        expected = ["bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct"]
+        expected = ["bf16 psum", "dynamiq:5 direct", "mxfp8 direct"]
         for size in ("64KiB", "256KiB"):
             found = [line for line in lines if line.split()[:1] == [size]]
             assert [name for line in found for name in expected if name in line] == expected
@@ -123,7 +123,7 @@ class TestAllReduce:
     def test_wire_bytes_and_error_fit_the_method(self, all_reduce_rows):
         native, five, eight = (
             all_reduce_rows[2**18, name]
-            for name in ("bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct")
+            for name in ("bf16 psum", "dynamiq:5 direct", "mxfp8 direct")
         )
         assert native.wire_bytes == 2**18
         assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.02)
