@@ -326,7 +326,7 @@ def test_rounding_is_unbiased_and_new_for_every_key():
 @pytest.mark.parametrize("method", [CHEAP, small(comparators.MinMax(bits=4))])
 @pytest.mark.parametrize("key", [KEY, None])
 def test_senders_and_receivers_round_by_noise_of_their_own(method, key):
-    """Of equal data; without a key it follows the sender's data."""
+    """All send the same. Without a key the noise follows the sender's data."""
     x = jnp.broadcast_to(gradient(0, 1, 2048)[:, None], (N, N, 2048))
     exchange = ours(0, 0, method=method)
     found = exchange(x, key)

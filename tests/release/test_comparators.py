@@ -48,6 +48,7 @@ from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.marsit import workers_in
 from dynamiq_jax.comparators.mx import ScaleState
+from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import vnmse
@@ -1121,6 +1122,16 @@ def test_powersgd_iterates_on_the_subspace_from_its_factor():
     np.testing.assert_allclose(factor.T @ factor, np.eye(3), atol=1e-5)
     x = of_rank(3, 2, (60, 33), seed=4)
     assert relative_error(stepper(method)(x, KEY, state)[0][0], total_of(x)) < 1e-8
+
+
+def test_powersgd_columns_that_depend_on_others_become_zero_or_are_replaced():
+    a, other = np.random.default_rng(0).standard_normal((2, 50, 5)).astype(np.float32)
+    a[:, 1] = 0
+    a[:, 3] = 1e-4 * a[:, 2] - 3 * a[:, 0]  # of the span of those before it
+    a[:, 4] *= 1e-25
+    for instead, gram in ((None, np.diag([1, 0, 1, 0, 1])), (jnp.asarray(other), np.eye(5))):
+        found = np.asarray(orthonormal(jnp.asarray(a), instead), np.float64)
+        np.testing.assert_allclose(found.T @ found, gram, atol=2e-6)
 
 
 RANK_2 = dq.Compression(EXACT(rank=2), min_leaf_size=20)
