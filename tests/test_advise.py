@@ -456,6 +456,9 @@ CONFIGURATIONS = {
     "outer": dq.Compression(
         dq.comparators.THC(bits=2), topology=dq.Hierarchical(outer=dq.Butterfly())
     ),
+    "memory": dq.Compression(
+        dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol"), topology=dq.Ring()
+    ),
     "limits": dq.Compression(exclude="norm|bias", min_leaf_size=0, bucket_bytes=2**20),
 }
 
@@ -489,6 +492,11 @@ def test_files_name_classes_and_what_is_not_default(tmp_path):
         ({"method": {"name": "DynamiQ", "bit": 4}}, "DynamiQ has no 'bit'; expected some of name"),
         ({"method": {"name": "DynamiQ", "bits": 1}}, "method DynamiQ: bits=1 is below 2.375"),
         ({"topology": {"name": "Direct", "outer": None}}, "topology Direct has no 'outer'"),
+        ({"method": {"name": "ErrorFeedback"}}, "has no 'method'; say which it is around"),
+        (
+            {"method": {"name": "ErrorFeedback", "method": {"name": "ErrorFeedback"}}},
+            r"method\.method 'ErrorFeedback' is not known",
+        ),
         (
             {"topology": {"name": "Hierarchical", "outer": {"name": "Hierarchical"}}},
             "topology.outer 'Hierarchical' is not known; expected one of Direct, Ring, Butterfly",

@@ -279,23 +279,6 @@ def test_without_state_and_in_halves_it_is_refused():
         mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
 
 
-def test_files_name_the_method_within(tmp_path):
-    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol")
-    for name in ("choice.json", "choice.toml"):
-        dq.Compression(method, topology=dq.Ring()).save(tmp_path / name)
-        assert dq.Compression.load(tmp_path / name) == dq.Compression(method, topology=dq.Ring())
-    for text, message in (
-        ('{"method": {"name": "ErrorFeedback"}}', "has no 'method'; say which it is around"),
-        (
-            '{"method": {"name": "ErrorFeedback", "method": {"name": "ErrorFeedback"}}}',
-            r"method\.method 'ErrorFeedback' is not known",
-        ),
-    ):
-        (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            dq.Compression.load(tmp_path / "wrong.json")
-
-
 @pytest.mark.release
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
