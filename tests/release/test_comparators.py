@@ -251,9 +251,9 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
     [
         (of.OmniReduce(select="union"), 8, 16 * 0.5 + (16 + 8) / 256),
         (of.OmniReduce(select="union"), 256, 16 * 0.5 + (16 + 32) / 256),
-        (of.OmniReduce.top_k_chunked(1 / 16), 8, 16 / 16 + 16 / 64),
-        (MinMax.flash_communication(5), 8, 5 + 32 / 128),
-        (MinMax.qsdp(), 8, 8 + 32 / 1024),
+        (of.OmniReduce(density=1 / 16, block_size=64), 8, 16 / 16 + 16 / 64),
+        (MinMax(bits=5, rounding="nearest"), 8, 5 + 32 / 128),
+        (MinMax(bits=8, bucket_size=1024), 8, 8 + 32 / 1024),
         # 32 bits hold so many lanes, which n g fits; 4 up, and 8, 9 and 12 down.
         *((of.THC(), n, bits) for n, bits in ((2, 6.4), (8, 8), (9, 32 / 3), (136, 16))),
         *((of.THC(form="two-shot"), n, bits) for n, bits in ((8, 6), (9, 6.5), (136, 8))),
@@ -261,7 +261,7 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
         (of.THC(form="two-shot", table=False, saturate=True, sum_bits=6), 136, 5),
     ],
 )
-def test_bits_that_depend_on_workers_and_presets(method, n, bits):
+def test_bits_that_depend_on_workers_and_fields(method, n, bits):
     """Per coordinate, over 2 (n - 1) / n; `test_every_method` has them of programs of 4."""
     topology = dq.Direct() if isinstance(method, MinMax) else None
     told = dq.explain(VECTOR, n, method=method, topology=topology, verbose=False)
@@ -445,7 +445,7 @@ def minmax_grid(x, bits):
     return low, as_bf16((x.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1), 1)
 
 
-@pytest.mark.parametrize("rounding", minmax.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "shift"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, rounding):
     """Level c of the grid, which a shift moves by as much as the decoder knows.
@@ -554,7 +554,7 @@ def minmax_round_trip(x):
 
 
 NEAREST = {
-    "minmax": (MinMax.flash_communication(5), minmax_round_trip, 0.002),
+    "minmax": (MinMax(bits=5, rounding="nearest"), minmax_round_trip, 0.002),
     **{
         f"{name}, {kind}": (getattr(of, f"MXFP{mx.ELEMENTS[name].bits}")(element=name, sum=kind),
                             functools.partial(mx_round_trip, name=name), 0)
@@ -601,10 +601,11 @@ def test_sums_are_those_of_the_definition(name, topology):
     assert off.mean() <= apart
 
 
-@pytest.mark.parametrize("method", [low(MinMax.qsdp(6)), low(MinMax.qsdp_weights(6))])
+@pytest.mark.parametrize("rounding", ["stochastic", "shift"])
 @pytest.mark.parametrize("topology", [dq.Ring(), dq.Direct(streams=2)])
-def test_minmax_halves_are_sums_of_slices_and_the_same_shards_for_all(method, topology):
+def test_minmax_halves_are_sums_of_slices_and_the_same_shards_for_all(rounding, topology):
     n, size = 4, 3000
+    method = low(MinMax(bits=6, bucket_size=1024, rounding=rounding))
     x = gradient(0, n, n * size)
 
     @jax.jit
