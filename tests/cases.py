@@ -213,7 +213,7 @@ def _first_of_each_kind() -> list[str]:
 
 
 ONE_OF_A_KIND = _first_of_each_kind()
-"""The rows that daily tests draw: all of DynamiQ, and one of every other class."""
+"""All rows of DynamiQ, and one of every other class."""
 
 
 def daily(values, keep) -> list:

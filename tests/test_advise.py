@@ -75,28 +75,70 @@ def text(said):
     return "\n".join(said.sentences)
 
 
-class TestDecision:
-    def test_on_fast_links_the_bits_that_gain_five_percent_are_named(self):
-        """Only 4 bits do; 3.5 save less than as much again."""
-        said = decide([native(1.0), *directs(0.97, 0.94, 0.92)])
-        assert said.compress
-        assert said.config == {
-            "method": {"name": "DynamiQ", "bits": 4},
-            "topology": {"name": "Direct"},
-        }
-        assert said.saved == pytest.approx(0.06)
-        assert "Use DynamiQ at 4 bits over Direct" in text(said)
-        assert "0.94 ms instead of 1 ms with bf16 psum (1.06x)" in text(said)
-        assert "about 0.078" in text(said)
-        assert "DynamiQ at 3.5 bits over Direct is 1.09x, error 0.17" in text(said)
-        assert "Fewer bits save less than another 5%" in text(said)
+SLOWER = [native(1.0), *directs(0.99, 0.97, 0.96)]
+LONG = [native(30), *directs(14, 12, 10)]
+WARNED = row(3.5, "Ring", 3.0, warning="too much error; pass bits=4")
+ALL_WARNED = row(4, "Ring", 6.0, warning="W4"), row(3, "Ring", 5.0, warning="W3", relative_error=1)
+DECISIONS = {
+    # On fast links 4 bits gain 5%; 3.5 save less than as much again.
+    "fast links": ([native(1.0), *directs(0.97, 0.94, 0.92)], None, 4, 0.06, [
+        "Use DynamiQ at 4 bits over Direct", "0.94 ms instead of 1 ms with bf16 psum (1.06x)",
+        "about 0.078", "DynamiQ at 3.5 bits over Direct is 1.09x, error 0.17",
+        "Fewer bits save less than another 5%",
+    ]),
+    "slow network": ([native(300), *directs(135, 115, 100)], None, 3.5, 2 / 3, [
+        "(3.00x)", "DynamiQ at 5 bits over Direct is 2.22x, error 0.018", "pass --step-time-ms",
+    ]),
+    "nothing pays": (SLOWER, None, None, 0.04, [
+        "Do not bother", "saves 4.0% of the all-reduce, less than 5%",
+    ]),
+    "slower": ([native(1.0), *directs(2.0, 1.7, 1.6)], None, None, None, [
+        "is slower than bf16 psum (0.62x)",
+    ]),
+    "half a percent more": ([*SLOWER[:-1], row(3.5, "Direct", 0.945)], None, 3.5, 0.055, []),
+    # Equal times are 3 times faster, and 2% of a long step.
+    "long step": (LONG, 1000, None, 0.02, ["saves 2.0% of the step, less than 5%"]),
+    # 4 bits save 1.5% more of the step.
+    "step": (LONG, 150, 5, 16 / 150, [
+        "134 ms (10.7% less) where the all-reduce follows", "150 ms where it runs under it",
+        "Where the backward pass hides the all-reduce, do not bother.",
+    ]),
+    "short step": (LONG, 20, 3.5, 2 / 3, ["takes 30 ms, more than the 20 ms of --step-time-ms"]),
+    "all are warned of": ([native(10), *ALL_WARNED], None, 4, 0.4, [
+        "No setting pays without this warning: W4.",
+    ]),
+    "one is not": ([native(10), WARNED, row(4, "Ring", 9.0)], None, 4, 0.1, []),
+    "it does not pay": ([native(10), WARNED, row(4, "Ring", 9.9)], None, 3.5, 0.7, [
+        "No setting pays without this warning: too much error; pass bits=4",
+    ]),
+    "some are small": ([native(10), row(4, "Direct", 5, compressed=0.9)], None, 4, 0.5, [
+        "90.0% of the coordinates are compressed",
+    ]),
+    "lifted limit": ([native(10), row(4, "Direct", 5, min_bucket_size=65536)], None, 4, 0.5, [
+        "hence min_bucket_size=65536",
+    ]),
+    "spread": ([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)], None, 4, 0.1, [
+        "The spread is as large as the gain",
+    ]),
+}  # fmt: skip
+"""Rows and milliseconds of a step; the bits that are advised, what they save, what is said."""
 
-    def test_where_all_that_pays_is_warned_of_the_least_error_is_taken(self):
-        four = row(4, "Ring", 6.0, warning="W4", relative_error=0.5)
-        three = row(3, "Ring", 5.0, warning="W3", relative_error=1.5)
-        said = decide([native(10), four, three])
-        assert said.row is four
-        assert "No setting pays without this warning: W4." in text(said)
+
+class TestDecision:
+    @pytest.mark.parametrize("name", DECISIONS)
+    def test_the_bits_what_they_save_and_why(self, name):
+        rows, step_ms, bits, saved, sentences = DECISIONS[name]
+        said = decide(rows, step_ms=step_ms)
+        assert (said.compress, said.row.bits) == (bits is not None, bits or said.row.bits)
+        if bits is None:
+            assert said.config == {"method": NATIVE}
+        else:
+            assert said.config["method"] == {"name": "DynamiQ", "bits": bits}
+        assert saved is None or said.saved == pytest.approx(saved)
+        for sentence in sentences:
+            assert sentence in text(said)
+        assert ("spread" in text(said)) == (name == "spread")
+        assert "not bother" not in text(decide(LONG, step_ms=31))
 
     def test_dither_is_taken_where_it_costs_nothing(self):
         """It errs less; where kernels are the limit it is slower."""
@@ -115,74 +157,17 @@ class TestDecision:
         assert "dither=True" in said.snippet()
         assert "dither" not in decide(rows(104)).config["method"]
 
-    def test_on_a_slow_network_the_fewest_bits_win(self):
-        said = decide([native(300), *directs(135, 115, 100)])
-        assert said.row.bits == 3.5
-        assert "(3.00x)" in text(said)
-        assert "DynamiQ at 5 bits over Direct is 2.22x, error 0.018" in text(said)
-        assert "Fewer bits save less" not in text(said)
-
-    def test_where_nothing_pays_it_says_so(self):
-        rows = [native(1.0), *directs(0.99, 0.97, 0.96)]
-        said = decide(rows)
-        assert not said.compress
-        assert said.config == {"method": NATIVE}
-        assert "Do not bother" in text(said)
-        assert "saves 4.0% of the all-reduce, less than 5%" in text(said)
-        slower = decide([native(1.0), *directs(2.0, 1.7, 1.6)])
-        assert "is slower than bf16 psum (0.62x)" in text(slower)
-        # Half a percent more, and it does.
-        assert decide([*rows[:-1], row(3.5, "Direct", 0.945)]).compress
-
     def test_a_model_that_is_too_small_travels_natively(self):
         said = decide([native(1.0)], reason="bucket of 10 < min_bucket_size 20")
         assert not said.compress
         assert "everything would travel natively (bucket of 10 < min_bucket_size 20)" in text(said)
         assert said.config == {"method": NATIVE}
 
-    def test_a_long_step_hardly_notices(self):
-        """Equal times are 3 times faster, and 2 % of the step."""
-        rows = [native(30), *directs(14, 12, 10)]
-        said = decide(rows, step_ms=1000)
-        assert not said.compress
-        assert "saves 2.0% of the step, less than 5%" in text(said)
-        said = decide(rows, step_ms=150)
-        assert (said.compress, said.row.bits) == (True, 5)  # 4 bits save 1.5 % more of the step
-        assert said.saved == pytest.approx(16 / 150)
-        assert "134 ms (10.7% less) where the all-reduce follows" in text(said)
-        assert "150 ms where it runs under it" in text(said)
-        assert "Where the backward pass hides the all-reduce, do not bother." in text(said)
-        assert "not bother" not in text(decide(rows, step_ms=31))
-        assert "pass --step-time-ms" in text(decide(rows))
-
-    def test_a_step_shorter_than_its_all_reduce_is_counted_as_that(self):
-        said = decide([native(30), *directs(14, 12, 10)], step_ms=20)
-        assert "takes 30 ms, more than the 20 ms of --step-time-ms" in text(said)
-        assert said.row.bits == 3.5
-        assert said.saved == pytest.approx(2 / 3)
-
     def test_the_fastest_topology_of_equally_fast_ones_that_of_less_error(self):
         slow, fast = row(4, "Ring", 5.0, relative_error=0.01), row(4, "Butterfly", 4.0)
         assert decide([native(10), slow, fast]).row is fast
         as_fast = row(4, "Direct", 4.05, relative_error=0.05)
         assert decide([native(10), slow, fast, as_fast]).row is as_fast
-
-    def test_what_explain_warns_of_is_only_used_where_nothing_else_pays(self):
-        warned = row(3.5, "Ring", 3.0, warning="too much error; pass bits=4")
-        said = decide([native(10), warned, row(4, "Ring", 9.0)])
-        assert said.row.bits == 4
-        said = decide([native(10), warned, row(4, "Ring", 9.9)])
-        assert said.row is warned
-        assert "No setting pays without this warning: too much error; pass bits=4" in text(said)
-
-    def test_caveats(self):
-        said = decide([native(10), row(4, "Direct", 5, compressed=0.9)])
-        assert "90.0% of the coordinates are compressed" in text(said)
-        said = decide([native(10), row(4, "Direct", 5, min_bucket_size=65536)])
-        assert "hence min_bucket_size=65536" in text(said)
-        assert "spread" not in text(said)
-        said = decide([native(10, spread=0.3), row(4, "Direct", 9, spread=0.3)])
-        assert "The spread is as large as the gain" in text(said)
 
     def test_snippet_is_python_that_means_the_configuration(self):
         said = decide([native(10), row(4, "Hierarchical", 5)])
@@ -400,15 +385,12 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
 
 
-def test_settings_are_all_combinations():
+def test_settings_are_all_combinations_over_topologies_that_suit():
     leaf = [jax.ShapeDtypeStruct((2**20,), jnp.bfloat16)]
     found = settings.settings(leaf, (8,), [5, 4], [dq.Direct(), dq.Ring()], [False, True])
     labels = [(type(s.topology).__name__, s.method.bits, s.method.dither) for s in found]
     routes = ("Direct", "Ring")
     assert labels == [(t, b, d) for t in routes for b in (5, 4) for d in (False, True)]
-
-
-def test_topologies_that_suit():
     assert settings.suiting_topologies((8,)) == ["direct", "ring", "butterfly"]
     assert settings.suiting_topologies((6,)) == ["direct", "ring"]
     assert settings.suiting_topologies((2, 3)) == ["direct", "ring", "hierarchical"]
@@ -474,6 +456,9 @@ CONFIGURATIONS = {
     "outer": dq.Compression(
         dq.comparators.THC(bits=2), topology=dq.Hierarchical(outer=dq.Butterfly())
     ),
+    "memory": dq.Compression(
+        dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol"), topology=dq.Ring()
+    ),
     "limits": dq.Compression(exclude="norm|bias", min_leaf_size=0, bucket_bytes=2**20),
 }
 
@@ -504,12 +489,14 @@ def test_files_name_classes_and_what_is_not_default(tmp_path):
         ({"methods": {}}, "the configuration has no 'methods'; expected some of method, topology"),
         ({"method": "DynamiQ"}, "method is 'DynamiQ'; expected a table whose name"),
         ({"method": {"name": "DynamicQ"}}, "method 'DynamicQ' is not known; expected one of Dyn"),
-        ({"method": {"name": ["a"]}}, r"method \['a'\] is not known"),
         ({"method": {"name": "DynamiQ", "bit": 4}}, "DynamiQ has no 'bit'; expected some of name"),
         ({"method": {"name": "DynamiQ", "bits": 1}}, "method DynamiQ: bits=1 is below 2.375"),
-        ({"method": {"name": "DynamiQ", "bits": "4"}}, "method DynamiQ: bits='4'; expected float"),
-        ({"topology": {"name": "Torus"}}, "topology 'Torus' is not known; expected one of Direct"),
         ({"topology": {"name": "Direct", "outer": None}}, "topology Direct has no 'outer'"),
+        ({"method": {"name": "ErrorFeedback"}}, "has no 'method'; say which it is around"),
+        (
+            {"method": {"name": "ErrorFeedback", "method": {"name": "ErrorFeedback"}}},
+            r"method\.method 'ErrorFeedback' is not known",
+        ),
         (
             {"topology": {"name": "Hierarchical", "outer": {"name": "Hierarchical"}}},
             "topology.outer 'Hierarchical' is not known; expected one of Direct, Ring, Butterfly",
@@ -578,16 +565,11 @@ def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
         ("[1", "is not JSON"),
         ("{}", "holds no leaves"),
         ('{"w": [[3, -4], "float32"]}', "leaf 'w' is"),
-        ('{"w": [[3, 4], "float99"]}', "leaf 'w' is"),
-        ('{"w": [3, "float32"]}', "leaf 'w' is"),
         ('{"w": [[3, 4]]}', "leaf 'w' is"),
         ('{"w": [[3, 4], "object"]}', "the dtype has to be one of numbers"),
-        ('{"w": [[3, 4], "U3"]}', "the dtype has to be one of numbers"),
-        ('{"w": [[3, 4], "f4,f4"]}', "the dtype has to be one of numbers"),
         ('{"w": [[3, 4], null]}', "the dtype has to be one of numbers"),
         ('{"w": ["", "float32"]}', "the shape has to be a list of integers"),
         ('{"w": [[true], "float32"]}', "the shape has to be a list of integers"),
-        ('{"w": [[1e23], "float32"]}', "the shape has to be a list of integers"),
         (f'{{"w": [[0, {10**23}], "float32"]}}', "it has more than 9223372036854775807 bytes"),
         (f'{{"w": [[{2**31}, {2**31}], "float32"]}}', "it has more than 9223372036854775807 bytes"),
         ("[" * 100_000, "is not JSON"),

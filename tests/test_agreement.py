@@ -197,18 +197,10 @@ def together(*functions):
 
 ALIKE, OTHER = traces(**CHEAP), traces(tree=TREE, **CHEAP)
 FIRST = {
-    "topology": ("topology", {"topology": dq.Ring()}, "Direct(", "Ring("),
     "bits": ("method", {"method": dq.DynamiQ(bits=4.5)}, "DynamiQ()", "DynamiQ(bits=4.5)"),
-    "levels": (
-        "method",
-        {"method": dq.DynamiQ(format=dq.Format(levels="uniform"))},
-        "DynamiQ()",
-        "levels='uniform'",
-    ),
     "op": ("op", {"op": "sum"}, "'mean'", "'sum'"),
     "weight": ("weight", {"weight": 2.0}, "none", "given"),
     "metrics": ("metrics", {"metrics": True}, "False", "True"),
-    "specs": ("specs", {"specs": {"w": P()}}, "None", "['w'] P"),
 }
 """The fact, what the last process is told, and how process 0 and it put that."""
 

@@ -58,7 +58,7 @@ def refused(*arguments):
 
 CHOSEN = [
     contenders.parse_method(name, contenders.parse_topology("direct"))
-    for name in ("dynamiq:5", "dynamiq:8")
+    for name in ("dynamiq:5", "mxfp8")
 ]
 
 
@@ -97,7 +97,7 @@ class TestAllReduce:
         header = next(line for line in lines if line.lstrip().startswith("size"))
         assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
         assert "8 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
-        expected = ["bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct"]
+        expected = ["bf16 psum", "dynamiq:5 direct", "mxfp8 direct"]
         for size in ("64KiB", "256KiB"):
             found = [line for line in lines if line.split()[:1] == [size]]
             assert [name for line in found for name in expected if name in line] == expected
@@ -123,7 +123,7 @@ class TestAllReduce:
     def test_wire_bytes_and_error_fit_the_method(self, all_reduce_rows):
         native, five, eight = (
             all_reduce_rows[2**18, name]
-            for name in ("bf16 psum", "dynamiq:5 direct", "dynamiq:8 direct")
+            for name in ("bf16 psum", "dynamiq:5 direct", "mxfp8 direct")
         )
         assert native.wire_bytes == 2**18
         assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.02)
@@ -209,23 +209,17 @@ LEAVES = {"names": ["a", "b"]}
 ARRAYS = {
     "g": {"gradients": GRADIENTS},
     "grads": {"grads": GRADIENTS},
-    "nan": {"gradients": GRADIENTS + np.nan},
     "broken": {"gradients": BROKEN},
     "over": {"gradients": 1e39 * np.ones((2, 4))},
-    "zeros": {"gradients": np.zeros((2, 4))},
     "cancel": {"gradients": np.concatenate([GRADIENTS, -GRADIENTS])},
     "rounded": {"gradients": np.array([[1], [2.0**-30], [-1]])},
     "large": {"gradients": np.full((2, 4), 1e38)},
     "tiny": {"gradients": np.full((2, 4), 1e-30)},
-    "none": {"gradients": np.zeros((2, 0))},
     "text": {"gradients": np.array([["a"], ["b"]])},
     "pickle": {"gradients": np.array([[{}], [{}]])},
     "half": {"gradients": GRADIENTS, "sizes": [511.5, 0.5], **LEAVES},
-    "minus": {"gradients": GRADIENTS, "sizes": [513, -1], **LEAVES},
-    "true": {"gradients": GRADIENTS[:, :1], "names": ["a"], "sizes": [True]},
     "sum": {"gradients": GRADIENTS, "sizes": [1, 2], **LEAVES},
     "names": {"gradients": GRADIENTS, "sizes": [512], **LEAVES},
-    "nameless": {"gradients": GRADIENTS, **LEAVES},
 }
 """Files of `error --gradients` by name."""
 
@@ -241,9 +235,7 @@ def files(tmp_path_factory):
     encrypted[whole.find(b"PK\x03\x04") + 6] |= 1
     encrypted[whole.find(b"PK\x01\x02") + 8] |= 1
     damaged[len(whole) // 2] ^= 255
-    np.save(folder / "array.npy", GRADIENTS)
-    held = {"empty": b"", "words": b"loss", "cut": whole[:1000], "damaged": bytes(damaged)}
-    held |= {"encrypted": bytes(encrypted), "npy": (folder / "array.npy").read_bytes()}
+    held = {"words": b"loss", "damaged": bytes(damaged), "encrypted": bytes(encrypted)}
     for name, content in held.items():
         (folder / f"{name}.npz").write_bytes(content)
     for name, columns in (("huge", 10**14), ("beyond", 10**30)):
@@ -266,10 +258,7 @@ REFUSED = [
     # Files that hold no gradients.
     ([*GIVEN, "missing.npz"], "--gradients", "does not exist"),
     ([*GIVEN, "folder"], "--gradients", "is a directory"),
-    ([*GIVEN, "empty.npz"], "--gradients", "is not a .npz file"),
     ([*GIVEN, "words.npz"], "--gradients", "is not a .npz file"),
-    ([*GIVEN, "npy.npz"], "--gradients", "is not a .npz file"),
-    ([*GIVEN, "cut.npz"], "--gradients", "is not a .npz file"),
     ([*GIVEN, "damaged.npz"], "--gradients", "cannot be read"),
     ([*GIVEN, "encrypted.npz"], "--gradients", "is encrypted"),
     ([*GIVEN, "huge.npz"], "--gradients", "huge.npz cannot be read (Unable to allocate"),
@@ -277,73 +266,55 @@ REFUSED = [
     ([*GIVEN, "pickle.npz"], "--gradients", "pickle.npz cannot be read"),
     ([*GIVEN, "grads.npz"], "--gradients", "has no array 'gradients'"),
     ([*GIVEN, "g.npz", "--workers", "3"], "--gradients", "shape (2, 512), and 3 workers are"),
-    ([*GIVEN, "nan.npz"], "--gradients", "has 1,024 NaN or infinite among 1,024 numbers"),
     ([*GIVEN, "broken.npz"], "--gradients", "has 4 NaN or infinite among 1,024 numbers"),
     ([*GIVEN, "over.npz"], "--gradients", "has 8 NaN or infinite among 8"),
-    ([*GIVEN, "zeros.npz"], "--gradients", "has |sum|^2 = 0 over 2 workers"),
     ([*GIVEN, "cancel.npz"], "--gradients", "has |sum|^2 = 0 over 4 workers"),
-    ([*GIVEN, "none.npz"], "--gradients", "has |sum|^2 = 0 over 2 workers"),
     ([*GIVEN, "rounded.npz"], "--gradients", "has |sum|^2 = 8.67e-19 over 3 workers"),
     ([*GIVEN, "large.npz"], "--gradients", "has |sum|^2 = 1.6e+77 over 2 workers"),
     ([*GIVEN, "tiny.npz"], "--gradients", "has |sum|^2 = 1.6e-59 over 2 workers"),
     ([*GIVEN, "text.npz"], "--gradients", "has dtype <U1: save f32"),
     ([*GIVEN, "half.npz"], "--gradients", "'sizes' of half.npz has 511.5"),
-    ([*GIVEN, "minus.npz"], "--gradients", "'sizes' of minus.npz has -1"),
-    ([*GIVEN, "true.npz"], "--gradients", "'sizes' of true.npz has True"),
     ([*GIVEN, "sum.npz"], "--gradients", "add up to 3 coordinates and 'gradients' has 512"),
     ([*GIVEN, "names.npz"], "--gradients", "'names' of names.npz has 2 leaves and 'sizes' has 1"),
-    ([*GIVEN, "nameless.npz"], "--gradients", "has 2 leaves and 'sizes' has 0"),
     # Models.
     (["advise", "large.json"], "MODEL", "has 4,000,000,000,000 coordinates"),
     (["advise", "true.json"], "MODEL", "leaf 'w' is [[True], 'float32']"),
     (["advise", "4e12"], "MODEL", "'4e12' is 4e+12 parameters: one leaf takes 1 to 2,147,483,647"),
     (["advise", "7B"], "MODEL", "pass the leaves of a larger model in a file of save_model_tree"),
     (["advise", "1.5"], "MODEL", "'1.5' is neither a file nor a whole number of parameters"),
-    (["advise", "nan"], "MODEL", "'nan' is neither a file nor a whole number"),
-    (["explain", "missing.json"], "MODEL", "'missing.json' is neither a file nor"),
     (["explain", "g.npz"], "MODEL", "g.npz is not JSON"),
     # Files that cannot be written.
     ([*GIVEN, "g.npz", "--json", "g.npz"], "--json", "g.npz is read or written by this command"),
-    ([*GIVEN, "g.npz", "--json", "./g.npz"], "--json", "is read or written by this command"),
     ([*GIVEN, "g.npz", "--json", "linked.npz"], "--json", "is read or written by this command"),
     (["advise", "true.json", "--json", "true.json"], "MODEL", ""),
-    (["advise", "rows.json", "--json", "rows.json"], "MODEL", ""),
     *(
-        ([*command, "--json", file], "--json", complaint)
+        ([*command, "--json", "/dev/full"], "--json", "is not a regular file")
         for command in (["error"], ["simulate"], ALL_REDUCE, ["bench", "kernels"], ["advise", "1M"])
-        for file, complaint in (
-            ("/dev/full", "is not a regular file"),
-            ("folder", "is not a regular file"),
-            ("nowhere/rows.json", "there is no folder nowhere: create it first"),
-            ("/proc/rows.json", "cannot be written"),
-        )
     ),
+    (["error", "--json", "nowhere/a.json"], "--json", "is no folder nowhere: create it first"),
+    (["error", "--json", "/proc/rows.json"], "--json", "cannot be written"),
     (["advise", "1M", "--config", "a.json", "--json", "a.json"], "--json", "is read or written"),
     (["advise", "1M", "--config", "a.yaml"], "--config", "a.yaml must end in .json or .toml"),
     # Long values.
     (["error", "--methods", LONG], "--methods", "is not known: pass one of dynamiq"),
     (["error", "--methods", "a " * 2000], "--methods", "powersgd, arc-top-k"),
-    (["advise", LONG], "MODEL", "is neither a file nor"),
     (["error", "--methods", "\x1b[31m:5"], "--methods", r"method '\x1b[31m' is not known"),
     # Options by name.
     ([*ALL_REDUCE, "--methods", "dynamic:5"], "--methods", "method 'dynamic' is not known"),
     ([*ALL_REDUCE, "--methods", "dynamiq:five"], "--methods", "'five' is not a number of bits"),
     ([*ALL_REDUCE, "--methods", "dynamiq:99"], "--methods", "99"),
     ([*ALL_REDUCE, "--methods", "thc:nan"], "--methods", "'nan' is not a number"),
-    ([*ALL_REDUCE, "--methods", "thc:inf"], "--methods", "'inf' is not a number"),
     ([*ALL_REDUCE, "--methods", "marsit"], "--methods", "'marsit' has memory, which is empty"),
     ([*ALL_REDUCE, "--topology", "torus"], "--topology", "topology 'torus' is not known"),
     ([*ALL_REDUCE, "--topology", "hierarchical"], "--topology", "or --nodes 2 or more"),
     ([*ALL_REDUCE, "--sizes", "16Mb1"], "--sizes", "size '16Mb1' is not a size"),
     ([*ALL_REDUCE, "--sizes", "1MiB,3B"], "--sizes", "size '3B' is 3 bytes"),
-    ([*ALL_REDUCE, "--sizes", "0"], "--sizes", "size '0' is 0 bytes"),
     ([*ALL_REDUCE, "--sizes", "4GiB"], "--sizes", "under 4GiB"),
     ([*ALL_REDUCE, "--repeats", "0"], "--repeats", ""),
     ([*ALL_REDUCE, "--iterations", "0"], "--iterations", ""),
     ([*ALL_REDUCE, "--process-id", "1"], "--process-id", "not below --processes 1"),
     ([*ALL_REDUCE, "--nodes", "3"], "--nodes", "8 devices are not 3 equal nodes"),
     (["bench", "kernels", "--coords", "many"], "--coords", "coords 'many' is not a whole number"),
-    (["bench", "kernels", "--coords", "2^31"], "--coords", "pass 1 to 2^31 - 1"),
     (["bench", "kernels", "--coords", "9^99999999"], "--coords", "pass 1 to 2^31 - 1"),
     (["bench", "kernels", "--bits", "1"], "--bits", "raise bits, or pass a narrower"),
     (["bench", "kernels", "--backend", "cuda"], "--backend", "'cuda'"),
@@ -352,17 +323,14 @@ REFUSED = [
     (["error", "--super-groups", "8388608"], "--super-groups", ""),
     (["simulate", "--super-groups", "8388608"], "--super-groups", ""),
     (["simulate", "--methods", "dynamiq:x"], "--methods", "'x' is not a number of bits"),
-    (["simulate", "--methods", "dynamiq:2"], "--methods", "raise bits, or pass a narrower"),
     (["simulate", "--methods", "thc:4"], "--methods", "a method over topologies and without memo"),
     (["simulate", "--methods", "dynamiq-ef14:4"], "--methods", "and without memory is simulated"),
     (["simulate", "--topology", "torus"], "--topology", "topology 'torus' is not known"),
     (["simulate", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
     (["simulate", "--workers", "12", "--topology", "butterfly"], "--topology", "power of two"),
-    (["advise", "1M", "--bits", ","], "--bits", "'' is not a number of bits"),
     (["advise", "1M", "--bits", "4,x"], "--bits", "'x' is not a number of bits"),
     (["advise", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
     (["advise", "1M", "--step-time-ms", "0"], "--step-time-ms", "0 is not a positive number"),
-    (["advise", "1M", "--step-time-ms", "inf"], "--step-time-ms", "inf is not"),
     (["advise", "1M", "--topology", "torus"], "--topology", "topology 'torus' is not known"),
     (["advise", "1M", "--topology", "hierarchical"], "--topology", "two axes"),
     (["advise", "1M", "--config", "a.json"], "--config", "a CPU gives no advice"),
@@ -501,62 +469,41 @@ class TestTiming:
         (result,) = timing.time_calls([lambda: None], repeats=3, iterations=10, warm_up=0)
         assert result == pytest.approx((200.0, 120.0, 280.0))
 
-    def test_no_repetition_is_hoisted_or_merged(self):
-        runs = []
-
-        def work(x):
-            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            return jax.pure_callback(lambda y: runs.append(0) or np.asarray(y) + 1, shape, x)
-
-        result = jax.jit(timing.repeat_on_device(work, 5))(jnp.zeros(4))
-        np.testing.assert_array_equal(result, np.ones(4))
-        assert len(runs) == 5
-
     @pytest.mark.parametrize("count", ["repeats", "iterations", "in_flight"])
     def test_counts_below_one_are_refused(self, count):
         with pytest.raises(ValueError, match=f"{count} is 0"):
             timing.time_calls([], **({"repeats": 1} | {count: 0}))
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("16MiB", 2**24), ("1GiB", 2**30), ("64kib", 2**16), ("3MB", 3_000_000), ("512", 512)],
-)
-def test_sizes(text, size_bytes):
-    assert contenders.parse_size(text) == size_bytes
-    if text.endswith("iB"):
-        assert tables.format_size(size_bytes) == text
+def test_sizes_and_coords():
+    sizes = {"16MiB": 2**24, "64kib": 2**16, "3MB": 3_000_000, "512": 512}
+    assert {text: contenders.parse_size(text) for text in sizes} == sizes
+    assert [tables.format_size(size) for size in (2**24, 2**30)] == ["16MiB", "1GiB"]
+    coords = {"2^28": 2**28, "2**10": 1024, "1000": 1000}
+    assert {text: kernels.parse_coords(text) for text in coords} == coords
 
 
-@pytest.mark.parametrize(("text", "coords"), [("2^28", 2**28), ("2**10", 1024), ("1000", 1000)])
-def test_coords(text, coords):
-    assert kernels.parse_coords(text) == coords
+SYMMETRIC = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllGather,AllToAll"
+PERMUTES, COLLECTIVES = (dq.Direct(transport=t) for t in ("permutes", "collectives"))
+SOCKET = {"NCCL_NET": "Socket"}
 
 
 @pytest.mark.parametrize(
-    ("told", "label"),
+    ("topology", "told", "label"),
     [
-        ({}, "p2p, NCCL"),
-        ({"NCCL_SHM_DISABLE": "1"}, "p2p, NCCL"),
-        ({"NCCL_HOSTID": "node0", "NCCL_NET": "Socket"}, "p2p, NCCL + socket"),
-        ({"NCCL_HOSTID": "node0", "NCCL_P2P_DISABLE": "1"}, "shm + net"),
-        ({"NCCL_P2P_DISABLE": "1"}, "shm"),
-        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}, "socket"),
-        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "net"),
+        (None, {}, "p2p, NCCL"),
+        (None, {"NCCL_HOSTID": "node0"} | SOCKET, "p2p, NCCL + socket"),
+        (None, {"NCCL_HOSTID": "node0", "NCCL_P2P_DISABLE": "1"}, "shm + net"),
+        (COLLECTIVES, {"NCCL_P2P_DISABLE": "1"}, "shm"),
+        (None, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} | SOCKET, "socket"),
+        (COLLECTIVES, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "net"),
+        (PERMUTES, {}, "p2p, copy engines"),
+        (COLLECTIVES, {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "p2p, NCCL copy engines"),
+        (None, {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "p2p, NCCL"),
+        (COLLECTIVES, {"NCCL_CTA_POLICY": "2"}, "p2p, NCCL"),
     ],
 )
-def test_transport_label(told, label):
-    assert all_reduce.transport("gpu", None, told) == label
-    assert all_reduce.transport("gpu", dq.Direct(transport="collectives"), told) == label
-    assert all_reduce.transport("cpu", None, told) == "cpu"
-
-
-def test_transport_label_of_copy_engines(monkeypatch):
-    monkeypatch.setattr(all_reduce, "copy_engines", lambda: "they are asked for")
-    permutes, collectives = (dq.Direct(transport=t) for t in ("permutes", "collectives"))
-    assert all_reduce.transport("gpu", permutes, {}) == "p2p, copy engines"
-    symmetric = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllGather,AllToAll"
-    told = {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": symmetric}
-    assert all_reduce.transport("gpu", collectives, told) == "p2p, NCCL copy engines"
-    assert all_reduce.transport("gpu", None, told) == "p2p, NCCL"
-    assert all_reduce.transport("gpu", None, {"NCCL_CTA_POLICY": "2"}) == "p2p, NCCL"
+def test_transport_label(topology, told, label, monkeypatch):
+    monkeypatch.setattr(all_reduce, "copy_engines", lambda: "they are there")
+    assert all_reduce.transport("gpu", topology, told) == label
+    assert all_reduce.transport("cpu", topology, told) == "cpu"

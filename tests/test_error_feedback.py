@@ -15,7 +15,6 @@ from cases import (
     LOOP,
     assert_replicas_equal,
     assert_same_bits,
-    auto_mesh,
     daily,
     first_state,
     gradient,
@@ -23,12 +22,9 @@ from cases import (
     small,
     stepper,
 )
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Method, error_feedback
-from dynamiq_jax.methods.base import Outcome
+from dynamiq_jax.methods import error_feedback
 from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(3)
@@ -90,7 +86,8 @@ LAWS = {
     "ef21": list(METHODS)[::3],
     "econtrol": ["dynamiq", *list(METHODS)[1::2]],
 }
-EVERY_DAY = [("ef14", "dynamiq"), ("ef14", "minmax"), ("ef21", "dynamiq"), ("econtrol", "dynamiq")]
+EVERY_DAY = [("ef14", "dynamiq"), ("ef21", "minmax, ring"), ("econtrol", "minmax, ring")]
+"""Kinds see of a method no more than its losses, which DynamiQ tells once."""
 
 
 @pytest.mark.parametrize(
@@ -195,69 +192,16 @@ def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
 
 
 def test_the_bytes_of_a_state():
-    """States take the bytes that the docstring says, and a method's own state what it needs."""
+    """The docstring says them. No array is there twice, so that a state can be donated."""
+    method = dq.comparators.MXFP4(sum="shared-scale")
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
-        state = as_compression(feedback(dq.comparators.MinMax(), kind=kind)).init_state(
-            jnp.zeros(SIZE), 4
-        )
-        sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
-        assert sum(sizes) == each * SIZE + (kind == "ef21m")
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
-
-
-INPUTS = {
-    "identical": lambda n: np.broadcast_to(gradients(1, 1)[0], (n, SIZE)),
-    "disjoint": lambda n: gradients(n, 1)[0] * (np.arange(SIZE) % n == np.arange(n)[:, None]),
-    "all-max": lambda n: np.full((n, SIZE), 3.0, np.float32),
-    "cancelling": lambda n: gradients(1, 1)[0] * np.where(np.arange(n) % 2, -1, 1)[:, None],
-}
-
-
-@pytest.mark.parametrize("kind", daily(["ef14", "econtrol"], ["ef14"]))
-@pytest.mark.parametrize("case", INPUTS)
-def test_laws_hold_whatever_the_inputs(case, kind):
-    n = 4
-    x = np.stack([INPUTS[case](n)] * 5).astype(np.float32)
-    results, state = run(feedback(dq.comparators.MXFP4(), kind=kind), RING, x)
-    gap = results.sum(axis=0) + total_of(state.residual) - 5 * total_of(x[0])
-    assert np.abs(gap).max() < 2e-5 * np.abs(x).max() * n
-
-
-@pytest.mark.parametrize("kind", daily(KINDS, ["ef14", "ef21m"]))
-def test_states_travel_through_shard_map_and_scan(kind):
-    """Three steps in one program with check_vma=True; results count as replicated, as in vmap."""
-    n, method = 4, feedback(dq.comparators.MXFP8(), kind=kind)
-    x = gradients(n, 1)[0]
-
-    def steps(x):
-        x = x[0]
-        state = lax.pcast(as_compression(method).init_state(x, n), "data", to="varying")
-
-        def step(state, _):
-            options = {"op": "mean", "method": method, "topology": DIRECT, "key": KEY}
-            mean, state, _ = dq.reduce(x, "data", state=state, **options)
-            return state, mean
-
-        return lax.scan(step, state, length=3)[1]
-
-    mapped = jax.shard_map(steps, mesh=auto_mesh(n), in_specs=P("data"), out_specs=P())
-    found = jax.jit(mapped)(x)
-    state = first_state(method, x, n, DIRECT)
-    for i in range(3):
-        expected, state = stepper(method, DIRECT, mean=True)(x, KEY, state)
-        np.testing.assert_allclose(found[i], expected[0], rtol=1e-5, atol=1e-6)
-
-
-def test_half_precision_gradients_have_f32_memories():
-    x = gradients(3, 3).astype(jnp.bfloat16)
-    method = feedback(dq.comparators.MXFP8(), kind="econtrol")
-    state = first_state(method, jnp.asarray(x[0]), 3, DIRECT)
-    for own in x:
-        found, state = stepper(method, DIRECT)(jnp.asarray(own), KEY, state)
-        assert found.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
-    exact = total_of(x[-1].astype(np.float32))
-    assert relative_error(np.asarray(found[0], np.float64), exact) < 0.01
+        state = as_compression(feedback(method, kind=kind)).init_state(jnp.zeros(SIZE), 4)
+        assert isinstance(state[0], error_feedback.ErrorFeedbackState)
+        assert_same_bits(state[0].inner, method.init(SIZE, 4))
+        leaves = jax.tree.leaves(state[0]._replace(inner=()))
+        assert sum(leaf.nbytes for leaf in leaves) == each * SIZE + (kind == "ef21m")
+        assert not any(np.any(leaf) for leaf in leaves)
+        assert len({id(leaf) for leaf in leaves}) == len(leaves)
 
 
 def test_what_makes_no_sense_is_refused():
@@ -271,7 +215,10 @@ def test_what_makes_no_sense_is_refused():
             )
             for own in (around(alone), dq.comparators.Marsit())
         ),
-        (lambda: around(dq.comparators.PermK()), "does not tell what its encodings lose"),
+        (
+            lambda: around(dq.comparators.PermK()),
+            "does not tell what its encodings lose.*TellsLosses",
+        ),
         (lambda: around("minmax"), r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
         (lambda: around(dq.comparators.MinMax), "is not a method"),
         (lambda: around(lambda path, leaf: alone), "to choose by path a function that returns"),
@@ -280,18 +227,6 @@ def test_what_makes_no_sense_is_refused():
     for make, message in cases:
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_a_method_that_does_not_tell_what_it_loses_is_refused():
-    class Silent(Method):
-        def wire_bits(self, size, n_workers, topology):
-            return 0
-
-        def all_reduce(self, x, call):
-            return Outcome(x, ())
-
-    with pytest.raises(ValueError, match=r"does not tell what its encodings lose.*TellsLosses"):
-        dq.ErrorFeedback(Silent())
 
 
 F16 = {
@@ -322,7 +257,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
     overflown, state = step(large, first)
     assert not np.all(np.isfinite(overflown))
     residuals = [x for x in jax.tree.leaves(state) if x.ndim > 1 and x.shape[1] == 64 * 128]
-    assert residuals
+    assert residuals and {x.dtype for x in residuals} == {jnp.dtype(jnp.float32)}
     for x in residuals:
         np.testing.assert_array_equal(x, np.zeros_like(x))
     again, _ = step(usual, state)
@@ -342,23 +277,6 @@ def test_without_state_and_in_halves_it_is_refused():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         thc = feedback(dq.comparators.THC())
         mapped(lambda x: dq.psum(x, "data", method=thc, topology=dq.Ring()))
-
-
-def test_files_name_the_method_within(tmp_path):
-    method = dq.ErrorFeedback(dq.DynamiQ(bits=4, dither=True), kind="econtrol")
-    for name in ("choice.json", "choice.toml"):
-        dq.Compression(method, topology=dq.Ring()).save(tmp_path / name)
-        assert dq.Compression.load(tmp_path / name) == dq.Compression(method, topology=dq.Ring())
-    for text, message in (
-        ('{"method": {"name": "ErrorFeedback"}}', "has no 'method'; say which it is around"),
-        (
-            '{"method": {"name": "ErrorFeedback", "method": {"name": "ErrorFeedback"}}}',
-            r"method\.method 'ErrorFeedback' is not known",
-        ),
-    ):
-        (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            dq.Compression.load(tmp_path / "wrong.json")
 
 
 @pytest.mark.release
@@ -386,16 +304,6 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     assert relative_error(np.mean(found, axis=0), exact) < max(
         relative_error(found[0], exact) / 8, 2e-5
     )
-
-
-def test_states_have_no_array_twice():
-    """So that they can be donated."""
-    method = feedback(dq.comparators.MXFP4(sum="shared-scale"), kind="ef21m")
-    state = as_compression(method).init_state(jnp.zeros(SIZE), 4)
-    leaves = jax.tree.leaves(state)
-    assert len({id(leaf) for leaf in leaves}) == len(leaves) == 5
-    assert isinstance(state[0], error_feedback.ErrorFeedbackState)
-    assert_same_bits(state[0].inner.mu, dq.comparators.MXFP4(sum="shared-scale").init(SIZE, 4).mu)
 
 
 def test_explain_says_what_the_method_within_may_err():

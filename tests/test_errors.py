@@ -24,13 +24,9 @@ FIELDS = [
     ({"widths": ()}, ["widths=()", "at least one", "(2, 4, 6, 8, 10)"]),
     ({"widths": (4, 4)}, ["widths=(4, 4)", "distinct", "(2, 4, 6, 8, 10)"]),
     ({"widths": (2, 17)}, ["widths=(2, 17)", "0 to 16", "(2, 4, 6, 8, 10)"]),
-    ({"widths": (-1, 4)}, ["widths=(-1, 4)", "0 to 16"]),
     ({"widths": (2.5, 4)}, ["widths=(2.5, 4)", "tuple[int, ...], None", "widths=None"]),
-    ({"widths": (True, 4)}, ["widths=(True, 4)", "tuple[int, ...], None"]),
-    ({"widths": "24"}, ["widths='24'", "tuple[int, ...], None"]),
     ({"bits": "5"}, ["bits='5'", "expected float", "bits=5.0"]),
     ({"dither": "off"}, ["dither='off'", "expected bool", "dither=False"]),
-    ({"debug_checks": 1}, ["debug_checks=1", "expected bool", "debug_checks=False"]),
     ({"floor": 5.0}, ["floor=5.0", "expected one of int, 'auto', None", "floor='auto'"]),
     ({"rounding": "nearest"}, ["rounding='nearest'", "antithetic", "correlated", "independent"]),
     ({"backend": "cuda"}, ["backend='cuda'", "None", "triton", "jnp", "interpret"]),
@@ -52,13 +48,11 @@ FIELDS = [
     ({"dither": True, "widths": (4, 15)}, ["widths=(4, 15)", "14 or 16"]),
     ({"floor": 5, "widths": (2, 4)}, ["floor=5", "(2, 4)", "'auto'", "None for no floor"]),
     ({"floor": 15}, ["floor=15", "13, 14)", "'auto'"]),
-    ({"floor": "widest"}, ["floor='widest'", "'auto'"]),
     ({"floor": 11, "format": dq.Format(levels="geometric"), "bits": 12}, ["floor=11", "9, 10)"]),
     ({"floor": 5}, ["bits=5.0", "below 5.375", "the floor, 5", "lower floor"]),
 ]
 FORMAT_FIELDS = [
     ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
-    ({"levels": ""}, ["levels=''", "companded"]),
     ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
     ({"super_group_size": 300}, ["super_group_size=300", "(128, 256, 512, 1024)"]),
     (
@@ -71,7 +65,6 @@ FORMAT_FIELDS = [
 ]
 REQUEST_FIELDS = [
     ({"min_leaf_size": -1}, ["min_leaf_size=-1", "negative", "pass 0"]),
-    ({"min_bucket_size": -5}, ["min_bucket_size=-5", "negative", "pass 0"]),
     ({"bucket_bytes": -2}, ["bucket_bytes=-2", "negative", "pass 0"]),
     ({"min_bucket_bytes": 0.5}, ["min_bucket_bytes=0.5", "expected", "int"]),
     ({"exclude": "norm["}, ["exclude='norm['", "not a regular expression", "as 'norm|bias'"]),
@@ -167,10 +160,10 @@ def test_bad_fields_of_topologies(topology):
 
 
 @pytest.mark.parametrize("level", ["inner", "outer"])
-@pytest.mark.parametrize("what", ["ring", dq.Ring, dq.Hierarchical()])
-def test_levels_of_a_hierarchy_are_topologies(level, what):
-    with raises(ValueError, f"{level}=", "not a topology of one level", "dq.Ring()"):
-        dq.Hierarchical(**{level: what})
+def test_levels_of_a_hierarchy_are_topologies(level):
+    for what in ("ring", dq.Ring, dq.Hierarchical()):
+        with raises(ValueError, f"{level}=", "not a topology of one level", "dq.Ring()"):
+            dq.Hierarchical(**{level: what})
 
 
 def psum_of_ones(n=2, size=70_000, **options):
@@ -299,15 +292,11 @@ def test_a_raw_key_is_summed_as_an_integer():
     assert ours.dtype == native.dtype == jnp.uint32
 
 
-@pytest.mark.parametrize("method", [5.0, "dynamiq", dq.Ring()])
+@pytest.mark.parametrize("method", [5.0, dq.Ring(), dq.DynamiQ])
 def test_what_is_no_method(method):
-    with raises(ValueError, f"method={method!r}", "not a method", "dq.DynamiQ(bits=5)"):
+    said = "DynamiQ" if method is dq.DynamiQ else f"method={method!r}"
+    with raises(ValueError, said, "not a method", "dq.DynamiQ(bits=5)"):
         psum_of_ones(method=method)
-
-
-def test_a_class_is_no_method():
-    with raises(ValueError, "DynamiQ", "not a method", "dq.DynamiQ(bits=5)"):
-        psum_of_ones(method=dq.DynamiQ)
 
 
 @pytest.mark.parametrize("topology", [dq.Ring, "ring", dq.DynamiQ()])
@@ -428,19 +417,15 @@ def test_value_and_grad_refuses_batches_that_do_not_divide(batch, texts):
         f(jnp.ones(3), *batch)
 
 
-@pytest.mark.parametrize("n", ["model", ("node", "model"), 2.0, True, (2, False), None])
+COUNTING = [functools.partial(dq.explain, verbose=False), dq.Compression().init_state]
+
+
+@pytest.mark.parametrize("n", ["model", ("node", "model"), 2.0, (2, False), None])
 def test_what_is_no_number_of_workers(n):
     axis = "model" if n == "model" else "node" if n == ("node", "model") else "data"
-    for function in (
-        functools.partial(dq.explain, verbose=False),
-        dq.Compression().init_state,
-    ):
-        with raises(
-            ValueError,
-            f"n_workers={n!r} is not a number of workers",
-            f"mesh.shape['{axis}']",
-            f"jax.lax.axis_size('{axis}')",
-        ):
+    texts = f"n_workers={n!r} is not a number of workers", f"mesh.shape['{axis}']"
+    for function in COUNTING:
+        with raises(ValueError, *texts, f"jax.lax.axis_size('{axis}')"):
             function(np.ones(3), n)
 
 
@@ -451,6 +436,6 @@ def test_numbers_of_workers_may_be_scalars_of_arrays(n):
 
 @pytest.mark.parametrize("n", [0, -2, (), (2, 0)])
 def test_explain_refuses_numbers_of_workers(n):
-    for function in (functools.partial(dq.explain, verbose=False), dq.Compression().init_state):
+    for function in COUNTING:
         with raises(ValueError, f"n_workers={n}", "at least 1"):
             function(jnp.ones(3), n)

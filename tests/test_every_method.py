@@ -12,7 +12,6 @@ import pytest
 from cases import (
     EVERY_METHOD,
     LOOP,
-    ONE_OF_A_KIND,
     assert_replicas_equal,
     assert_same_bits,
     daily,
@@ -79,10 +78,9 @@ NUMBERS = [
 the test below three."""
 
 
-KINDS = [name for name in ONE_OF_A_KIND if not name.startswith("dynamiq, ")]
-"""`test_error_feedback` and `test_golden` have the others every day."""
-DAILY = [(name, 2 + NAMES.index(name) % 6) for name in KINDS if name != "dynamiq"]
-DAILY += [("f32", 1)]
+KINDS = ("bf16", "mxfp8", "thc", "powersgd", "marsit")
+"""One of each way to move: hop by hop, native, a matrix by itself, with a state."""
+DAILY = [(name, 2 + NAMES.index(name) % 6) for name in KINDS] + [("f32", 1)]
 
 
 @pytest.mark.parametrize(("name", "n"), daily(NUMBERS, DAILY))
@@ -122,7 +120,7 @@ BY_KEY = [
 ]
 
 
-@pytest.mark.parametrize("name", daily(NAMES, ["mxfp8", "thc", "powersgd"]))
+@pytest.mark.parametrize("name", daily(NAMES, ["mxfp8", "thc"]))
 def test_the_key_decides_about_rounding_and_means_are_sums_over_n(name):
     """The workers are three, since one by three is not exact."""
     row, n = EVERY_METHOD[name], 3
@@ -144,7 +142,7 @@ ONE_KIND = [n for n in NAMES[1:] if getattr(EVERY_METHOD[n].method.method, "peri
 """Methods of which all steps move as much; `test_comparators` has the other."""
 
 
-@pytest.mark.parametrize("name", daily(ONE_KIND, ["bf16", "mxfp8", "thc", "powersgd"]))
+@pytest.mark.parametrize("name", daily(ONE_KIND, KINDS[:-1]))
 def test_wire_bits_are_what_the_program_moves(name):
     """And JAX counts the result as replicated. `test_wire_bytes` does the same for DynamiQ."""
     row, n = EVERY_METHOD[name], 4
