@@ -114,9 +114,9 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. ``init`` traces its program for whole parameters
-        in f32; updates run the elementwise operations of it on slices. Extra arguments of
-        ``update``, such as a loss, must be the same on all workers.
+        `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
+        f32; updates run the elementwise operations of it on slices. Extra arguments of ``update``,
+        such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
@@ -161,9 +161,7 @@ def sharded(
             leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
         masters, state = treedef.unflatten(leaves)
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
-        begun = ShardedState(*zeros, masters, state, splits)
-        _check(inner, begun, counts)
-        return begun
+        return ShardedState(*zeros, masters, state, splits)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -501,18 +499,6 @@ def _updated(
         state.splits,
         sizes,
     )
-
-
-def _check(
-    inner: optax.GradientTransformationExtraArgs, state: ShardedState, sizes: Mapping[str, int]
-) -> None:
-    """Refuses an inner optimizer that cannot run on slices, before the first update."""
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # the caller's may be only around updates
-            jax.eval_shape(lambda s: _updated(inner, s.masters, s, sizes, {}), state)
-    except TypeError as error:  # extra arguments, such as a loss, come with the first update
-        if "required keyword-only argument" not in str(error):
-            raise
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:
