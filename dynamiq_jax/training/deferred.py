@@ -32,6 +32,7 @@ from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_fo
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.training.auto_axes import closed_over
 from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
@@ -125,22 +126,23 @@ class Deferred(NamedTuple):
     def with_ones(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
     ) -> tuple[Any, Any]:
-        """Differentiates on meshes with axes of size 1, which types name, too.
+        """Differentiates on meshes with axes of size 1, which types may name.
 
-        The types of arrays, those in the loss and those of this library may differ in these axes.
+        The types of parameters, of the batch and in the loss may differ in these axes: the loss
+        gets arrays that do not name them. Arrays that it closes over keep their types. If these
+        name such axes, nothing changes.
         """
-        with contextlib.suppress(*REFUSALS):
+        counting = {*several(self.mesh.axis_names, self.mesh.shape)}
+        if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
             return self(loss, params, data, **options)
         specs = jax.tree.map(_spec, params)
-        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
+        with jax.remove_size_one_mesh_axis_from_type(True):
             arrays = jax.tree.map(self._without_ones, (params, data))
             value, found = self(loss, *arrays, **options)
             with jax.remove_size_one_mesh_axis_from_type(False):
                 if isinstance(found, Reduced):
                     return value, found._replace(tree=self._typed(found.tree, specs))
                 return value, self._typed(found, specs)
-        # The loss may close over arrays of the other types.
-        return self(loss, params, data, **options)
 
     def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
         """The operands of a `jax.shard_map` that data axes split."""
@@ -329,9 +331,9 @@ class Deferred(NamedTuple):
 
 
 def _listed(leaves: list[Leaf], what: str = "leaves") -> str:
-    """How many leaves, of how many bytes, and the names of eight."""
+    """How many leaves, of how many bytes, the names of eight, and how many more there are."""
     names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
-    rest = ", …" if len(leaves) > 8 else ""
+    rest = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
 
 
