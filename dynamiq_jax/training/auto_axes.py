@@ -40,6 +40,9 @@ from dynamiq_jax.tree.placement import (
 WORDS = ("mean", "sum", "rows", "same")
 """How a leaf of aux becomes one of all workers."""
 
+ARRAYS = Array | np.ndarray | np.generic
+"""Arguments of the loss of other types are constants of its program."""
+
 
 class Told(NamedTuple):
     """The arguments of the loss that are not differentiated, but for the values of arrays."""
@@ -59,7 +62,7 @@ class Told(NamedTuple):
           ValueError: a constant has no hash.
         """
         leaves, structure = jax.tree.flatten(data)
-        arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
+        arrays = tuple(isinstance(x, ARRAYS) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
         for x, array in pairs:
             if not array and type(x).__hash__ is None:
@@ -86,37 +89,24 @@ def _sign(x: Any) -> str:
 
 
 class Known(NamedTuple):
-    """The facts about one call's arguments for which its program is compiled.
-
-    Attributes:
-      placed: the PartitionSpec of each parameter over the axes of several devices.
-      told: the arguments of the loss that are not differentiated.
-      split: the PartitionSpec of each array among them over the data axes.
-      folded: whether each of these is a key into which workers fold their numbers.
-    """
+    """The facts about one call's arguments for which its program is compiled."""
 
     placed: tuple[P, ...]
+    """The PartitionSpec of each parameter over the axes of several devices."""
     told: Told
     split: tuple[P, ...]
+    """The PartitionSpec of each array in ``told`` over the data axes."""
     folded: tuple[bool, ...]
+    """Whether each of these is a key into which workers fold their numbers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Mapped:
     """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
 
-    Attributes:
-      loss: ``(params, data) -> loss`` or ``-> (loss, aux)``.
-      mesh: a mesh of Auto axes.
-      total: the sum over the data axes.
-      has_aux: whether the loss comes with more.
-      metrics: whether gradients come with `Metrics`.
-      reduces: whether gradients are summed; else workers' own are stacked, as `Terms`.
-      specs: as for `value_and_grad`.
-      batch_specs: the same.
-      aux: the same.
-      weight: ``(params, data) -> weight`` of this worker's examples, or `None`.
-      suspicious: whether the loss may close over arrays of the traced program around it.
+    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``. If it does
+    not reduce, workers' own gradients come back stacked, as `Terms`. A suspicious loss may close
+    over arrays of the traced program around it.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -303,7 +293,7 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     specs, folded, lengths = [], [], {}
     for x, own in zip(leaves, given, strict=True):
         spec = None if own == untold else own
-        if not isinstance(x, Array | np.ndarray | np.generic):
+        if not isinstance(x, ARRAYS):
             continue
         key = _is_key(x)
         if spec is None and x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
@@ -339,7 +329,7 @@ def _warn_of_whole(
 ) -> None:
     """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
     leaves = jax.tree.leaves(data)
-    arrays = [x for x in leaves if isinstance(x, Array | np.ndarray | np.generic)]
+    arrays = [x for x in leaves if isinstance(x, ARRAYS)]
     whole = [
         x
         for x, spec in zip(arrays, split, strict=True)
@@ -530,7 +520,7 @@ def _check_batch(
     data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(data)
-    arrays = [own for own in leaves if isinstance(own[1], Array | np.ndarray | np.generic)]
+    arrays = [own for own in leaves if isinstance(own[1], ARRAYS)]
     for (path, x), spec in zip(arrays, split, strict=True):
         shape, name = jnp.shape(x), jax.tree_util.keystr(path[1:])
         for dimension, entry in enumerate(spec):
