@@ -71,7 +71,7 @@ def timed(sizes, chosen, baseline, announce=timing.silent):
 @pytest.fixture(scope="module")
 def all_reduce_rows():
     said = []
-    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed("bf16"), said.append)
+    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed(), said.append)
     assert said == [f"compiled {i} of 3 programs" for i in range(1, 4)] * 2
     return {(row.size_bytes, row.method): row for row in rows}
 
@@ -132,7 +132,7 @@ class TestAllReduce:
     def test_halves_move_half_the_bytes(self):
         half = "psum_scatter"
         five = contenders.parse_method("dynamiq:5", contenders.parse_topology("direct"), half)
-        native, five = timed([2**18], [five], contenders.uncompressed("bf16", half))
+        native, five = timed([2**18], [five], contenders.uncompressed(half))
         assert [native.method, five.method] == ["bf16 psum_scatter", "dynamiq:5 direct"]
         assert native.wire_bytes == 2**18 // 2
         assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.03)
@@ -440,7 +440,7 @@ def test_without_a_command_there_is_help(arguments):
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):
         mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
-        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3, seed=0)
+        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3)
         rows = np.asarray(data.astype(jnp.float32))
         assert rows.shape == (len(jax.devices()), 256 * 64 + 3)
         assert len(np.unique(rows, axis=0)) == len(rows)

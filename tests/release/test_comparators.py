@@ -431,7 +431,7 @@ def minmax_grid(x, bits):
 
 @given(
     bits=st.integers(1, 8),
-    rounding=st.sampled_from(minmax.ROUNDINGS),
+    rounding=st.sampled_from(["nearest", "stochastic", "shift"]),
     scale=st.sampled_from([1e-30, 1e-20, 1.0, 1e20, 1e35]),
     middle=st.sampled_from([0.0, 3.0, -100.0]),
     seed=st.integers(0, 9),
@@ -577,7 +577,7 @@ def minmax_round_trip(bits):
 
 
 NEAREST = {
-    "minmax": (of.MinMax.flash_communication(5), minmax_round_trip(5), 0.002),
+    "minmax": (of.MinMax(bits=5, rounding="nearest"), minmax_round_trip(5), 0.002),
     **{
         f"{name}, {kind}": (getattr(of, f"MXFP{mx.ELEMENTS[name].bits}")(element=name, sum=kind),
                             functools.partial(mx_round_trip, name=name), 0)
@@ -628,9 +628,9 @@ MinMax, QSGD = of.MinMax, of.GlobalQSGD
 
 
 HALVES = {
-    "qsdp": low(MinMax.qsdp(6)),
-    "flash": low(MinMax.flash_communication(5)),
-    "weights": low(MinMax.qsdp_weights(6)),
+    "qsdp": low(MinMax(bits=6, bucket_size=1024)),
+    "flash": low(MinMax(bits=5, rounding="nearest")),
+    "weights": low(MinMax(bits=6, bucket_size=1024, rounding="shift")),
 }
 
 
@@ -1031,7 +1031,7 @@ def with_fraction(method, x, fraction):
 
 @pytest.mark.parametrize(
     ("method", "columns", "blocks"),
-    [(Omni(density=0.11), CHUNK, 640), (of.OmniReduce.top_k_chunked(density=0.25), 64, 160)],
+    [(Omni(density=0.11), CHUNK, 640), (Omni(density=0.25, block_size=64), 64, 160)],
 )
 def test_omnireduce_sums_the_blocks_of_most_energy(method, columns, blocks):
     """And memory holds all others whole. Energies travel in bf16: 3% may change places."""
@@ -1502,15 +1502,15 @@ SATURATED: dict[str, Any] = {"form": "two-shot", "saturate": True}
         (of.OmniReduce(), VECTOR, 8, 16 * 0.5 + 16 / 256),
         (of.OmniReduce(select="union"), VECTOR, 8, 16 * 0.5 + (16 + 8) / 256),
         (of.OmniReduce(select="union"), VECTOR, 256, 16 * 0.5 + (16 + 32) / 256),
-        (of.OmniReduce.top_k_chunked(1 / 16), VECTOR, 8, 16 / 16 + 16 / 64),
+        (of.OmniReduce(density=1 / 16, block_size=64), VECTOR, 8, 16 / 16 + 16 / 64),
         (of.SIDCo(density=0.5, headroom=3, block_size=256), VECTOR, 8, 16 + 16 / 256),
         (of.ARCTopK(density=0.25), (1024, 512), 8, 16 * (0.25 + 4 / 512)),
         (of.ARCTopK(density=0.5, rank=8, wire="f32"), (1024, 512), 8, 32 * 0.5 + 16 * 8 / 512),
         (of.PowerSGD(), WIDE, 8, 16 * 4 * (1 / 1024 + 1 / 4096)),
         (of.PowerSGD(rank=8, wire="f32"), WIDE, 8, 32 * 8 * (1 / 1024 + 1 / 4096)),
         (of.PermK(), VECTOR, 8, 8),
-        (MinMax.flash_communication(5), VECTOR, 8, 5 + 32 / 128),
-        (MinMax.qsdp(), VECTOR, 8, 8 + 32 / 1024),
+        (MinMax(bits=5, rounding="nearest"), VECTOR, 8, 5 + 32 / 128),
+        (MinMax(bits=8, bucket_size=1024), VECTOR, 8, 8 + 32 / 1024),
         (QSGD(bits=6), VECTOR, 8, 6 + 32 / 4096),
         (of.MXFP8(), VECTOR, 8, 8.25),
         (of.MXFP6(sum="shared-scale"), VECTOR, 8, 6.25),
