@@ -158,7 +158,7 @@ def test_without_a_gpu_eight_cpu_workers_stand_in():
 @pytest.fixture(scope="module")
 def kernel_rows(tmp_path_factory):
     file = tmp_path_factory.mktemp("kernels") / "rows.json"
-    chosen = ["--coords", "2^14", "--dither", "--repeats", 3, "--json", file]
+    chosen = ["--size", "32KiB", "--dither", "--repeats", 3, "--json", file]
     result = run("bench", "kernels", *chosen)
     assert result.exit_code == 0, result.output
     assert all(column.title in result.output for column in tables.KERNEL_COLUMNS)
@@ -334,9 +334,7 @@ REFUSED = [
     ([*ALL_REDUCE, "--iterations", "0"], "--iterations", ""),
     ([*ALL_REDUCE, "--process-id", "1"], "--process-id", "not below --processes 1"),
     ([*ALL_REDUCE, "--nodes", "3"], "--nodes", "8 devices are not 3 equal nodes"),
-    (["bench", "kernels", "--coords", "many"], "--coords", "coords 'many' is not a whole number"),
-    (["bench", "kernels", "--coords", "2^31"], "--coords", "pass 1 to 2^31 - 1"),
-    (["bench", "kernels", "--coords", "9^99999999"], "--coords", "pass 1 to 2^31 - 1"),
+    (["bench", "kernels", "--size", "many"], "--size", "size 'many' is not a size"),
     (["bench", "kernels", "--bits", "1"], "--bits", "raise bits, or pass a narrower"),
     (["bench", "kernels", "--backend", "cuda"], "--backend", "'cuda'"),
     (["error", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
@@ -518,11 +516,6 @@ def test_sizes(text, size_bytes):
     assert contenders.parse_size(text) == size_bytes
     if text.endswith("iB"):
         assert tables.format_size(size_bytes) == text
-
-
-@pytest.mark.parametrize(("text", "coords"), [("2^28", 2**28), ("2**10", 1024), ("1000", 1000)])
-def test_coords(text, coords):
-    assert kernels.parse_coords(text) == coords
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import typer
 
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import tables
-from dynamiq_jax.commands.bench.contenders import MAX_COORDS
+from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.methods import DynamiQ
@@ -68,22 +68,9 @@ class _Case(NamedTuple):
     backend: str
 
 
-def parse_coords(text: str) -> int:
-    """The number meant by ``text``, for example ``2^28`` or ``1000000``."""
-    base, caret, exponent = text.replace("**", "^").partition("^")
-    try:
-        number, power = int(base), int(exponent) if caret else 1
-    except ValueError:
-        raise ValueError(f"coords {text!r} is not a whole number: write for example 2^28") from None
-    coords = number**power if 0 <= power < 31 else 0  # a huge power would take for ever
-    if not 1 <= coords <= MAX_COORDS:
-        raise ValueError(f"coords {text!r}: pass 1 to 2^31 - 1 coordinates")
-    return coords
-
-
 def command(
-    coords: Annotated[
-        str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
+    size: Annotated[
+        str | None, typer.Option(help="bf16 gradient (default: 512MiB; on CPU 512KiB).")
     ] = None,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
     dither: Annotated[
@@ -99,13 +86,14 @@ def command(
     """Time the coding kernels on one device against a plain copy."""
     options.writable({"--json": json_file})
     checked("--bits", DynamiQ, bits=bits, dither=dither)
-    size = None if coords is None else checked("--coords", parse_coords, coords)
+    size_bytes = None if size is None else checked("--size", parse_size, size)
     ran = checked("--backend", resolve_backend, backend)
     workers = jax.devices()[:1]
     on_cpu = options.on_cpu(workers)
-    repeats, size = repeats or (5 if on_cpu else 20), size or (2**18 if on_cpu else 2**28)
-    rows = bench_kernels(size, bits=bits, dither=dither, repeats=repeats, backend=ran)
-    title = f"kernels at {bits:g} bits{' with dither' * dither}, {size:,} bf16 coordinates, "
+    repeats = repeats or (5 if on_cpu else 20)
+    coords = (size_bytes or (2**19 if on_cpu else 2**29)) // 2
+    rows = bench_kernels(coords, bits=bits, dither=dither, repeats=repeats, backend=ran)
+    title = f"kernels at {bits:g} bits{' with dither' * dither}, {coords:,} bf16 coordinates, "
     title += f"{options.workers_text(workers)}, {repeats} repeats"
     tables.report(rows, tables.KERNEL_COLUMNS, title, workers, json_file)
 
