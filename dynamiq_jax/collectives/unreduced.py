@@ -1,7 +1,7 @@
 """Reductions outside of maps: of values that JAX's types call unreduced over Explicit axes.
 
 An unreduced array is a sum that nobody has done yet: every device along the axis holds a term of
-it. JAX types gradients so where parameters are typed as reduced, see `training.deferred`.
+it. JAX types gradients so where parameters are typed as reduced, see `training.explicit_axes`.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
-from dynamiq_jax.training.deferred import Deferred
+from dynamiq_jax.training.explicit_axes import Deferred
 
 
 def value_and_grad(
