@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.collectives.explicit_sums import is_explicit
 from dynamiq_jax.collectives.sum import Sum
-from dynamiq_jax.collectives.unreduced import is_explicit
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import varying_axes

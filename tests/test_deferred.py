@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives.unreduced import unreduced_axes
+from dynamiq_jax.collectives.explicit_sums import unreduced_axes
 from dynamiq_jax.methods.metrics import vnmse
 
 F32 = small(dq.F32(), exclude="bias|scale")

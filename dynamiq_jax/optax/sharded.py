@@ -21,8 +21,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
+from dynamiq_jax.collectives.explicit_sums import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.collectives.sum import Split, Sum, split_of, whole_shape
-from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers

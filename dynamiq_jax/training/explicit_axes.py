@@ -20,13 +20,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum, warn_of_gather
-from dynamiq_jax.collectives.unreduced import (
+from dynamiq_jax.collectives.explicit_sums import (
     large_leaves,
     reduce_unreduced,
     resharded,
     unreduced_axes,
 )
+from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_for
 from dynamiq_jax.core.constraints import constraints_without
