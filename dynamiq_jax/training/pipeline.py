@@ -28,8 +28,8 @@ from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import constant_copies
+from dynamiq_jax.training.interleaved import Pipeline, Traces, arrive, send
 from dynamiq_jax.training.parts import Function, Loop, Once, Parameters, Part, Scanned
-from dynamiq_jax.training.under_way import Pipeline, Traces, arrive, send
 
 
 def sequential(
