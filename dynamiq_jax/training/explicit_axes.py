@@ -34,7 +34,7 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.auto_axes import closed_over
 from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
-from dynamiq_jax.tree.leaves import Leaf, describe_leaves
+from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 
 
@@ -160,11 +160,10 @@ class Deferred(NamedTuple):
                 yield
         except REFUSALS as error:
             self._check_split(data, error)
-            leaves = [leaf for leaf in describe_leaves(params) if leaf.index in chosen]
-            if not leaves:
+            if not chosen:
                 raise
             error.add_note(
-                f"dq.value_and_grad typed {_listed(leaves)} as reduced over axis "
+                f"dq.value_and_grad typed {_listed(params, chosen)} as reduced over axis "
                 f"{self.axis.name!r}. JAX has no rule for some uses of such a value, as "
                 "convolutions, table[ids], and elementwise products with examples. Exclude the "
                 "leaf by Compression(exclude=...), and JAX sums its gradient; or take a mesh of "
@@ -175,33 +174,32 @@ class Deferred(NamedTuple):
 
     def _check_maps(self, params: Any, numbers: Collection[int]) -> None:
         """Refuses gathered leaves that a map in the loss would have taken as shards."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
-        if leaves:
+        if numbers:
+            leaves = _listed(params, numbers, "sharded parameters")
             raise ValueError(
-                f"a jax.shard_map in the loss takes {_listed(leaves, 'sharded parameters')}, which "
-                f"are gathered over axis {self.axis.name!r} before the loss. Pass value_and_grad("
-                "gather=False), and the map takes shards, such as those of experts; or "
-                "jax.reshard them in the loss before the map, which then takes whole ones"
+                f"a jax.shard_map in the loss takes {leaves}, which are gathered over axis "
+                f"{self.axis.name!r} before the loss. Pass value_and_grad(gather=False), and "
+                "the map takes shards, such as those of experts; or jax.reshard them in "
+                "the loss before the map, which then takes whole ones"
             )
 
     def _warn_of_native(self, params: Any, numbers: Collection[int]) -> None:
         """Warns of large shards that neither a gather nor a map over all data axes takes."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
-        if leaves:
+        if numbers:
             warnings.warn(
-                f"{_listed(leaves, 'sharded parameters')} do not pass dq.reduce_in_backward as "
-                "shards, and JAX sums their gradients, uncompressed. Call it for these, too, "
-                "in the place of jax.reshard, or exclude them by Compression(exclude=...)",
+                f"{_listed(params, numbers, 'sharded parameters')} do not pass "
+                "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+                "Call it for these, too, in the place of jax.reshard, or exclude them "
+                "by Compression(exclude=...)",
                 stacklevel=4,
             )
 
     def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
         """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in native]
         warnings.warn(
-            f"{_listed(leaves)} are summed by JAX, uncompressed: the loss reshards them, and the "
-            f"result is not typed as reduced over axis {self.axis.name!r}. They are whole already; "
-            "leave jax.reshard out, or exclude them by Compression(exclude=...)",
+            f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
+            f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They are "
+            "whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
             stacklevel=4,
         )
 
@@ -330,8 +328,9 @@ class Deferred(NamedTuple):
             return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
-def _listed(leaves: list[Leaf], what: str = "leaves") -> str:
+def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:
     """How many leaves, of how many bytes, the names of eight, and how many more there are."""
+    leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
     names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
     rest = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
