@@ -24,6 +24,7 @@ from dynamiq_jax.collectives.halves import (
     check_axis_of,
     group_parts,
     pieces,
+    put_together,
 )
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
@@ -36,7 +37,7 @@ from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, from_flat, joined
+from dynamiq_jax.tree.leaves import Bucket, Grouping, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
@@ -142,18 +143,7 @@ def _exchange_leaves(
     cut: Cut,
     concat_axis: int,
 ) -> list[Array]:
-    n, words, values = cut.n_workers, key_words(key), list(values)
-
-    def back(leaf: Leaf, blocks: Array) -> Array:
-        """The result from the blocks of all workers, [n, coordinates of a block]."""
-        block, at = cut.of(leaf), concat_axis % len(leaf.shape)
-        whole = jnp.moveaxis(from_flat(blocks, block), 0, at)
-        if not cut.tiled:
-            return whole
-        shape = list(block.shape)
-        shape[at] *= n
-        return whole.reshape(shape)
-
+    words, values = key_words(key), list(values)
     for leaf, _ in grouping.exact:
         split, concat = (i % len(leaf.shape) for i in (cut.dimension, concat_axis))
         options = {"axis_index_groups": axis.groups, "tiled": cut.tiled}
@@ -162,13 +152,14 @@ def _exchange_leaves(
     for bucket in grouping.buckets:
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         blocks = joined(parts)
-        if n > 1:
+        if cut.n_workers > 1:
             forth = bucket.route.of_bucket(bucket)
             seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
         found = pieces(blocks, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, found, strict=True):
-            values[leaf.index] = back(leaf, own)
+            own = from_flat(own, cut.of(leaf))  # blocks of all workers
+            values[leaf.index] = put_together(own, concat_axis, tiled=cut.tiled)
     return values
 
 

@@ -155,6 +155,17 @@ def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
     return [x[..., start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
+def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
+    """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
+    at %= blocks.ndim - tiled
+    whole = jnp.moveaxis(blocks, 0, at)
+    shape = list(blocks.shape[1:])
+    if not tiled:
+        return whole
+    shape[at] *= len(blocks)
+    return whole.reshape(shape)
+
+
 class Cut(NamedTuple):
     """How each leaf is cut into a slice for every worker: along a dimension, as `psum_scatter`."""
 
@@ -289,8 +300,8 @@ def gather_over(
     grouping = group_parts(compression, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     run = _gather_leaves if axis.several_vmapped else _gather_compiled
-    options = {"dimension": dimension, "tiled": tiled, "to": to, "n_workers": n}
-    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
+    options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}
+    return treedef.unflatten(run(values, key, **options))
 
 
 def _gather_leaves(
@@ -299,35 +310,25 @@ def _gather_leaves(
     *,
     grouping: Grouping,
     axis: Axis,
-    dimension: int,
-    tiled: bool,
+    cut: Cut,
     to: Varying,
-    n_workers: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
-
-    def back(leaf: Leaf, gathered: Array) -> Array:
-        # [n, *shape] to n at the dimension: a new axis there, or (tiled) shards one after another.
-        at = dimension % (len(leaf.shape) + (not tiled))
-        whole = jnp.moveaxis(gathered, 0, at)
-        if not tiled:
-            return whole
-        shape = list(leaf.shape)
-        shape[at] *= n_workers
-        return whole.reshape(shape)
-
+    back = functools.partial(put_together, at=cut.dimension, tiled=cut.tiled)
     exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
-        values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
+        values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
         run = _gather_bucket if axis.several_vmapped else _gather_alike
         method, _ = bucket.route.halves()
         compressed = functools.partial(run, axis=axis, method=method, to=to)
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
-        gathered = exact(x) if n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
+        gathered = (
+            exact(x) if cut.n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
+        )
         shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
         for leaf, own in zip(bucket.leaves, shards, strict=True):
-            values[leaf.index] = back(leaf, from_flat(own, leaf))
+            values[leaf.index] = back(from_flat(own, leaf))
     return values
 
 
@@ -341,7 +342,7 @@ def _gather_bucket(
 _gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
 _gather_compiled = inlined(
     _gather_leaves,
-    static_argnames=("grouping", "axis", "dimension", "tiled", "to", "n_workers"),
+    static_argnames=("grouping", "axis", "cut", "to"),
 )
 
 
