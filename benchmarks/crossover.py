@@ -59,7 +59,7 @@ def measure(collective: str, repeats: int) -> list[Point]:
     rows = all_reduce.bench_all_reduce(
         [size * MIB for size in SIZES[collective]],
         [method],
-        contenders.uncompressed("bf16", collective),
+        contenders.uncompressed(collective),
         devices=jax.devices(),
         repeats=repeats,
         iterations=16,  # at all sizes alike: programs of one collective would wait for the host

@@ -37,7 +37,7 @@ def timed_program(size: str, bits: float, topology: str):
     mesh = all_reduce.make_mesh(jax.devices())
     route = contenders.parse_topology(topology)
     contender = contenders.parse_method(f"dynamiq:{bits}", route)
-    data = all_reduce.heavy_tailed_gradients(mesh, contenders.parse_size(size) // 2, 0)
+    data = all_reduce.heavy_tailed_gradients(mesh, contenders.parse_size(size) // 2)
     return all_reduce.timed_program(mesh, contender, 1), data
 
 

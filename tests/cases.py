@@ -137,7 +137,7 @@ EVERY_METHOD = {
     "mxfp6, shared": Row(low(comparators.MXFP6(sum="shared-scale")), OVER, 32, 0.015),
     "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
     "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
-    "minmax, nearest": Row(low(comparators.MinMax.flash_communication(5)), OVER, 128, 0.01),
+    "minmax, nearest": Row(low(comparators.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
     "minmax, shift": Row(low(comparators.MinMax(rounding="shift", bits=6)), OVER, 128, 0.01),
     "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "qsgd, exponential": Row(

@@ -71,7 +71,7 @@ def timed(sizes, chosen, baseline, announce=timing.silent):
 @pytest.fixture(scope="module")
 def all_reduce_rows():
     said = []
-    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed("bf16"), said.append)
+    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed(), said.append)
     assert said == [f"compiled {i} of 3 programs" for i in range(1, 4)] * 2
     return {(row.size_bytes, row.method): row for row in rows}
 
@@ -132,7 +132,7 @@ class TestAllReduce:
     def test_halves_move_half_the_bytes(self):
         half = "psum_scatter"
         five = contenders.parse_method("dynamiq:5", contenders.parse_topology("direct"), half)
-        native, five = timed([2**18], [five], contenders.uncompressed("bf16", half))
+        native, five = timed([2**18], [five], contenders.uncompressed(half))
         assert [native.method, five.method] == ["bf16 psum_scatter", "dynamiq:5 direct"]
         assert native.wire_bytes == 2**18 // 2
         assert five.wire_bytes / native.wire_bytes == pytest.approx(5 / 16, rel=0.03)
@@ -158,7 +158,7 @@ def test_without_a_gpu_eight_cpu_workers_stand_in():
 @pytest.fixture(scope="module")
 def kernel_rows(tmp_path_factory):
     file = tmp_path_factory.mktemp("kernels") / "rows.json"
-    chosen = ["--coords", "2^14", "--dither", "--repeats", 3, "--json", file]
+    chosen = ["--size", "32KiB", "--dither", "--repeats", 3, "--json", file]
     result = run("bench", "kernels", *chosen)
     assert result.exit_code == 0, result.output
     assert all(column.title in result.output for column in tables.KERNEL_COLUMNS)
@@ -314,8 +314,7 @@ REFUSED = [
     ([*ALL_REDUCE, "--iterations", "0"], "--iterations", ""),
     ([*ALL_REDUCE, "--process-id", "1"], "--process-id", "not below --processes 1"),
     ([*ALL_REDUCE, "--nodes", "3"], "--nodes", "8 devices are not 3 equal nodes"),
-    (["bench", "kernels", "--coords", "many"], "--coords", "coords 'many' is not a whole number"),
-    (["bench", "kernels", "--coords", "9^99999999"], "--coords", "pass 1 to 2^31 - 1"),
+    (["bench", "kernels", "--size", "many"], "--size", "size 'many' is not a size"),
     (["bench", "kernels", "--bits", "1"], "--bits", "raise bits, or pass a narrower"),
     (["bench", "kernels", "--backend", "cuda"], "--backend", "'cuda'"),
     (["error", "--topology", "hierarchical"], "--topology", "direct, ring or butterfly"),
@@ -416,7 +415,7 @@ def test_without_a_command_there_is_help(arguments):
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):
         mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
-        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3, seed=0)
+        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3)
         rows = np.asarray(data.astype(jnp.float32))
         assert rows.shape == (len(jax.devices()), 256 * 64 + 3)
         assert len(np.unique(rows, axis=0)) == len(rows)
@@ -475,12 +474,10 @@ class TestTiming:
             timing.time_calls([], **({"repeats": 1} | {count: 0}))
 
 
-def test_sizes_and_coords():
+def test_sizes():
     sizes = {"16MiB": 2**24, "64kib": 2**16, "3MB": 3_000_000, "512": 512}
     assert {text: contenders.parse_size(text) for text in sizes} == sizes
     assert [tables.format_size(size) for size in (2**24, 2**30)] == ["16MiB", "1GiB"]
-    coords = {"2^28": 2**28, "2**10": 1024, "1000": 1000}
-    assert {text: kernels.parse_coords(text) for text in coords} == coords
 
 
 SYMMETRIC = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllGather,AllToAll"

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives.unreduced import unreduced_axes
+from dynamiq_jax.collectives.explicit_sums import unreduced_axes
 from dynamiq_jax.methods.metrics import vnmse
 
 F32 = small(dq.F32(), exclude="bias|scale")
@@ -277,6 +277,11 @@ def test_uses_without_a_rule_are_refused_with_a_remedy():
         f(params, batch, rows)
     note = raised.value.__notes__[0]
     assert re.search(r"3 leaves of 24,576 bytes \(down, table, up\).*exclude=", note)
+    several = {f"{i:02}": params["up"] for i in range(10)}
+    with pytest.raises(Exception, match="reduced") as raised:
+        f = dq.value_and_grad(lambda p, x: jnp.sum(p["09"][:32] * x), axis_name="data", method=F32)
+        f(several, batch["x"])
+    assert "00, 01, 02, 03, 04, 05, 06, 07 and 2 more) as reduced" in raised.value.__notes__[0]
     told = small(dq.F32(), exclude="table|bias|scale")
     with warnings.catch_warnings(), jax.set_mesh(mesh):
         warnings.simplefilter("error")
@@ -516,18 +521,19 @@ def test_what_is_no_parameter_and_no_constant_is_refused():
 
 @pytest.mark.parametrize("sizes", [(8,), (8, 1)])
 def test_mistakes_of_a_loss_come_out(sizes):
-    """JAX refuses some types with errors of a few kinds; other errors are not taken for these."""
+    """The loss is traced once, whatever it raises and whatever types name."""
+    traces = []
 
     def loss(params, batch):
-        if jax.typeof(params["up"]).sharding.spec.reduced:
-            raise KeyError("a mistake")
-        return masked(params, batch)
+        traces.append(jax.typeof(params["up"]))
+        raise ValueError("a mistake")
 
     mesh = mesh_of(*sizes)
     args = (put(x, mesh, *spec) for x, spec in zip(arrays(), ((), ("data",)), strict=True))
     f = dq.value_and_grad(loss, axis_name="data", method=F32)
-    with jax.set_mesh(mesh), pytest.raises(KeyError, match="a mistake"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="a mistake"):
         jax.eval_shape(f, *args)
+    assert len(traces) == 1
 
 
 def test_the_derivative_of_gradients_is_that_of_the_exact_sum():

@@ -47,9 +47,11 @@ def stepper(inner, state, check_vma=True, **extra):
     return jax.shard_map(step, mesh=auto_mesh(), check_vma=check_vma, **options)
 
 
-def gradients():
-    """The types of every worker's gradients."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), PARAMS)
+def check(inner, **extra):
+    """Traces the first update; nothing is compiled."""
+    state = begin(inner)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), PARAMS)
+    jax.eval_shape(stepper(inner, state, **extra), PARAMS, state, grads)
 
 
 def each(function):
@@ -142,26 +144,24 @@ REFUSED = {
     "name", daily(TAKEN, ["adamw, schedule", "custom rules", "multi_transform", "MultiSteps"])
 )
 def test_an_elementwise_optimizer_is_taken(name):
-    state = begin(TAKEN[name])
-    assert state.masters["a"].shape == (64, 8)
+    check(TAKEN[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_init_refuses_an_optimizer_that_mixes_coordinates_or_depends_on_their_place(name):
+def test_an_optimizer_that_mixes_coordinates_or_depends_on_their_place_is_refused(name):
     inner, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        begin(inner)
+        check(inner)
 
 
-def test_an_optimizer_with_extra_arguments_is_checked_in_its_first_update():
+def test_an_optimizer_may_take_extra_arguments():
     loss = {"value": jnp.float32(1.0)}
     taken = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
-    state = begin(taken)
-    jax.eval_shape(stepper(taken, state, **loss), PARAMS, state, gradients())
-    refused = optax.polyak_sgd()
-    state = begin(refused)
+    check(taken, **loss)
+    with pytest.raises(TypeError, match="required keyword-only argument: 'value'"):
+        check(taken)
     with pytest.raises(ValueError, match=r"'\w+' \(scale_by_polyak, .* of an array \(64, 8\)"):
-        jax.eval_shape(stepper(refused, state, **loss), PARAMS, state, gradients())
+        check(optax.polyak_sgd(), **loss)
 
 
 def test_updates_are_those_of_whole_parameters():

@@ -328,7 +328,7 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
     @jax.jit
     def keyed(params, batch, key):
         inner = lambda p, b: loss(p, b) * jax.random.uniform(key)  # noqa: E731
-        outer = lambda p, b: inner(p, b)  # noqa: E731
+        outer = functools.partial(lambda p, b, inner: inner(p, b), inner=jax.checkpoint(inner))
         return dq.value_and_grad(outer, mesh=auto_mesh(), **OPTIONS)(params, batch)
 
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):

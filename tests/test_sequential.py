@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
-from dynamiq_jax.training import under_way
+from dynamiq_jax.training import interleaved
 from dynamiq_jax.training.phases import cut
 
 N, DIM = 4, 128
@@ -268,7 +268,7 @@ class Weights:
 @pytest.mark.parametrize("scanned", [True, False])
 def test_reductions_of_layers_alike_are_traced_once(scanned, monkeypatch):
     traced = []
-    monkeypatch.setattr(under_way, "cut", lambda *args: traced.append(args) or cut(*args))
+    monkeypatch.setattr(interleaved, "cut", lambda *args: traced.append(args) or cut(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]  # noqa: E731
@@ -380,7 +380,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
     So ``late`` results wait for rounds of the last reduction, that of the embedding.
     """
     functions, params, tokens = model(n_layers)
-    held, finished, hold = [], [], under_way.hold
+    held, finished, hold = [], [], interleaved.hold
 
     def recorded(moving, passing):
         if passing is None:
@@ -388,7 +388,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
             finished.extend(moving[1:])
         return hold(moving, passing)
 
-    monkeypatch.setattr(under_way, "hold", recorded)
+    monkeypatch.setattr(interleaved, "hold", recorded)
     run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     assert [len(others) for _, *others in held] == shares

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.axis import Axis, axis_names
-from dynamiq_jax.training import under_way
+from dynamiq_jax.training import interleaved
 from dynamiq_jax.training.phases import cut
 
 N, DIM, LAYERS = 4, 16, 8
@@ -234,7 +234,7 @@ def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(way, monkeyp
         seen.append(cut(*args))
         return seen[-1]
 
-    monkeypatch.setattr(under_way, "cut", watched)
+    monkeypatch.setattr(interleaved, "cut", watched)
     method = dataclasses.replace(SOME, topology=dq.Direct())
     params, batches = problem()
     state, step = stepper(make(method), params, WAYS[way], method)

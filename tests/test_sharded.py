@@ -392,9 +392,9 @@ def traced(collective, *shapes, n=4, tiled=True, **options):
     [
         ((8, 10), {"scatter_dimension": 1}, ["leaf ['leaf 1'] has 10 entries", "=1", "4 workers"]),
         ((9,), {}, ["has 9 entries", "not a multiple of the 4 workers", "pad it", "dq.psum"]),
-        ((8,), {"scatter_dimension": 1}, ["scatter_dimension=1", "shape (8,)", "pass a dimension"]),
+        ((8,), {"scatter_dimension": 1}, ["scatter_dimension=1", "shape (8,)", "pass an axis"]),
         ((8,), {"scatter_dimension": -2}, ["scatter_dimension=-2", "shape (8,)"]),
-        ((), {}, ["scatter_dimension=0", "shape ()", "scatter such leaves apart"]),
+        ((), {}, ["scatter_dimension=0", "shape ()", "for such leaves alone"]),
         ((8,), {"tiled": False}, ["has 8 entries", "tiled=False", "4 workers", "pass tiled=True"]),
     ],
 )
@@ -410,7 +410,11 @@ def test_slices_that_do_not_divide(shape, options, texts):
 )
 def test_axes_that_are_not_there(shape, options):
     axis = options.get("axis", 0)
-    texts = [f"axis={axis}: leaf ['leaf 1'] has shape {shape}", "every leaf has", "gather such"]
+    texts = [
+        f"axis={axis}: leaf ['leaf 1'] has shape {shape}",
+        "every leaf has",
+        "such leaves alone",
+    ]
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, texts))):
         traced(dq.all_gather, (3, 3, 3), shape, **options)
     # A new axis of a scalar is no problem.

@@ -28,7 +28,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -186,6 +186,11 @@ MAX_NORM = 1.0
 EXACT, BF16 = "exact", "bf16-psum"
 
 
+def in_full(options: Any) -> str:
+    """All fields of a dataclass, for the keys of kept figures: defaults may change."""
+    return "None" if options is None else f"{type(options).__name__}{asdict(options)}"
+
+
 def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback:
     """Error feedback around a method that has no choice of bits."""
     return dq.ErrorFeedback(method(**options), kind=kind)
@@ -202,7 +207,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
     "powersgd-memory": partial(_around, dq.comparators.PowerSGD),
-    "arc-top-k-memory": partial(_around, contenders.arc_top_k),
+    "arc-top-k-memory": partial(_around, contenders.METHODS["arc-top-k"]),
     **{
         f"{name}-memory": partial(contenders.remembered, "ef14", contenders.METHODS[name])
         for name in ("clt-k", "topk-chunked", "sidco")
@@ -306,7 +311,7 @@ def all_reduced(text: str, topology: str, backend: str, steps: int) -> Way:
     def bits_per_coord(grads: Tree, n_workers: int) -> float:
         return request.explain(grads, n_workers, verbose=False).bits_per_coord
 
-    options = f"{contenders.in_full(method)} {contenders.in_full(route)}"
+    options = f"{in_full(method)} {in_full(route)}"
     return Way(name, topology, options, bits_per_coord, **replicated(average, steps, memory))
 
 
@@ -325,7 +330,7 @@ def sharded(text: str, topology: str, backend: str, steps: int) -> Way:
     limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
     scatter = dq.Compression(methods[0], topology=contenders.parse_topology(topology), **limits)
     gather = dq.Compression(methods[1], **limits)
-    options = " / ".join(map(contenders.in_full, methods))
+    options = " / ".join(map(in_full, methods))
     bits = sum(method.bits for method in methods) / 2
     if fsdp:
         own = _fully_sharded(scatter, gather, steps)

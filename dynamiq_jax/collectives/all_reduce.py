@@ -6,9 +6,9 @@ from typing import Any
 
 from jax import Array
 
+from dynamiq_jax.collectives.explicit_sums import is_outside, reduce_outside
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.collectives.terms import Terms, reduce_terms
-from dynamiq_jax.collectives.unreduced import is_outside, reduce_outside
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,14 @@ from jaxtyping import Float
 
 import pallas_kernels as pk
 from dynamiq_jax.collectives.checks import fixed_leaves
-from dynamiq_jax.collectives.halves import begin, group_parts, slice_of, slices_of
+from dynamiq_jax.collectives.halves import (
+    Cut,
+    begin,
+    check_axis_of,
+    group_parts,
+    pieces,
+    put_together,
+)
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
@@ -30,7 +37,7 @@ from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, from_flat, joined
+from dynamiq_jax.tree.leaves import Bucket, Grouping, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
 from pallas_kernels.format import TILE_ROWS, WireFormat
 
@@ -102,8 +109,10 @@ def all_to_all(
     sizes, leaves = begin("all_to_all", axis, x, request, told | more)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
+    cut = Cut(split_axis, tiled, n)
     for leaf in leaves:
-        _check_axes(leaf, split_axis, concat_axis, n, tiled=tiled)
+        cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
+        check_axis_of(leaf, "concat_axis", concat_axis)
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
@@ -118,18 +127,12 @@ def all_to_all(
         check=lambda route: _check_serves(route.method, n),
     )
     check_whole(grouping, axis)
-    values = _exchange_leaves(
-        values, key, grouping=grouping, axis=axis, backward=backward, n_workers=n, **told
-    )
+    options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
+    values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)
     return jax.tree.unflatten(treedef, values)
 
 
-@functools.partial(
-    inlined,
-    static_argnames=(
-        "grouping", "axis", "backward", "n_workers", "split_axis", "concat_axis", "tiled",
-    ),
-)  # fmt: skip
+@functools.partial(inlined, static_argnames=("grouping", "axis", "backward", "cut", "concat_axis"))
 def _exchange_leaves(
     values: list[Array],
     key: Array | None,
@@ -137,40 +140,26 @@ def _exchange_leaves(
     grouping: Grouping,
     axis: Axis,
     backward: Method | None,
-    n_workers: int,
-    split_axis: int,
+    cut: Cut,
     concat_axis: int,
-    tiled: bool,
 ) -> list[Array]:
-    n, words, values = n_workers, key_words(key), list(values)
-    cut: dict[str, Any] = {"dimension": split_axis, "n_workers": n, "tiled": tiled}
-
-    def back(leaf: Leaf, blocks: Array) -> Array:
-        """The result from the blocks of all workers, [n, coordinates of a block]."""
-        block, at = slice_of(leaf, **cut), concat_axis % len(leaf.shape)
-        whole = jnp.moveaxis(from_flat(blocks, block), 0, at)
-        if not tiled:
-            return whole
-        shape = list(block.shape)
-        shape[at] *= n
-        return whole.reshape(shape)
-
+    words, values = key_words(key), list(values)
     for leaf, _ in grouping.exact:
-        split, concat = (i % len(leaf.shape) for i in (split_axis, concat_axis))
-        options = {"axis_index_groups": axis.groups, "tiled": tiled}
+        split, concat = (i % len(leaf.shape) for i in (cut.dimension, concat_axis))
+        options = {"axis_index_groups": axis.groups, "tiled": cut.tiled}
         own = jnp.asarray(values[leaf.index])
         values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
     for bucket in grouping.buckets:
-        parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
+        parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         blocks = joined(parts)
-        if n > 1:
+        if cut.n_workers > 1:
             forth = bucket.route.of_bucket(bucket)
             seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
-        start = 0
-        for leaf, part in zip(bucket.leaves, parts, strict=True):
-            stop = start + part.shape[1]
-            values[leaf.index], start = back(leaf, blocks[:, start:stop]), stop
+        found = pieces(blocks, [part.shape[1] for part in parts])
+        for leaf, own in zip(bucket.leaves, found, strict=True):
+            own = from_flat(own, cut.of(leaf))  # blocks of all workers
+            values[leaf.index] = put_together(own, concat_axis, tiled=cut.tiled)
     return values
 
 
@@ -305,24 +294,4 @@ def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
             f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "
             "agreement, means, dither or state; pass dq.DynamiQ(bits=8.5), dq.comparators.MXFP8() "
             "or dq.BF16()"
-        )
-
-
-def _check_axes(leaf: Leaf, split_axis: int, concat_axis: int, n: int, *, tiled: bool) -> None:
-    for name, at in (("split_axis", split_axis), ("concat_axis", concat_axis)):
-        if not -len(leaf.shape) <= at < len(leaf.shape):
-            raise ValueError(
-                f"{name}={at}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every "
-                "leaf has, or exchange such leaves apart"
-            )
-    length = leaf.shape[split_axis]
-    if tiled and length % n:
-        raise ValueError(
-            f"leaf {leaf.name} has {length} entries along split_axis={split_axis}, which is not a "
-            f"multiple of the {n} workers; pad it with zeros, which stay zeros"
-        )
-    if not tiled and length != n:
-        raise ValueError(
-            f"leaf {leaf.name} has {length} entries along split_axis={split_axis} and tiled=False "
-            f"needs one for each of the {n} workers; pass tiled=True"
         )

@@ -4,7 +4,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, get_args
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -101,14 +102,15 @@ def scattering(
     n = math.prod(sizes)
     fixed = fixed_leaves(leaves, values, axis)
     grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, fixed=fixed)
+    cut = Cut(dimension, tiled, n)
     for leaf in leaves:
-        _check_divides(leaf, dimension, n, tiled=tiled)
+        cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
     check_key(key, axis)
     check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
-    options = {"dimension": dimension, "tiled": tiled, "n_workers": n, "op": op}
-    return functools.partial(run, values, key, grouping=grouping, axis=axis, **options), treedef
+    options = {"grouping": grouping, "axis": axis, "cut": cut, "op": op}
+    return functools.partial(run, values, key, **options), treedef
 
 
 def _scatter_leaves(
@@ -117,34 +119,29 @@ def _scatter_leaves(
     *,
     grouping: Grouping,
     axis: Axis,
-    dimension: int,
-    tiled: bool,
-    n_workers: int,
+    cut: "Cut",
     op: Op,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
     # Each leaf becomes n rows, one worker's slice each; a bucket joins rows of its leaves: [n, s].
-    cut: dict[str, Any] = {"dimension": dimension, "n_workers": n_workers, "tiled": tiled}
-    divisor = n_workers if op == "mean" else 1
+    divisor = cut.n_workers if op == "mean" else 1
     for leaf, _ in grouping.exact:
-        total = axis.psum_scatter(slices_of(values[leaf.index], leaf, **cut))
-        values[leaf.index] = from_flat(over(total, divisor, total.dtype), slice_of(leaf, **cut))
+        total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
+        values[leaf.index] = from_flat(over(total, divisor, total.dtype), cut.of(leaf))
     for bucket in grouping.buckets:
-        parts = [slices_of(values[leaf.index], leaf, **cut) for leaf in bucket.leaves]
+        parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
         run = _scatter_bucket if axis.several_vmapped else _scatter_alike
         compressed = functools.partial(run, axis=axis, method=method, topology=topology)
         x, seed = joined(parts), bucket_seed(words, bucket.tag)
-        if n_workers == 1:
+        if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
             total, _ = with_tangent(compressed, axis.psum_scatter)(x, seed, ())
         total = over(total, divisor, total.dtype)
-        start = 0
-        for leaf, part in zip(bucket.leaves, parts, strict=True):
-            stop = start + part.shape[1]
-            values[leaf.index] = from_flat(total[start:stop], slice_of(leaf, **cut))
-            start = stop
+        sums = pieces(total, [part.shape[1] for part in parts])
+        for leaf, own in zip(bucket.leaves, sums, strict=True):
+            values[leaf.index] = from_flat(own, cut.of(leaf))
     return values
 
 
@@ -153,31 +150,65 @@ def over(total: Array, divisor: int, dtype: Any) -> Array:
     return (total.astype(jnp.float32) / divisor if divisor > 1 else total).astype(dtype)
 
 
-def slices_of(x: Array, leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Array:
-    """Slices of a leaf as rows: [n, coordinates of a slice]."""
-    # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
-    at, shape = dimension % len(leaf.shape), list(leaf.shape)
-    shape[at : at + 1] = [n_workers, shape[at] // n_workers] if tiled else [n_workers]
-    own = slice_of(leaf, dimension, n_workers, tiled=tiled)
-    return _rows(x, tuple(shape), at, replace(own, index=0, name="", path="", whole=()))
+def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """The last axis cut into parts of these sizes."""
+    return [x[..., start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
+    """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
+    at %= blocks.ndim - tiled
+    whole = jnp.moveaxis(blocks, 0, at)
+    shape = list(blocks.shape[1:])
+    if not tiled:
+        return whole
+    shape[at] *= len(blocks)
+    return whole.reshape(shape)
+
+
+class Cut(NamedTuple):
+    """How each leaf is cut into a slice for every worker: along a dimension, as `psum_scatter`."""
+
+    dimension: int
+    tiled: bool
+    n_workers: int
+
+    def check(self, leaf: Leaf, name: str, remedy: str) -> None:
+        """Refuses a leaf that is not cut so; ``name`` is the argument of the dimension."""
+        check_axis_of(leaf, name, self.dimension)
+        length, n = leaf.shape[self.dimension], self.n_workers
+        said = f"leaf {leaf.name} has {length} entries along {name}={self.dimension}"
+        if self.tiled and length % n:
+            raise ValueError(f"{said}, which is not a multiple of the {n} workers; {remedy}")
+        if not self.tiled and length != n:
+            raise ValueError(
+                f"{said} and tiled=False needs one for each of the {n} workers; pass tiled=True"
+            )
+
+    def rows(self, x: Array, leaf: Leaf) -> Array:
+        """Slices of a leaf as rows: [n, coordinates of a slice]."""
+        # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
+        at, shape, n = self.dimension % len(leaf.shape), list(leaf.shape), self.n_workers
+        shape[at : at + 1] = [n, shape[at] // n] if self.tiled else [n]
+        own = replace(self.of(leaf), index=0, name="", path="", whole=())
+        return _rows(x, tuple(shape), at, own)
+
+    def of(self, leaf: Leaf) -> Leaf:
+        """One worker's slice of a leaf; the last axis stands for a scale axis that is gone."""
+        shape, axis, dimension = list(leaf.shape), leaf.scale_axis, self.dimension % len(leaf.shape)
+        if self.tiled:
+            shape[dimension] //= self.n_workers
+        else:
+            del shape[dimension]
+            if axis is not None:  # axes behind the removed one move up by one
+                axis = None if axis == dimension else axis - (axis > dimension)
+        return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
     """Slices along one axis as rows; equal leaves, which have no names here, share the function."""
     return to_flat(jnp.moveaxis(x.reshape(shape), at, 0), own)
-
-
-def slice_of(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> Leaf:
-    """The slice of a leaf for one worker; the last axis stands for a scale axis that is gone."""
-    shape, axis, dimension = list(leaf.shape), leaf.scale_axis, dimension % len(leaf.shape)
-    if tiled:
-        shape[dimension] //= n_workers
-    else:
-        del shape[dimension]
-        if axis is not None:  # axes behind the removed one move up by one
-            axis = None if axis == dimension else axis - (axis > dimension)
-    return replace(leaf, shape=tuple(shape), scale_axis=axis)
 
 
 def _scatter_bucket(
@@ -191,7 +222,7 @@ _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "to
 
 _scatter_compiled = inlined(
     _scatter_leaves,
-    static_argnames=("grouping", "axis", "dimension", "tiled", "n_workers", "op"),
+    static_argnames=("grouping", "axis", "cut", "op"),
 )
 
 
@@ -263,18 +294,14 @@ def gather_over(
             "between them; pass to='varying', or give each group an axis of its own"
         )
     for leaf in leaves:
-        if not -len(leaf.shape) - (not tiled) <= dimension < len(leaf.shape) + (not tiled):
-            raise ValueError(
-                f"axis={dimension}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that "
-                "every leaf has, or gather such leaves apart"
-            )
+        check_axis_of(leaf, "axis", dimension, more=not tiled)
     check_key(key, axis)
     n, fixed = math.prod(sizes), fixed_leaves(leaves, values, axis)
     grouping = group_parts(compression, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     run = _gather_leaves if axis.several_vmapped else _gather_compiled
-    options = {"dimension": dimension, "tiled": tiled, "to": to, "n_workers": n}
-    return treedef.unflatten(run(values, key, grouping=grouping, axis=axis, **options))
+    options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}
+    return treedef.unflatten(run(values, key, **options))
 
 
 def _gather_leaves(
@@ -283,37 +310,25 @@ def _gather_leaves(
     *,
     grouping: Grouping,
     axis: Axis,
-    dimension: int,
-    tiled: bool,
+    cut: Cut,
     to: Varying,
-    n_workers: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
-
-    def back(leaf: Leaf, gathered: Array) -> Array:
-        # [n, *shape] to n at the dimension: a new axis there, or (tiled) shards one after another.
-        at = dimension % (len(leaf.shape) + (not tiled))
-        whole = jnp.moveaxis(gathered, 0, at)
-        if not tiled:
-            return whole
-        shape = list(leaf.shape)
-        shape[at] *= n_workers
-        return whole.reshape(shape)
-
+    back = functools.partial(put_together, at=cut.dimension, tiled=cut.tiled)
     exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
-        values[leaf.index] = back(leaf, exact(jnp.asarray(values[leaf.index])))
+        values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
         run = _gather_bucket if axis.several_vmapped else _gather_alike
         method, _ = bucket.route.halves()
         compressed = functools.partial(run, axis=axis, method=method, to=to)
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
-        gathered = exact(x) if n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
-        start = 0  # of a leaf in each of the n rows
-        for leaf in bucket.leaves:
-            stop = start + leaf.size
-            shards = from_flat(gathered[:, start:stop], leaf)
-            values[leaf.index], start = back(leaf, shards), stop
+        gathered = (
+            exact(x) if cut.n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
+        )
+        shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
+        for leaf, own in zip(bucket.leaves, shards, strict=True):
+            values[leaf.index] = back(from_flat(own, leaf))
     return values
 
 
@@ -327,7 +342,7 @@ def _gather_bucket(
 _gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
 _gather_compiled = inlined(
     _gather_leaves,
-    static_argnames=("grouping", "axis", "dimension", "tiled", "to", "n_workers"),
+    static_argnames=("grouping", "axis", "cut", "to"),
 )
 
 
@@ -373,20 +388,11 @@ def group_parts(
     return found._replace(exact=found.exact + kept)
 
 
-def _check_divides(leaf: Leaf, dimension: int, n_workers: int, *, tiled: bool) -> None:
-    if not -len(leaf.shape) <= dimension < len(leaf.shape):
+def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
+    """Refuses an axis that a leaf does not have, of which its result has ``more``."""
+    count = len(leaf.shape) + more
+    if not -count <= axis < count:
         raise ValueError(
-            f"scatter_dimension={dimension}: leaf {leaf.name} has shape {leaf.shape}; pass a "
-            "dimension that every leaf has, or scatter such leaves apart"
-        )
-    length = leaf.shape[dimension]
-    if tiled and length % n_workers:
-        raise ValueError(
-            f"leaf {leaf.name} has {length} entries along scatter_dimension={dimension}, which is "
-            f"not a multiple of the {n_workers} workers; pad it, or reduce it with dq.psum"
-        )
-    if not tiled and length != n_workers:
-        raise ValueError(
-            f"leaf {leaf.name} has {length} entries along scatter_dimension={dimension} and "
-            f"tiled=False needs one for each of the {n_workers} workers; pass tiled=True"
+            f"{name}={axis}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every leaf "
+            "has, or call it for such leaves alone"
         )

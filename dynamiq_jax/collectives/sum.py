@@ -29,7 +29,7 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.collectives.halves import gather_over, over, scattering
+from dynamiq_jax.collectives.halves import gather_over, over, put_together, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -397,8 +397,7 @@ def _gather_natively(
     """Leaves that are whole along a dimension, which some axes split; the wire has 16 bits."""
 
     def exact(x: Array) -> Array:
-        stacked = jnp.moveaxis(Axis(names).all_gather(x, to), 0, dimension)
-        return stacked.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
+        return put_together(Axis(names).all_gather(x, to), dimension)
 
     def native(x: Array) -> Array:
         wire = route.method.native_dtype(x.dtype)

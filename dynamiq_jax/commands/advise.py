@@ -89,7 +89,8 @@ def command(
     among = " x ".join(map(str, mesh.devices.shape))
     title = f"all-reduce of {name}, leaves: {len(leaves)}, {among} workers, {repeats} repeats"
     typer.echo()
-    tables.print_table(rows, tables.setting_columns(rows[0].time_us), title)
+    columns = tables.setting_columns(rows[0].time_us)
+    tables.report(rows, columns, title, workers, json_file, links=links)
     reason = None if chosen else settings.native_reason(leaves, mesh.devices.shape)
     said = decide(rows, step_ms=step_time_ms, reason=reason)
     if on_cpu and chosen:
@@ -99,8 +100,6 @@ def command(
     if config:
         Compression(**parse(said.config)).save(config)
         typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")
-    if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(workers), links=links)
 
 
 def _routes(topology: str | None, mesh: Any, nodes: int) -> list[Any]:

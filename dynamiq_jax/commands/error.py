@@ -46,29 +46,19 @@ class Errors(NamedTuple):
     """How far estimates are from the exact sum: arrays, stacked over seeds if of several."""
 
     vnmse: Any
-    """[]: |estimate - sum|^2 / |sum|^2 of the whole gradient."""
+    """[]: |estimate - sum|^2 / |sum|^2."""
     leaves: Any
-    """[leaves]: the same of every leaf. Of a leaf whose sum is zero: 0 or infinity."""
+    """[leaves]: vNMSE of every leaf; 0 or infinity if its sum is zero."""
     energies: Any
     """[leaves]: |sum|^2 of every leaf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorRow:
-    """The error of one method on one topology, over seeds.
+    """The error of one method on one topology: vNMSE as mean, least and largest over seeds.
 
-    Attributes:
-      method: its name, with its bits.
-      topology: how payloads travelled.
-      n_workers: workers.
-      bits_per_coord: wire bits, in units in which a bf16 all-reduce takes 16.
-      vnmse: mean over seeds of |estimate - sum|^2 / |sum|^2.
-      lowest: the least of them.
-      highest: the largest.
-      seeds: how many.
-      worst_leaf: the name of the leaf with the largest relative error (mean over seeds), see
-        `worst_leaf`; None if the gradients come without leaves, or if no leaf counts.
-      worst_leaf_error: that error, |estimate - sum|^2 / |sum|^2 of this leaf.
+    Wire bits are in units in which a bf16 all-reduce takes 16. The worst leaf, see `worst_leaf`, is
+    `None` if the gradients come without leaves, or if no leaf counts.
     """
 
     method: str
@@ -81,6 +71,23 @@ class ErrorRow:
     seeds: int
     worst_leaf: str | None = None
     worst_leaf_error: float | None = None
+
+    @classmethod
+    def of(
+        cls, method: str, topology: str, n_workers: int, bits: float, errors: Any, **leaf: Any
+    ) -> "ErrorRow":
+        """The row of errors, one for each seed."""
+        return cls(
+            method=method,
+            topology=topology,
+            n_workers=n_workers,
+            bits_per_coord=bits,
+            vnmse=float(np.mean(errors)),
+            lowest=float(min(errors)),
+            highest=float(max(errors)),
+            seeds=len(errors),
+            **leaf,
+        )
 
 
 def command(
@@ -117,11 +124,8 @@ def command(
             route = None if own else checked("--topology", contenders.parse_topology, name)
             chosen.append((checked("--methods", contenders.parse_method, text, route), name))
     rows_of, leaves = super_groups or SUPER_GROUPS, Leaves()
-    shape, what = (
-        (workers or 8, SUPER_GROUP * rows_of),
-        f"synthetic mixture, {rows_of} super-groups",
-    )
-    found = []
+    shape, found = (workers or 8, SUPER_GROUP * rows_of), []
+    what = f"synthetic mixture, {rows_of} super-groups"
     if gradients is not None:
         own, leaves = checked("--gradients", load, gradients, workers)
         found, shape, what = [own], own.shape, str(gradients)
@@ -134,9 +138,7 @@ def command(
         rows.append(bench_error(contender, name, found, seeds, leaves))
     title = f"vNMSE on {what}, {shape[0]} workers, {seeds} seed(s)"
     columns = tables.ERROR_COLUMNS + (tables.LEAF_COLUMNS if leaves.names else ())
-    tables.print_table(rows, columns, title)
-    if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(jax.devices()[:1]))
+    tables.report(rows, columns, title, jax.devices()[:1], json_file)
 
 
 def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
@@ -225,13 +227,10 @@ def measure(
     seeds: int,
     sizes: Sequence[int] = (),
 ) -> Errors:
-    """The errors of every seed: f64[seeds], f64[seeds, leaves], f64[seeds, leaves].
+    """The errors of ``reduce(row, axis name, key=key)``, for every seed, f64.
 
-    Args:
-      reduce: the sum that is measured, as ``reduce(row, axis name, key=key)``.
-      gradients: f32[n, d], one for every seed, or one for all of them.
-      seeds: how often.
-      sizes: coordinates of the leaves, one after the other.
+    Gradients are f32[n, d], one for every seed, or one for all of them; ``sizes`` are the
+    coordinates of the leaves, one after the other.
     """
     bounds = np.cumsum([0, *sizes]).tolist()
 
@@ -274,29 +273,13 @@ def bench_error(
     seeds: int,
     leaves: Leaves | None = None,
 ) -> ErrorRow:
-    """The row of a contender over the topology of that name.
-
-    Args:
-      contender: the method.
-      topology: its name.
-      gradients: one for every seed, or one for all of them.
-      seeds: how often it is measured.
-      leaves: the leaves of the gradients, if they are known.
-    """
+    """The row of a contender over the topology of that name; gradients as `measure` has them."""
     names, sizes = leaves or Leaves()
     found = measure(contender.reduce, gradients, seeds, sizes)
-    worst = worst_leaf(found, sizes)
-    n_workers, size = gradients[0].shape
-    passed = 2 * (n_workers - 1) / n_workers * size
-    return ErrorRow(
-        method=contender.label.split()[0],
-        topology=topology,
-        n_workers=n_workers,
-        bits_per_coord=8 * contender.wire_bytes(size, (n_workers,)) / passed,
-        vnmse=float(found.vnmse.mean()),
-        lowest=float(found.vnmse.min()),
-        highest=float(found.vnmse.max()),
-        seeds=seeds,
-        worst_leaf=None if worst is None else names[worst],
-        worst_leaf_error=None if worst is None else float(found.leaves[:, worst].mean()),
-    )
+    worst, leaf = worst_leaf(found, sizes), {}
+    if worst is not None:
+        error = float(found.leaves[:, worst].mean())
+        leaf = {"worst_leaf": names[worst], "worst_leaf_error": error}
+    n, size = gradients[0].shape
+    bits = 8 * contender.wire_bytes(size, (n,)) / (2 * (n - 1) / n * size)
+    return ErrorRow.of(contender.label.split()[0], topology, n, bits, found.vnmse, **leaf)

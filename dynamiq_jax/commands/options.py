@@ -60,10 +60,7 @@ def checked(options: str | None, parse: Callable[..., T], *args: object, **kwarg
 def writable(outputs: Mapping[str, Path | None], *inputs: Path | None, first: bool = True) -> None:
     """Refuses files that cannot be written, before anything is measured, and names replaced ones.
 
-    Args:
-      outputs: the files that the command writes, by option.
-      inputs: the files that it reads.
-      first: whether this process speaks.
+    Outputs are by option; the ``first`` process speaks.
     """
     taken = [path for path in inputs if path]
     for option, path in outputs.items():

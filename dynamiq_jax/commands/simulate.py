@@ -84,9 +84,8 @@ def command(
     ]
     rows = [study(case, seeds) for case in cases]
     title = f"vNMSE of one all-reduce, {super_groups} super-groups, {seeds} seed(s), on one "
-    tables.print_table(rows, tables.ERROR_COLUMNS, title + device[0].device_kind)
-    if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(device))
+    title += device[0].device_kind
+    tables.report(rows, tables.ERROR_COLUMNS, title, device, json_file)
 
 
 # --- Gradients ------------------------------------------------------------------------------------
@@ -130,12 +129,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Static facts of the workers of one simulation; called, one worker's codec.
-
-    Attributes:
-      method: what encodes.
-      bound: its sizes, for one chunk that all workers add to.
-    """
+    """The method and its sizes, for one chunk that all add to; called, one worker's codec."""
 
     method: HopMethod
     bound: Bound
@@ -148,14 +142,10 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One simulated all-reduce.
+    """One simulated all-reduce of so many super-groups of 256 coordinates per worker.
 
-    Attributes:
-      n_workers: how many reduce.
-      super_groups: super-groups of 256 coordinates in each worker's gradient.
-      method: what encodes.
-      topology: how payloads travel, in one stream whatever its ``streams``.
-      label: name of the method with its bits, and of the topology.
+    Payloads travel in one stream, whatever the topology's ``streams``. The label has the method
+    with its bits, and the topology.
     """
 
     n_workers: int
@@ -283,13 +273,7 @@ def shared_by_all(workers: Workers, x: Values, message: Message, seed) -> Shared
 
 
 def simulate(case: Case, key: Array, progress: Progress = lambda done, of: None) -> float:
-    """The vNMSE of one all-reduce, |estimate - sum|² / |sum|².
-
-    Args:
-      case: what is simulated.
-      key: magnitudes, gradients and rounding follow from it.
-      progress: called now and then.
-    """
+    """The vNMSE of one all-reduce, |estimate - sum|² / |sum|², of data that follow from the key."""
     workers, route, n = case.workers(), case.route, case.n_workers
     data_key, seed_key = jax.random.split(key)
     source = mixture_source(data_key, case.super_groups)
@@ -312,13 +296,4 @@ def study(case: Case, seeds: int) -> ErrorRow:
             announce(f"{case.label}: {done} of {of} workers")
 
     found = [simulate(case, jax.random.key(seed), show) for seed in range(seeds)]
-    return ErrorRow(
-        method=method,
-        topology=topology,
-        n_workers=case.n_workers,
-        bits_per_coord=case.bits_per_coord,
-        vnmse=float(np.mean(found)),
-        lowest=min(found),
-        highest=max(found),
-        seeds=seeds,
-    )
+    return ErrorRow.of(method, topology, case.n_workers, case.bits_per_coord, found)

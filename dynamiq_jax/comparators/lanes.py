@@ -100,3 +100,13 @@ def chunk_noise(
 def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Numbers in [0, 1) from uniform words, multiples of 2^-23."""
     return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
+
+
+def words_of(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """The bits of numbers as f32."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def floats_of(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The inverse of `words_of`."""
+    return lax.bitcast_convert_type(words, jnp.float32)

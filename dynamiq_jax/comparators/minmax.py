@@ -32,7 +32,8 @@ class MinMax(PlainMethod, ShardedMethod):
 
     Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
     its whole bucket NaN on all; values beyond 2^126 are cut. Zero is not a level in general: a
-    bucket that holds more than zeros moves its zeros.
+    bucket that holds more than zeros moves its zeros. Flash Communication is ``rounding="nearest"``
+    over `Direct`; QSDP is ``bits=8, bucket_size=1024``, for weights with ``rounding="shift"``.
 
     Attributes:
       bits: of a code, 1 to 8; on the wire 32 / ``bucket_size`` more.
@@ -56,21 +57,6 @@ class MinMax(PlainMethod, ShardedMethod):
             raise ValueError(
                 f"bucket_size={self.bucket_size} must be a positive multiple of 4, such as 128"
             )
-
-    @classmethod
-    def flash_communication(cls, bits: int = 4, **options) -> "MinMax":
-        """As Flash Communication has it; use it with ``topology=dq.Direct()``."""
-        return cls(bits=bits, bucket_size=128, rounding="nearest", **options)
-
-    @classmethod
-    def qsdp(cls, bits: int = 8, **options) -> "MinMax":
-        """As QSDP has it for gradients: for `dq.psum_scatter`."""
-        return cls(bits=bits, bucket_size=1024, rounding="stochastic", **options)
-
-    @classmethod
-    def qsdp_weights(cls, bits: int = 8, **options) -> "MinMax":
-        """As QSDP has it for weights: for `dq.all_gather`."""
-        return cls(bits=bits, bucket_size=1024, rounding="shift", **options)
 
     @property
     def unit(self) -> int:

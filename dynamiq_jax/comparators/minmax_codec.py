@@ -5,18 +5,24 @@ the offset is rounded down and the step up, so that the levels enclose all value
 array of words: those of offsets and steps, one for each bucket, then codes of b bits in bit planes.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from dynamiq_jax.comparators.lanes import bit_words, pack_bits, uniform, unpack_bits
+from dynamiq_jax.comparators.lanes import (
+    bit_words,
+    floats_of,
+    pack_bits,
+    uniform,
+    unpack_bits,
+    words_of,
+)
 
 Rounding = Literal["nearest", "stochastic", "shift"]
 """To the nearest level (biased); up or down at random; or to the nearest level of a grid that is
 shifted at random, by the same share of a step for the whole bucket, which the decoder knows."""
-ROUNDINGS = get_args(Rounding)
 
 MOST = 2.0**126
 """Where values are cut, so that the range of a bucket is finite."""
@@ -61,7 +67,7 @@ def encode(
         codes = jnp.floor(scaled + (uniform if rounding == "stochastic" else _shift(bits))(drawn))
     codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
     offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
-    words = _bits(offset) >> 16 | _bits(step) & jnp.uint32(0xFFFF0000)
+    words = words_of(offset) >> 16 | words_of(step) & jnp.uint32(0xFFFF0000)
     return jnp.concatenate([words, pack_bits(codes.reshape(-1), bits)])
 
 
@@ -77,7 +83,7 @@ def decode(
     """The ``size`` values of a payload, f32; ``noise`` as for `encode` for a shift, else unread."""
     buckets = size // bucket_size
     words = payload[:buckets, None]
-    offset, step = _floats(words << 16), _floats(words & jnp.uint32(0xFFFF0000))
+    offset, step = floats_of(words << 16), floats_of(words & jnp.uint32(0xFFFF0000))
     codes = unpack_bits(payload[buckets:], size, bits).reshape(buckets, bucket_size)
     levels = codes.astype(jnp.float32)
     if rounding == "shift":
@@ -102,15 +108,7 @@ def _shift(bits: int):
 
 def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
     """The next number that bf16 has, upwards or downwards."""
-    bits = _bits(x)
+    bits = words_of(x)
     cut = bits & jnp.uint32(0xFFFF0000)
     away = (bits != cut) & ((bits >> 31 == 0) == up)
-    return _floats(cut + away.astype(jnp.uint32) * 0x10000)
-
-
-def _bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-
-
-def _floats(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return lax.bitcast_convert_type(words, jnp.float32)
+    return floats_of(cut + away.astype(jnp.uint32) * 0x10000)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt, UInt8, UInt32
 
-from dynamiq_jax.comparators.lanes import bit_words, pack_bits, unpack_bits
+from dynamiq_jax.comparators.lanes import bit_words, floats_of, pack_bits, unpack_bits, words_of
 
 BLOCK = 32
 """Values that share a scale."""
@@ -72,14 +72,6 @@ ELEMENTS = {
 }
 
 
-def _bits(x) -> Array:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-
-
-def _float(bits) -> Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _fields(bits) -> tuple[Array, Array]:
     """(e, s) of f32 bits, int32 and uint32: the magnitude is s * 2^(e - 150), 1 <= e, s < 2^24."""
     exponent = ((bits & _MAGNITUDE) >> 23).astype(jnp.int32)
@@ -89,7 +81,7 @@ def _fields(bits) -> tuple[Array, Array]:
 
 def _times_power_of_two(x, power) -> Array:
     """x * 2^power for finite f32 x and |power| < 256, cut off toward zero if that is subnormal."""
-    bits = _bits(x)
+    bits = words_of(x)
     exponent, significand = _fields(bits)
     lead = jax.lax.clz(significand) - 8  # above 0 for subnormal x and zero
     significand = significand << lead
@@ -99,7 +91,7 @@ def _times_power_of_two(x, power) -> Array:
     subnormal = significand >> jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
     magnitude = jnp.where(exponent > 0, jnp.minimum(normal, _INFINITY), subnormal)
     magnitude = jnp.where(significand == 0, 0, magnitude)
-    return _float((bits & ~jnp.uint32(_MAGNITUDE)) | magnitude)
+    return floats_of((bits & ~jnp.uint32(_MAGNITUDE)) | magnitude)
 
 
 def quantize(
@@ -110,7 +102,7 @@ def quantize(
     Without noise values are rounded to nearest, ties to even. Uniform words round at random: up
     where fraction + noise / 2^32 reaches 1. Words of negative values are complemented.
     """
-    bits = _bits(u)
+    bits = words_of(u)
     sign = bits >> 31
     exponent, significand = _fields(bits)
     octave = exponent - 127 - element.emin  # below 0: subnormal elements, one step for all of them
@@ -136,9 +128,9 @@ def dequantize(codes: UInt[Array, "*shape"], element: Element) -> Float[Array, "
     magnitude = codes & ((1 << element.bits - 1) - 1)
     normal = (magnitude << 23 - size) + jnp.uint32(127 - element.bias << 23)
     special = _INFINITY | (magnitude << 23 - size & _MANTISSA)
-    subnormal = _bits(magnitude.astype(jnp.float32) * 2.0 ** (element.emin - size))
+    subnormal = words_of(magnitude.astype(jnp.float32) * 2.0 ** (element.emin - size))
     bits = jnp.where(magnitude >> size > 0, normal, subnormal)
-    return _float(jnp.where(magnitude > element.max_code, special, bits) | sign)
+    return floats_of(jnp.where(magnitude > element.max_code, special, bits) | sign)
 
 
 def blocks_of(x: Float[Array, " m"]) -> Float[Array, "B 32"]:
@@ -153,7 +145,7 @@ def scale_codes(x: Float[Array, " m"], element: Element) -> UInt8[Array, " B"]:
     at 0, which blocks of zeros have. Workers share scales by taking the maximum of theirs.
     """
     # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
-    exponent = (jnp.max(_bits(blocks_of(x)) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
+    exponent = (jnp.max(words_of(blocks_of(x)) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
     code = jnp.maximum(exponent - element.emax, 0)
     return jnp.where(exponent == 255, NAN_SCALE, code).astype(jnp.uint8)
 

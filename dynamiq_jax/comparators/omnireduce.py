@@ -61,13 +61,6 @@ class OmniReduce(BlockMethod):
         check_fields(self)
         self.check_blocks()
 
-    @classmethod
-    def top_k_chunked(
-        cls, density: float = 1 / 16, chunk_size: int = 64, **options
-    ) -> "OmniReduce":
-        """Chunked top-k (HotNets 2024): chunks have 64 to 128 coordinates. See the module."""
-        return cls(density=density, block_size=chunk_size, **options)
-
     @property
     def needs_state(self) -> bool:
         """The union needs its fraction."""

@@ -21,8 +21,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
+from dynamiq_jax.collectives.explicit_sums import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.collectives.sum import Split, Sum, split_of, whole_shape
-from dynamiq_jax.collectives.unreduced import check_axes, is_outside, mesh_of, unreduced_axes
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
@@ -114,9 +114,9 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. ``init`` traces its program for whole parameters
-        in f32; updates run the elementwise operations of it on slices. Extra arguments of
-        ``update``, such as a loss, must be the same on all workers.
+        `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
+        f32; updates run the elementwise operations of it on slices. Extra arguments of ``update``,
+        such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
@@ -161,9 +161,7 @@ def sharded(
             leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
         masters, state = treedef.unflatten(leaves)
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
-        begun = ShardedState(*zeros, masters, state, splits)
-        _check(inner, begun, counts)
-        return begun
+        return ShardedState(*zeros, masters, state, splits)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -329,22 +327,10 @@ def _outside(
     return run(updates, state, params, extra)
 
 
-class _Layout(NamedTuple):
-    """The parameters' leaves, by number.
-
-    Attributes:
-      names: their paths.
-      treedef: their tree.
-      total: the sum of their gradients, which the workers split, and the gather of differences.
-    """
-
-    names: list[str]
-    treedef: Any
-    total: Sum
-
-    def tree(self, values: dict[int, Array]) -> Any:
-        """A tree like the parameters of some leaves, by their numbers."""
-        return self.treedef.unflatten(map(values.get, range(len(self.names))))  # `None`: no leaf
+def _some(tree: Any, values: dict[int, Array]) -> Any:
+    """A tree like ``tree`` of some leaves, by their numbers."""
+    treedef = jax.tree.structure(tree)
+    return treedef.unflatten(map(values.get, range(treedef.num_leaves)))  # `None`: no leaf
 
 
 class _Update(NamedTuple):
@@ -370,13 +356,11 @@ class _Update(NamedTuple):
 
         ``moved[i]`` is False where JAX has already summed gradient i.
         """
-        names = [leaf.path for leaf in describe_leaves(params)]
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
         axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
-        layout = _Layout(names, treedef, total)
         held = jax.tree.leaves(state.masters)
-        self._check_copies(copies, held, layout)
+        self._check_copies(params, held, total)
         own = [_own(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
         self._compare(copies, state.step)
         state = _begun(state, treedef.unflatten(own))
@@ -384,10 +368,10 @@ class _Update(NamedTuple):
         for_gradients, for_differences = jax.random.split(key)
 
         terms = jax.tree.leaves(updates)
-        if self._are_slices(terms, held, copies, names):
+        if self._are_slices(terms, held, params):
             means = [x.astype(jnp.float32) for x in terms]
         else:
-            means = self._means(terms, layout, for_gradients, moved)
+            means = self._means(terms, params, total, for_gradients, moved)
         norm = _norm(means, placed)
         finite = jnp.isfinite(norm)
         if self.max_norm is not None:
@@ -401,7 +385,7 @@ class _Update(NamedTuple):
             (masters, inner),
             (state.masters, state.inner),
         )
-        found = self._differences(jax.tree.leaves(masters), own, layout, for_differences)
+        found = self._differences(masters, own, total, for_differences)
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
         return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
@@ -412,55 +396,55 @@ class _Update(NamedTuple):
             compare = functools.partial(assert_same_on_workers, **options)
             lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
 
-    def _check_copies(self, copies: list[Array], masters: list[Array], layout: _Layout) -> None:
-        axis, splits = layout.total.axis, layout.total.splits
-        sizes = dict(zip(axis.names, axis_sizes(axis, "sharded"), strict=True))
-        for name, x, own, split in zip(layout.names, copies, masters, splits, strict=True):
+    def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
+        sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
+        for x, own, split in zip(describe_leaves(params), masters, total.splits, strict=True):
             if x.shape != (whole := whole_shape(own.shape, split, sizes)):
                 raise ValueError(
-                    f"params: leaf {name} has shape {x.shape}, and its master is a slice of "
+                    f"params: leaf {x.path} has shape {x.shape}, and its master is a slice of "
                     f"{whole}; pass whole parameters on every worker, which are the copy"
                 )
 
-    def _are_slices(
-        self, terms: list[Array], masters: list[Array], copies: list[Array], names: list[str]
-    ) -> bool:
+    def _are_slices(self, terms: list[Array], masters: list[Array], params: Any) -> bool:
         """Whether gradients are reduced already, and as large as this worker's masters.
 
         Where no leaf is split this cannot be seen. They are reduced then, which leaves the mean of
         equal ones as it is.
         """
-        found, own, wholes = ([x.shape for x in leaves] for leaves in (terms, masters, copies))
+        leaves = describe_leaves(params)
+        found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))
         if found == wholes:
             return False
         if found == own:
             return True
         a = next(i for i, x in enumerate(found) if x != wholes[i])
         b = next(i for i, x in enumerate(found) if x != own[i])
+        one, other = leaves[a].path, leaves[b].path
         raise ValueError(
-            f"gradients: leaf {names[a]} has shape {found[a]}, which is not the parameter's, "
-            f"{wholes[a]}, and leaf {names[b]} has {found[b]}, which is not this worker's slice, "
+            f"gradients: leaf {one} has shape {found[a]}, which is not the parameter's, "
+            f"{wholes[a]}, and leaf {other} has {found[b]}, which is not this worker's slice, "
             f"{own[b]}; pass whole gradients of all leaves, as jax.grad of the parameters gives "
             "them, or slices of all, as jax.grad of state.masters does through "
             "dq.reduce_in_backward(specs=..., copies=...)"
         )
 
     def _means(
-        self, terms: list[Array], layout: _Layout, key: Array, moved: list[bool]
+        self, terms: list[Array], params: Any, total: Sum, key: Array, moved: list[bool]
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
-        axis, splits = layout.total.axis, layout.total.splits
+        axis, splits = total.axis, total.splits
         some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
         tracked = axis.tracked and axis.size > 1
         for i, x in some.items() if tracked else ():
             if splits[i] and axis.replicates(x):
+                name = describe_leaves(params)[i].path
                 raise ValueError(
-                    f"the gradient of leaf {layout.names[i]} is the same on all {axis.size} "
-                    f"workers of axis {axis.name!r}: JAX has summed gradients of replicated "
+                    f"the gradient of leaf {name} is the same on all {axis.size} workers "
+                    f"of axis {axis.name!r}: JAX has summed gradients of replicated "
                     "parameters already (check_vma=True). Differentiate with respect to "
                     f"jax.lax.pcast(params, {axis.name!r}, to='varying')"
                 )
-        sums = layout.total.some(some).scatter(layout.tree(some), key)
+        sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
         return [
             (reduced[i] if i in reduced else _own(x, split, axis)).astype(jnp.float32)
@@ -468,18 +452,18 @@ class _Update(NamedTuple):
         ]
 
     def _differences(
-        self, masters: list[Array], copies: list[Array], layout: _Layout, key: Array
+        self, masters: Any, copies: list[Array], total: Sum, key: Array
     ) -> list[Array]:
         """How far masters are from the copy: decoded, and exactly where all workers know.
 
         Of masters and copies these are this worker's slices.
         """
-        pairs = zip(masters, copies, strict=True)
+        pairs = zip(jax.tree.leaves(masters), copies, strict=True)
         found = [master - copy.astype(jnp.float32) for master, copy in pairs]
-        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(layout.total.splits) if x}
+        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(total.splits) if x}
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
             warnings.filterwarnings("ignore", message=".*error of a super-group")
-            gathered = layout.total.some(own).gather(layout.tree(own), key)
+            gathered = total.some(own).gather(_some(masters, own), key)
         whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
 
@@ -501,18 +485,6 @@ def _updated(
         state.splits,
         sizes,
     )
-
-
-def _check(
-    inner: optax.GradientTransformationExtraArgs, state: ShardedState, sizes: Mapping[str, int]
-) -> None:
-    """Refuses an inner optimizer that cannot run on slices, before the first update."""
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # the caller's may be only around updates
-            jax.eval_shape(lambda s: _updated(inner, s.masters, s, sizes, {}), state)
-    except TypeError as error:  # extra arguments, such as a loss, come with the first update
-        if "required keyword-only argument" not in str(error):
-            raise
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

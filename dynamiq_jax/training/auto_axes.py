@@ -23,6 +23,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
+from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -38,6 +39,9 @@ from dynamiq_jax.tree.placement import (
 
 WORDS = ("mean", "sum", "rows", "same")
 """How a leaf of aux becomes one of all workers."""
+
+ARRAYS = Array | np.ndarray | np.generic
+"""Arguments of the loss of other types are constants of its program."""
 
 
 class Told(NamedTuple):
@@ -58,7 +62,7 @@ class Told(NamedTuple):
           ValueError: a constant has no hash.
         """
         leaves, structure = jax.tree.flatten(data)
-        arrays = tuple(isinstance(x, Array | np.ndarray | np.generic) for x in leaves)
+        arrays = tuple(isinstance(x, ARRAYS) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
         for x, array in pairs:
             if not array and type(x).__hash__ is None:
@@ -84,141 +88,190 @@ def _sign(x: Any) -> str:
     return repr(x) if isinstance(x, float | complex) else ""
 
 
-def mapped_value_and_grad(
-    loss: Callable[[Any, Any], Any],
-    *,
-    mesh: Mesh | AbstractMesh,
-    total: Sum,
-    has_aux: bool,
-    metrics: bool,
-    reduces: bool,
-    specs: Any,
-    batch_specs: Any,
-    aux: Any,
-    weight: Callable[[Any, Any], Any] | None,
-    suspicious: bool,
-) -> Callable[..., Any]:
-    """`value_and_grad` on meshes of Auto axes; see there for arguments and errors.
+class Known(NamedTuple):
+    """The facts about one call's arguments for which its program is compiled."""
 
-    Returns:
-      ``f(params, data, *, key, state)``, which checks them and returns the function that runs.
+    placed: tuple[P, ...]
+    """The PartitionSpec of each parameter over the axes of several devices."""
+    told: Told
+    split: tuple[P, ...]
+    """The PartitionSpec of each array in ``told`` over the data axes."""
+    folded: tuple[bool, ...]
+    """Whether each of these is a key into which workers fold their numbers."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Mapped:
+    """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
+
+    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``. If it does
+    not reduce, workers' own gradients come back stacked, as `Terms`. A suspicious loss may close
+    over arrays of the traced program around it.
     """
-    axis, op = total.axis, total.op
-    axes, axis_name = axis.names, axis.name
-    sizes = tuple(mesh.shape[name] for name in axes)
-    counting = several(axes, mesh.shape)
-    others = several([name for name in mesh.axis_names if name not in axes], mesh.shape)
-    manual = {*mesh.axis_names} - {*others}
-    hidden = {name: mesh.shape[name] for name in others}
-    explicit = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit and mesh.shape[name] > 1
-    ]
-    if explicit:
-        raise ValueError(
-            f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
-            "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
-        )
 
-    @functools.partial(jax.jit, inline=True, static_argnames=("placed", "told", "split", "folded"))
-    def mapped(params, key, state, arrays, *, placed, told, split, folded):
-        tree = jax.tree.structure(params)
-        mine = [_apart(spec, axes) for spec in placed]
-        over_data = tree.unflatten(only(spec, axes) for spec in mine)
-        opened = [only(spec, others) for spec in placed]
-        of_params = dataclasses.replace(total, specs=tree.unflatten(opened))
-        of_params = of_params.placed(mine, over=counting, opened=opened)
-        pairs = zip(describe_leaves(params), placed, strict=True)
-        gathered = [
-            part(leaf, only(spec, others), mesh.shape)
-            for leaf, spec in pairs
-            if axes_of(spec) & {*counting}
-        ]
-        if gathered and others:  # or the compiler would gather over all axes
-            shardings = tree.unflatten(NamedSharding(mesh, spec) for spec in opened)
-            params = lax.with_sharding_constraint(params, shardings)
-        remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
-        warn_of_gather(gathered, remedy)
-        words: list[str] = []
-        aux_tree: list[Any] = []
+    loss: Callable[[Any, Any], Any]
+    mesh: Mesh | AbstractMesh
+    total: Sum
+    has_aux: bool
+    metrics: bool
+    reduces: bool
+    specs: Any
+    batch_specs: Any
+    aux: Any
+    weight: Callable[[Any, Any], Any] | None
+    suspicious: bool
 
-        def local(params, key, state, arrays):
-            params = axis.to_varying(params)
-            own = zip(arrays, folded, strict=True)
-            arrays = [jax.random.fold_in(x, axis.index) if fold else x for x, fold in own]
-            data = told.join(arrays)
-            with constraints_without(manual):
-                if suspicious:
-                    _check_closure(lambda p, x: loss(p, told.join(x)), params, arrays)
-                value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, data)
-                share = None if weight is None else share_of(weight(params, data), axis)
-            terms = _equal_losses(value[0] if has_aux else value, axis, share)
-            if op == "mean":
-                grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-            if not reduces:
-                scale = 1 / axis.size if op == "mean" else 1
-                found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
-            else:
-                own = jax.tree.map(lambda x: x[0], state)
-                found = of_params.reduce(grads, key, own, metrics=metrics)
-            after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-            value, rest = value if has_aux else (value, None)
-            leaves, structure = jax.tree.flatten(rest)
-            aux_tree.append(structure)
-            words.extend(_words(rest, aux, op))
-            pairs = list(zip(leaves, words, strict=True))
-            alike = [_reduce_value(x, word, share, axis) for x, word in pairs if word != "rows"]
-            rows = [axis.to_varying(x) for x, word in pairs if word == "rows"]
-            value = _reduce_value(value, op, share, axis)
-            if op == "sum":
-                value = value / terms  # it was all workers' on so many
-            return value, alike, rows, found._replace(state=after)
+    def __post_init__(self):
+        """Refuses Explicit axes."""
+        names, kinds = self.mesh.axis_names, self.mesh.axis_types
+        pairs = zip(names, kinds, strict=True)
+        if any(kind == AxisType.Explicit and self.mesh.shape[name] > 1 for name, kind in pairs):
+            raise ValueError(
+                f"the mesh has axes {names} of types {kinds}: gradients go one way on Explicit "
+                "axes and another on Auto ones; make all axes Explicit, or all Auto"
+            )
 
-        spec_of: Any = Reduced
-        in_specs = P(), P(), P(axis_name), list(split)
-        of_grads = over_data if reduces else P(axis_name)
-        out_specs = P(), P(), P(axis_name), spec_of(of_grads, P(axis_name), P())
-        maps = {"axis_names": manual, "in_specs": in_specs, "out_specs": out_specs}
-        value, alike, rows, found = jax.shard_map(local, mesh=mesh, **maps)(
-            params, key, state, arrays
-        )
-        if others:  # or the compiler would choose
-            leading = () if reduces else (axis_name,)
-            shardings = tree.unflatten(NamedSharding(mesh, P(*leading, *spec)) for spec in placed)
-            grads = lax.with_sharding_constraint(found.tree, shardings)
-            found = found._replace(tree=grads)
-        if has_aux:
-            parts = {True: iter(rows), False: iter(alike)}
-            value = value, aux_tree[0].unflatten(next(parts[word == "rows"]) for word in words)
-        if not reduces:
-            over_others = tuple(only(spec, others) for spec in placed)
-            return value, Terms(found.tree, mesh, axes, over_others)
-        return value, found if metrics or state is not None else found.tree
+    @property
+    def axis(self) -> Axis:
+        """The data axes."""
+        return self.total.axis
 
-    def bound(params, data, *, key=None, state=None):
+    @property
+    def counting(self) -> tuple[str, ...]:
+        """The data axes of several devices."""
+        return several(self.axis.names, self.mesh.shape)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other axes of several devices."""
+        names = [name for name in self.mesh.axis_names if name not in self.axis.names]
+        return several(names, self.mesh.shape)
+
+    @property
+    def manual(self) -> set[str]:
+        """The axes of the map."""
+        return {*self.mesh.axis_names} - {*self.others}
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """`_mapped` as one program, which is traced once for all calls with the same facts."""
+        return jax.jit(self._mapped, inline=True, static_argnames="known")
+
+    def __call__(
+        self, params: Any, data: Any, *, key: Array | None = None, state: State | None = None
+    ) -> Callable[[], Any]:
+        """Checks the arguments, and returns the function that runs.
+
+        That returns the value and the gradients, as `value_and_grad` does; see there for errors.
+        """
+        axes, shape = self.axis.names, self.mesh.shape
         told, arrays = Told.of(data)
-        split, folded = _specs_of(data, batch_specs, axis)
-        _check_batch(data, split, mesh, axis_name)
-        _warn_of_whole(data, split, mesh, counting)
-        _check_stacked(state, sizes)
-        placed = tuple(only(spec, axes + others) for spec in _placed(params, specs, mesh, hidden))
-        if any(split_of(spec, counting) for spec in placed) and not reduces:
+        split, folded = _specs_of(data, self.batch_specs, self.axis)
+        _check_batch(data, split, self.mesh, self.axis.name)
+        _warn_of_whole(data, split, self.mesh, self.counting)
+        _check_stacked(state, tuple(shape[name] for name in axes))
+        hidden = {name: shape[name] for name in self.others}
+        placed = _placed(params, self.specs, self.mesh, hidden)
+        placed = tuple(only(spec, axes + self.others) for spec in placed)
+        if any(split_of(spec, self.counting) for spec in placed):
+            self._check_scatter(state)
+        known = Known(placed, told, split, folded)
+        return functools.partial(self.compiled, params, key, state, arrays, known=known)
+
+    def _check_scatter(self, state: Any) -> None:
+        """Refuses what scattered gradients cannot have."""
+        axes = self.axis.names
+        if not self.reduces:
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and with reduce=False every "
                 "worker would keep whole gradients; leave reduce=False out, or replicate the "
                 "parameters over these axes"
             )
-        if any(split_of(spec, counting) for spec in placed) and (metrics or state is not None):
+        if self.metrics or state is not None:
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {axes}, and scattering their gradients "
                 "keeps no state and has no metrics; pass metrics=False, no state, and a method "
                 "without memory, or replicate the parameters over these axes"
             )
-        ways = {"placed": placed, "told": told, "split": split, "folded": folded}
-        return functools.partial(mapped, params, key, state, arrays, **ways)
 
-    return bound
+    def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: Known) -> Any:
+        """The value and the gradients of global arrays."""
+        axis, others = self.axis, self.others
+        tree = jax.tree.structure(params)
+        mine = [_apart(spec, axis.names) for spec in known.placed]
+        opened = [only(spec, others) for spec in known.placed]
+        total = dataclasses.replace(self.total, specs=tree.unflatten(opened))
+        total = total.placed(mine, over=self.counting, opened=opened)
+        params = self._gathered(params, known.placed, opened)
+        of_workers = P(axis.name)
+        of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
+        of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
+        mapped = jax.shard_map(
+            functools.partial(self._of_worker, total, known),
+            mesh=self.mesh,
+            axis_names=self.manual,
+            in_specs=(P(), P(), of_workers, list(known.split)),
+            out_specs=(P(), (P(), of_workers), of_found),
+        )
+        value, aux, found = mapped(params, key, state, arrays)
+        if others:  # or the compiler would choose
+            leading = () if self.reduces else (axis.name,)
+            specs = (P(*leading, *spec) for spec in known.placed)
+            shardings = tree.unflatten(NamedSharding(self.mesh, spec) for spec in specs)
+            grads = lax.with_sharding_constraint(found.tree, shardings)
+            found = found._replace(tree=grads)
+        if self.has_aux:
+            is_none = lambda x: x is None  # noqa: E731
+            value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
+        if not self.reduces:
+            return value, Terms(found.tree, self.mesh, axis.names, tuple(opened))
+        return value, found if self.metrics or state is not None else found.tree
+
+    def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
+        """Parameters that are whole over the data axes; warns of many bytes."""
+        leaves = zip(describe_leaves(params), placed, opened, strict=True)
+        own = {*self.counting}
+        gathered = [
+            part(leaf, rest, self.mesh.shape) for leaf, p, rest in leaves if axes_of(p) & own
+        ]
+        remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
+        warn_of_gather(gathered, remedy)
+        if not (gathered and self.others):
+            return params
+        # Without a constraint the compiler would gather over all axes.
+        shardings = (NamedSharding(self.mesh, spec) for spec in opened)
+        tree = jax.tree.structure(params)
+        return lax.with_sharding_constraint(params, tree.unflatten(shardings))
+
+    def _of_worker(
+        self, total: Sum, known: Known, params: Any, key: Any, state: Any, arrays: list
+    ) -> tuple[Array, tuple[Any, Any], Reduced]:
+        """The value and aux of all workers, and the gradients' sum or this worker's term of it."""
+        axis, op = self.axis, total.op
+        params = axis.to_varying(params)
+        pairs = zip(arrays, known.folded, strict=True)
+        arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
+        data = known.told.join(arrays)
+        with constraints_without(self.manual):
+            if self.suspicious:
+                _check_closure(lambda p, x: self.loss(p, known.told.join(x)), params, arrays)
+            value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
+            share = None if self.weight is None else share_of(self.weight(params, data), axis)
+        value, aux = value if self.has_aux else (value, None)
+        terms = _equal_losses(value, axis, share)
+        if op == "mean":
+            grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
+        if self.reduces:
+            own = jax.tree.map(lambda x: x[0], state)
+            found = total.reduce(grads, key, own, metrics=self.metrics)
+        else:
+            scale = 1 / axis.size if op == "mean" else 1
+            found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
+        after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
+        aux = _reduce_aux(aux, _words(aux, self.aux, op), share, axis)
+        value = _reduce_value(value, op, share, axis)
+        value = value / terms if op == "sum" else value  # it was all workers' on so many
+        return value, aux, found._replace(state=after)
 
 
 def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
@@ -240,7 +293,7 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
     specs, folded, lengths = [], [], {}
     for x, own in zip(leaves, given, strict=True):
         spec = None if own == untold else own
-        if not isinstance(x, Array | np.ndarray | np.generic):
+        if not isinstance(x, ARRAYS):
             continue
         key = _is_key(x)
         if spec is None and x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
@@ -276,7 +329,7 @@ def _warn_of_whole(
 ) -> None:
     """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
     leaves = jax.tree.leaves(data)
-    arrays = [x for x in leaves if isinstance(x, Array | np.ndarray | np.generic)]
+    arrays = [x for x in leaves if isinstance(x, ARRAYS)]
     whole = [
         x
         for x, spec in zip(arrays, split, strict=True)
@@ -294,26 +347,26 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def closes_over_tracers(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function's closure may have values of a program that is being traced.
-
-    Functions in the closure count with theirs.
-    """
-    waiting, seen = [loss_fn], set()
+def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
+    """The leaves in a function's closure, and in those of functions there; of partials, too."""
+    apart = Mapping, functools.partial  # a dict is no pytree unless its keys have an order
+    waiting: list[Any] = [loss_fn]
+    seen, found = set(), []
     while waiting:
-        function = inspect.unwrap(waiting.pop())
-        while isinstance(function, functools.partial):
-            function = inspect.unwrap(function.func)
-        seen.add(id(function))
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        try:
-            leaves = jax.tree.leaves(cells)
-        except ValueError:  # a dict is no pytree unless its keys have an order
-            return True
-        if any(isinstance(x, Tracer) for x in leaves):
-            return True
-        waiting += [x for x in leaves if inspect.isfunction(x) and id(x) not in seen]
-    return False
+        for x in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: isinstance(x, apart)):
+            if isinstance(x, Mapping):
+                waiting += x.values()
+            elif isinstance(x, functools.partial):
+                waiting += [x.func, x.args, x.keywords]
+            elif (inspect.isfunction(x) or hasattr(x, "__wrapped__")) and id(x) not in seen:
+                seen.add(id(x))
+                own = inspect.unwrap(x)
+                cells = getattr(own, "__closure__", None) or ()
+                waiting += [cell.cell_contents for cell in cells]
+                waiting += [own] if isinstance(own, functools.partial) else []
+            else:
+                found.append(x)
+    return found
 
 
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
@@ -387,6 +440,19 @@ def _spread(told: Any, tree: Any) -> list[Any]:
     return [word for own, part in pairs for word in _spread(own, part)]
 
 
+def _reduce_aux(aux: Any, words: list[str], share: Array | None, axis: Axis) -> tuple[Any, Any]:
+    """Leaves of aux that are the same on all workers, and rows; `None` where the other has one."""
+    told = jax.tree.structure(aux).unflatten(words)
+
+    def alike(x: Any, word: str) -> Array | None:
+        return None if word == "rows" else _reduce_value(x, word, share, axis)
+
+    def rows(x: Any, word: str) -> Array | None:
+        return axis.to_varying(x) if word == "rows" else None
+
+    return jax.tree.map(alike, aux, told), jax.tree.map(rows, aux, told)
+
+
 def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
     """One value of all workers; sums and means of low precision are taken in f32."""
     x = axis.to_varying(jnp.asarray(x))
@@ -454,7 +520,7 @@ def _check_batch(
     data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(data)
-    arrays = [own for own in leaves if isinstance(own[1], Array | np.ndarray | np.generic)]
+    arrays = [own for own in leaves if isinstance(own[1], ARRAYS)]
     for (path, x), spec in zip(arrays, split, strict=True):
         shape, name = jnp.shape(x), jax.tree_util.keystr(path[1:])
         for dimension, entry in enumerate(spec):

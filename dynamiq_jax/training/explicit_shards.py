@@ -16,14 +16,14 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum
-from dynamiq_jax.collectives.unreduced import (
+from dynamiq_jax.collectives.explicit_sums import (
     large_leaves,
     mesh_of,
     reduce_unreduced,
     resharded,
     scattered_spec,
 )
+from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.tree.placement import only

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dynamiq_jax.collectives.explicit_sums import is_outside
 from dynamiq_jax.collectives.sum import Sum, gathers_of
-from dynamiq_jax.collectives.unreduced import is_outside
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes

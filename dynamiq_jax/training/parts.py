@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.compat import evaluate, with_constants
 from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.interleaved import Pipeline, Traces, arrive, send
 from dynamiq_jax.training.phases import Progress
-from dynamiq_jax.training.under_way import Pipeline, Traces, arrive, send
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""

@@ -15,21 +15,21 @@ again in the backward pass beside the function after theirs, unless the payloads
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
 
 from dynamiq_jax.collectives.sum import Sum, gathers_of
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import constant_copies
+from dynamiq_jax.training.interleaved import Pipeline, Traces, arrive, send
 from dynamiq_jax.training.parts import Function, Loop, Once, Parameters, Part, Scanned
-from dynamiq_jax.training.under_way import Pipeline, Traces, arrive, send
 
 
 def sequential(
@@ -110,68 +110,83 @@ def sequential(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
-    axis = check_axis(axis_name)
-    told = {"functions": functions, "params": params, "specs": specs, "copies": copies}
+    axis, compression = check_axis(axis_name), as_compression(method)
+    told = _checked(functions=functions, params=params, specs=specs, copies=copies)
+    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
+    chain = _Chain(axis, _parts(total, **told), Traces(), reshard_after_forward)
+    run = jax.custom_vjp(chain.run)
+    run.defvjp(chain.forward, chain.backward)
+    return run(told["params"], constant_copies(told["copies"]), x, key_words(key))
+
+
+def _checked(functions: Any, **told: Any) -> dict[str, tuple]:
+    """All arguments with one entry for each function, as tuples."""
+    told = {"functions": functions, **told}
     for name, given in told.items():
         if isinstance(given, Mapping):
             raise ValueError(f"{name} is a mapping, which has no order; pass a list of its values")
     if callable(functions):
         name = getattr(functions, "__name__", type(functions).__name__)
         raise ValueError(f"functions={name} is one function; pass a list: [function]")
-    functions, params = tuple(functions), tuple(params)
-    specs = (None,) * len(functions) if specs is None else tuple(specs)
-    copies = (None,) * len(functions) if copies is None else tuple(copies)
-    for name, given in (("params", params), ("specs", specs), ("copies", copies)):
-        if len(given) != len(functions):
+    told["functions"] = tuple(functions)
+    count = len(told["functions"])
+    found = {k: (None,) * count if given is None else tuple(given) for k, given in told.items()}
+    for name, given in found.items():
+        if len(given) != count:
             raise ValueError(
-                f"{len(functions)} functions and {len(given)} {name}: pass one for each function"
+                f"{count} functions and {len(given)} {name}: pass one for each function"
             )
-    if not functions:
+    if not count:
         raise ValueError("functions is empty: pass at least one")
-    compression = as_compression(method)
-    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
-    parts: list[Part] = []
-    for number, (function, own) in enumerate(zip(functions, params, strict=True)):
-        given = own, total, specs[number], copies[number]
+    return found
+
+
+def _parts(
+    total: Sum, functions: tuple, params: tuple, specs: tuple, copies: tuple
+) -> tuple[Part, ...]:
+    """The part of the chain that each function is."""
+    found: list[Part] = []
+    for number, (function, *own) in enumerate(zip(functions, params, specs, copies, strict=True)):
+        given = own[0], total, *own[1:]
         if isinstance(function, Scanned):
-            parts.append(Loop(function, *given, name=f"functions[{number}]"))
+            found.append(Loop(function, *given, name=f"functions[{number}]"))
         else:
-            parts.append(Once(function, *given))
-    gathers = Traces()
-    firsts = [int(first) for first in np.cumsum([0, *(part.count for part in parts)])]
+            found.append(Once(function, *given))
+    return tuple(found)
 
-    def taken(params: Any, copies: Any) -> list[Any]:
-        """The trees that functions take: copies, or parameters where there are none."""
-        pairs = zip(params, copies, strict=True)
-        return axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
-    def parameters(
-        own: Sequence[Any], words: Array | None, payloads: Sequence[Any] = (None,) * len(parts)
-    ) -> list[Parameters]:
-        given = zip(parts, own, firsts, payloads, strict=False)
-        return [Parameters(part, w, i, words, gathers, sent) for part, w, i, sent in given]
+class _Chain(NamedTuple):
+    """The parts of one `sequential`: how they run, and their forward and backward passes."""
 
-    @jax.custom_vjp
-    def run(params: Any, copies: Any, x: Any, words: Array | None) -> Any:
-        for part, own in zip(parts, parameters(taken(params, copies), words), strict=True):
+    axis: Axis
+    parts: tuple[Part, ...]
+    gathers: Traces
+    reshards: bool
+
+    def run(self, params: Any, copies: Any, x: Any, words: Array | None) -> Any:
+        """The last function's result, without a derivative."""
+        for part, own in zip(self.parts, self._taken(params, copies, words), strict=True):
             x = part.run(own, x)
         return x
 
-    def forward(params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
-        given, kept = parameters(taken(params, copies), words), []
+    def forward(self, params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
+        """The last function's result, and all that the backward pass needs."""
+        given, kept = self._taken(params, copies, words), []
         coming = given[0].gather(0)
         x = arrive(coming, send(coming, x))
-        for part, own, following in zip(parts, given, [*given[1:], None], strict=True):
+        for part, own, following in zip(self.parts, given, [*given[1:], None], strict=True):
             first, coming = coming, None if following is None else following.gather(0)
             x, pull, payloads = part.forward(own, first, x, coming)
             shards = own.own if part.reducer.gathers else None
-            kept.append((pull, shards, None if reshard_after_forward else payloads))
+            kept.append((pull, shards, None if self.reshards else payloads))
         return x, (kept, words)
 
-    def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
-        (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
+    def backward(self, kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
+        """The gradients of the parameters, reduced, and of ``x``."""
+        parts, words = self.parts, kept[1]
+        pulls, shards, payloads = zip(*kept[0], strict=True)
         pipeline, results = Pipeline(words), []
-        given = parameters(shards, words, payloads)
+        given = self._parameters(shards, words, payloads)
         coming = given[-1].gather(parts[-1].count - 1)
         gradient = arrive(coming, send(coming, gradient))
         for number in reversed(range(len(parts))):
@@ -184,5 +199,15 @@ def sequential(
         pipeline.finish()
         return tuple(result() for result in reversed(results)), None, gradient, None
 
-    run.defvjp(forward, backward)
-    return run(params, constant_copies(copies), x, key_words(key))
+    def _taken(self, params: Any, copies: Any, words: Array | None) -> list[Parameters]:
+        """The trees that functions take: copies, or parameters where there are none."""
+        pairs = zip(params, copies, strict=True)
+        own = self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
+        return self._parameters(own, words, (None,) * len(own))
+
+    def _parameters(
+        self, own: Sequence[Any], words: Array | None, payloads: Sequence[Any]
+    ) -> list[Parameters]:
+        firsts = accumulate((part.count for part in self.parts), initial=0)
+        given = zip(self.parts, own, firsts, payloads, strict=False)
+        return [Parameters(part, w, i, words, self.gathers, sent) for part, w, i, sent in given]

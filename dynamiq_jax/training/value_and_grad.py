@@ -4,21 +4,21 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 
+from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.collectives.sum import Sum
-from dynamiq_jax.collectives.unreduced import is_explicit, mesh_of
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.auto_axes import Told, closes_over_tracers, mapped_value_and_grad
-from dynamiq_jax.training.deferred import Deferred
+from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
+from dynamiq_jax.training.explicit_axes import Deferred
 
 
 def value_and_grad(
@@ -155,85 +155,32 @@ def gradients(
     for_auto: dict[str, Any],
 ) -> Callable[..., Any]:
     """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take."""
-    axis, compression, weight = total.axis, total.compression, for_auto["weight"]
+    weight = for_auto["weight"]
     if total.op == "sum" and weight is not None:
         raise ValueError(
             "op='sum' and weight=: weights are for the mean of means; leave one of them out"
         )
     options = {"total": total, "has_aux": has_aux, "metrics": metrics, "reduces": reduces}
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-    def split(args: tuple) -> tuple[Any, tuple]:
-        wrong = [i for i in numbers if not -len(args) <= i < len(args)]
-        if wrong or len({i % len(args) for i in numbers}) < len(numbers):
-            raise ValueError(
-                f"argnums={argnums!r}, and the loss got {len(args)} positional arguments; pass "
-                "each number once, and parameters by position"
-            )
-        own = {i % len(args) for i in numbers}
-        params = tuple(args[i] for i in numbers)
-        others = tuple(x for i, x in enumerate(args) if i not in own)
-        return params[0] if isinstance(argnums, int) else params, others
-
-    def joined(params: Any, others: tuple) -> list[Any]:
-        rest = iter(others)
-        params = (params,) if isinstance(argnums, int) else params
-        count = len(params) + len(others)
-        own = {i % count: value for i, value in zip(numbers, params, strict=True)}
-        return [own[i] if i in own else next(rest) for i in range(count)]
-
-    def loss(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
-        return loss_fn(*joined(params, data[0]), **data[1])
-
-    def weigh(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
-        assert weight is not None
-        return weight(*joined(params, data[0]), **data[1])
+    positions = _Positions(argnums if isinstance(argnums, int) else tuple(argnums))
+    loss = positions.joined(loss_fn)
 
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
-        missing = [name for name in axis.names if name not in mesh.shape]
-        if missing:
-            raise ValueError(
-                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
-            )
-        compression.route(tuple(mesh.shape[name] for name in axis.names))  # refuses what cannot be
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        _check_mesh(abstract, total, gathers, for_auto)
         if is_explicit(abstract):
-            given = [name for name, value in for_auto.items() if value is not None]
-            if given:
-                raise ValueError(
-                    f"{given[0]}={for_auto[given[0]]!r} is for Auto axes. On Explicit ones types "
-                    "say how arrays are sharded, and loss and aux are those of all examples; leave "
-                    "it out"
-                )
             deferred = Deferred(mesh=abstract, gathers=gathers, **options)
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
-        if not gathers:
-            raise ValueError(
-                "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
-                "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
-            )
-        own = for_auto | {"weight": weigh if weight is not None else None}
-        suspicious = closes_over_tracers(loss_fn)
-        bound = mapped_value_and_grad(loss, mesh=mesh, suspicious=suspicious, **own, **options)
+        own = for_auto | {"weight": None if weight is None else positions.joined(weight)}
+        suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
+        bound = Mapped(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
         return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
-        own = {"metrics": metrics or None, "state": state, "key": key}
-        given = [name for name, value in own.items() if value is not None]
-        if given and not reduces:
-            raise ValueError(
-                f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
-                f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
-            )
-        if axis.mapped:
-            raise ValueError(
-                f"value_and_grad is called inside of a map over axis {axis.name!r}; call "
-                "jax.value_and_grad there, and dq.pmean of the gradients"
-            )
-        params, others = split(args)
+        _check_call(total.axis, reduces, metrics=metrics or None, state=state, key=key)
+        params, others = positions.split(args)
         _check_params(params)
         within = on(mesh_around(params) if mesh is None else mesh)
         context, run = within(params, (others, kwargs), key=key, state=state)
@@ -243,6 +190,79 @@ def gradients(
     if mesh is not None:
         on(mesh)  # refuses what does not go together
     return reduced
+
+
+class _Positions(NamedTuple):
+    """Which positional arguments are parameters: a number, or several."""
+
+    argnums: int | tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All numbers; negative ones count from the last argument."""
+        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+
+    def split(self, args: tuple) -> tuple[Any, tuple]:
+        """The parameters, and the other arguments."""
+        count, numbers = len(args), self.numbers
+        wrong = [i for i in numbers if not -count <= i < count]
+        if wrong or len({i % count for i in numbers}) < len(numbers):
+            raise ValueError(
+                f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
+                "each number once, and parameters by position"
+            )
+        own = {i % count for i in numbers}
+        params = tuple(args[i] for i in numbers)
+        others = tuple(x for i, x in enumerate(args) if i not in own)
+        return params[0] if isinstance(self.argnums, int) else params, others
+
+    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """``function`` of parameters and ``(other positional arguments, keywords)``."""
+
+        def run(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
+            others, keywords = data
+            params = (params,) if isinstance(self.argnums, int) else params
+            count, rest = len(params) + len(others), iter(others)
+            own = {i % count: value for i, value in zip(self.numbers, params, strict=True)}
+            args = [own[i] if i in own else next(rest) for i in range(count)]
+            return function(*args, **keywords)
+
+        return run
+
+
+def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[str, Any]) -> None:
+    """Refuses a mesh without the data axes, and arguments that are not for its type of axes."""
+    names = total.axis.names
+    missing = [name for name in names if name not in mesh.shape]
+    if missing:
+        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
+    total.compression.route(tuple(mesh.shape[name] for name in names))  # refuses what cannot be
+    given = [name for name, value in for_auto.items() if value is not None]
+    if given and is_explicit(mesh):
+        raise ValueError(
+            f"{given[0]}={for_auto[given[0]]!r} is for Auto axes. On Explicit ones types say how "
+            "arrays are sharded, and loss and aux are those of all examples; leave it out"
+        )
+    if not gathers and not is_explicit(mesh):
+        raise ValueError(
+            "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
+            "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
+        )
+
+
+def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
+    """Refuses what is for a reduction where there is none, and a call inside of a map."""
+    given = [name for name, value in own.items() if value is not None]
+    if given and not reduces:
+        raise ValueError(
+            f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
+            f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
+        )
+    if axis.mapped:
+        raise ValueError(
+            f"value_and_grad is called inside of a map over axis {axis.name!r}; call "
+            "jax.value_and_grad there, and dq.pmean of the gradients"
+        )
 
 
 def _in_context(

@@ -47,14 +47,10 @@ def step_times(step_ms: float, native_us: float, ours_us: float) -> StepTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """The advice.
+    """Whether compression pays, the setting to use (bf16 psum's row if not), and why in words.
 
-    Attributes:
-      compress: whether it pays.
-      row: the setting to use; bf16 psum's row where compression does not pay.
-      saved: the share of a step, or of the all-reduce, that it saves; of the fastest setting,
-        where that is too little.
-      sentences: the same in words, one paragraph each.
+    ``saved`` is the share of a step, or of the all-reduce, that the setting saves; if that is too
+    little, the share that the fastest one does.
     """
 
     compress: bool
@@ -88,12 +84,9 @@ class Advice:
 def decide(
     rows: Sequence[SettingRow], *, step_ms: float | None = None, reason: str | None = None
 ) -> Advice:
-    """The advice that measured rows give.
+    """The advice that rows of one tree give, of which bf16 psum's is the first.
 
-    Args:
-      rows: of one tree: that of bf16 psum first, then those of all settings.
-      step_ms: milliseconds of a training step with bf16 psum.
-      reason: why there are no settings, if there are none.
+    ``step_ms`` is a training step with bf16 psum; ``reason`` says why there are no settings.
     """
     native, *ours = rows
     if not ours:
@@ -136,11 +129,7 @@ def decide(
 
 
 def check(rows: Sequence[SettingRow]) -> str:
-    """The sentence about rows of a CPU, whose times say nothing about GPUs.
-
-    Args:
-      rows: that of bf16 psum first, then those of all settings.
-    """
+    """The sentence about rows of a CPU, whose times say nothing about GPUs; psum's is first."""
     native, *ours = rows
     least = min(ours, key=lambda row: row.wire_bytes)
     return (

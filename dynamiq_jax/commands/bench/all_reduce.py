@@ -32,7 +32,7 @@ from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Collective, Contender
 from dynamiq_jax.commands.bench.timing import (
     Announce,
-    Timing,
+    TimedRow,
     compile_calls,
     repeat_on_device,
     silent,
@@ -52,14 +52,11 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AllReduceRow:
+class AllReduceRow(TimedRow):
     """One line of the report; bandwidths in GB/s (10^9), ratios and vNMSE without unit."""
 
     size_bytes: int
     method: str
-    time_us: float
-    p10_us: float
-    p90_us: float
     busbw_gb_per_s: float
     wire_gb_per_s: float
     wire_bytes: int
@@ -99,19 +96,16 @@ IN_FLIGHT_BYTES = 128 * 2**20
 """Leaves of this size and more: one collective per program, several programs in flight."""
 
 
-def default_iterations(size_bytes: int, platform: str) -> int:
-    """Collectives in one timed program: one of those that take longer than their dispatch.
+def repetitions(size_bytes: int, platform: str, iterations: int | None = None) -> dict[str, Any]:
+    """Collectives in one timed program, and programs dispatched before the wait for all of them.
 
     A program of several copies its input once and perhaps its results.
     """
-    if platform == "cpu" or size_bytes >= IN_FLIGHT_BYTES:
-        return 1
-    return min(64, max(16, -(-(2**31) // size_bytes)))
-
-
-def in_flight(iterations: int, platform: str) -> int:
-    """Programs that are dispatched before they are waited for together."""
-    return 8 if iterations == 1 and platform != "cpu" else 1
+    if platform == "cpu":
+        return {"iterations": iterations or 1, "in_flight": 1}
+    several = min(64, max(16, -(-(2**31) // size_bytes)))
+    count = iterations or (1 if size_bytes >= IN_FLIGHT_BYTES else several)
+    return {"iterations": count, "in_flight": 8 if count == 1 else 1}
 
 
 def bench_all_reduce(
@@ -123,56 +117,45 @@ def bench_all_reduce(
     repeats: int,
     nodes: int = 1,
     iterations: int | None = None,
-    seed: int = 0,
     announce: Announce = silent,
 ) -> list[AllReduceRow]:
-    """Times every method and the baseline at every size on all ``devices``.
+    """Times the baseline and every method on bf16 leaves of every size per device.
 
-    Args:
-      sizes_bytes: sizes of the bf16 leaf per device.
-      methods: the contenders, in the order of the report.
-      baseline: what speedups are relative to.
-      devices: the workers; those of a node follow each other. Where they belong to several
-        processes, all of these call this function alike.
-      repeats: samples per method and size.
-      nodes: more than one make a mesh of two axes, the outer one of this size.
-      iterations: all-reduces per sample; `None` takes `default_iterations`.
-      seed: of the test data.
-      announce: is told how far it is.
-
-    Returns:
-      The baseline's row and one row per method, for each size in turn.
+    Devices of a node follow each other. Where they belong to several processes, all of these call
+    this function alike. Rows are in the order of sizes, then of the baseline and the methods.
     """
-    mesh = make_mesh(devices, nodes)
-    contenders = [baseline, *methods]
-    collective = baseline.collective
-    quality = quality_program(mesh, collective)
-    rows = []
+    mesh, platform = make_mesh(devices, nodes), devices[0].platform
+    contenders, n, rows = [baseline, *methods], len(devices), []
+    passes = (2 if baseline.collective == "psum" else 1) * (n - 1) / n
+    quality = quality_program(mesh, baseline.collective)
     for size_bytes in sizes_bytes:
         coords = size_bytes // 2
-        times = iterations or default_iterations(size_bytes, devices[0].platform)
-        data = heavy_tailed_gradients(mesh, coords, seed)
-        programs = [timed_program(mesh, c, times) for c in contenders]
+        counts = repetitions(size_bytes, platform, iterations)
+        data = heavy_tailed_gradients(mesh, coords)
+        programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
         calls = compile_calls(programs, data, announce)
-        if collective == "psum":
+        if baseline.collective == "psum":
             checked = [quality(data, replicas_of(call(), data)) for call in calls]
         else:
             checked = [quality(data, call()) for call in calls]
-        flying = in_flight(times, devices[0].platform)
-        timings = time_calls(calls, repeats=repeats, iterations=times, in_flight=flying)
+        timings = time_calls(calls, repeats=repeats, **counts)
         for contender, timing, (error, wrong) in zip(contenders, timings, checked, strict=True):
+            sent = contender.wire_bytes(coords, mesh.devices.shape)
             rows.append(
-                _row(
-                    contender,
-                    timing,
+                AllReduceRow(
                     size_bytes=size_bytes,
-                    wire_bytes=contender.wire_bytes(coords, mesh.devices.shape),
-                    baseline_us=timings[0].median_us,
+                    method=contender.label,
+                    busbw_gb_per_s=passes * size_bytes / timing.time_us / 1e3,
+                    wire_gb_per_s=sent / timing.time_us / 1e3,
+                    wire_bytes=sent,
+                    speedup=timings[0].time_us / timing.time_us,
                     vnmse=float(error),
                     wrong=int(wrong),
-                    n_workers=len(devices),
-                    iterations=times,
-                    transport=transport(devices[0].platform, contender.topology),
+                    n_workers=n,
+                    iterations=counts["iterations"],
+                    backend=contender.backend,
+                    transport=transport(platform, contender.topology),
+                    **timing._asdict(),
                 )
             )
     return rows
@@ -191,7 +174,7 @@ def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
+def heavy_tailed_gradients(mesh: Mesh, coords: int) -> jax.Array:
     """Test data ``bf16[n, coords]``, row i on worker i, different on every worker.
 
     The paper's mixture: magnitudes of `BLOCK` neighbours are heavy-tailed and the same for all.
@@ -199,7 +182,7 @@ def heavy_tailed_gradients(mesh: Mesh, coords: int, seed: int) -> jax.Array:
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
     def draw() -> jax.Array:
-        data = lognormal_mixture(jax.random.key(seed), mesh.size, -(-coords // BLOCK), BLOCK)
+        data = lognormal_mixture(jax.random.key(0), mesh.size, -(-coords // BLOCK), BLOCK)
         return data[:, :coords].astype(jnp.bfloat16)
 
     return draw()
@@ -212,7 +195,9 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
     """
     axes = mesh.axis_names
     rows = PartitionSpec(axes)
-    specs = {"in_specs": rows, "out_specs": rows if is_sliced(contender) else PartitionSpec()}
+    # Results of a psum are replicated, those of all else are every worker's own.
+    results = PartitionSpec() if contender.collective == "psum" else rows
+    specs = {"in_specs": rows, "out_specs": results}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
     @jit
@@ -222,11 +207,6 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
         return repeat_on_device(reduce, iterations)(own)
 
     return program
-
-
-def is_sliced(contender: Contender) -> bool:
-    """Results of a psum are replicated, those of all else are every worker's own."""
-    return contender.collective != "psum"
 
 
 def quality_program(
@@ -265,25 +245,6 @@ def replicas_of(result: jax.Array, data: jax.Array) -> jax.Array:
     """Every worker's own copy of a replicated ``result``, laid out as ``data`` (one row each)."""
     own = [shard.data[None] for shard in result.addressable_shards]
     return jax.make_array_from_single_device_arrays(data.shape, data.sharding, own)
-
-
-def _row(
-    contender: Contender, timing: Timing, *, baseline_us: float, size_bytes: int, **rest: Any
-) -> AllReduceRow:
-    n_workers, wire_bytes = rest["n_workers"], rest["wire_bytes"]
-    passes = 2 if contender.collective == "psum" else 1
-    return AllReduceRow(
-        size_bytes=size_bytes,
-        method=contender.label,
-        time_us=timing.median_us,
-        p10_us=timing.p10_us,
-        p90_us=timing.p90_us,
-        busbw_gb_per_s=passes * (n_workers - 1) / n_workers * size_bytes / timing.median_us / 1e3,
-        wire_gb_per_s=wire_bytes / timing.median_us / 1e3,
-        speedup=baseline_us / timing.median_us,
-        backend=contender.backend,
-        **rest,
-    )
 
 
 def command(
@@ -334,7 +295,7 @@ def command(
     rows = bench_all_reduce(
         sizes_bytes,
         chosen,
-        contenders.uncompressed("bf16"),
+        contenders.uncompressed(),
         devices=workers,
         repeats=repeats,
         nodes=nodes,
@@ -346,6 +307,4 @@ def command(
     title = f"psum of one bf16 leaf, {options.workers_text(workers)}, {repeats} repeats"
     if nodes > 1 or jax.process_count() > 1:
         title += f", {nodes} node(s), {jax.process_count()} process(es)"
-    tables.print_table(rows, tables.ALL_REDUCE_COLUMNS, title)
-    if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(workers))
+    tables.report(rows, tables.ALL_REDUCE_COLUMNS, title, workers, json_file)

@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,14 +30,11 @@ def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options
     return method(**options)
 
 
-def _omnireduce(bits: float = 8, **options) -> dq.comparators.OmniReduce:
-    """The density that takes ``bits`` with its block statistics."""
-    return dq.comparators.OmniReduce(density=(bits - 16 / 256) / 16, **options)
-
-
-def _top_k_chunked(bits: float = 4, **options) -> dq.comparators.OmniReduce:
-    """The density that takes ``bits`` with chunks of 64; without memory."""
-    return dq.comparators.OmniReduce.top_k_chunked((bits - 16 / 64) / 16, **options)
+def by_density(
+    method: Callable[..., Any], bits: float, spare: float = 0, each=16, **options
+) -> Any:
+    """The density at which ``bits`` are those of what is sent, of ``each``, and ``spare`` ones."""
+    return method(density=(bits - spare) / each, **options)
 
 
 def remembered(
@@ -48,21 +44,6 @@ def remembered(
     if bits is not None:
         options["bits"] = bits
     return dq.ErrorFeedback(method(**options), kind=kind)
-
-
-def _clt_k(bits: float = 4, **options) -> dq.comparators.CLTK:
-    """The density that takes ``bits``, places included; without memory."""
-    return dq.comparators.CLTK(density=bits / 24, **options)
-
-
-def _sidco(bits: float = 4, **options) -> dq.comparators.SIDCo:
-    """The density that takes ``bits`` with the norms of its blocks of 64; without memory."""
-    return dq.comparators.SIDCo(density=(bits - 16 / 64) / 16, block_size=64, **options)
-
-
-def arc_top_k(bits: float = 3.2, **options) -> dq.comparators.ARCTopK:
-    """The density whose rows take ``bits``; the sketch comes on top; without memory."""
-    return dq.comparators.ARCTopK(density=bits / 16, **options)
 
 
 PAPER = {
@@ -101,18 +82,20 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "qsgd-exponential": partial(_whole_bits, dq.comparators.GlobalQSGD, levels="exponential"),
     "thc": partial(_whole_bits, dq.comparators.THC),
     "thc-saturating": partial(_whole_bits, dq.comparators.THC, **SATURATING),
-    "omnireduce": _omnireduce,
-    "topk-chunked": _top_k_chunked,
+    "omnireduce": partial(by_density, dq.comparators.OmniReduce, bits=8, spare=16 / 256),
+    "topk-chunked": partial(
+        by_density, dq.comparators.OmniReduce, bits=4, spare=16 / 64, block_size=64
+    ),
     "dynamiq-ef14": partial(remembered, "ef14"),
     "dynamiq-ef21": partial(remembered, "ef21"),
     "dynamiq-ef21m": partial(remembered, "ef21m"),
     "dynamiq-econtrol": partial(remembered, "econtrol"),
     "marsit": dq.comparators.Marsit,
     "perm-k": dq.comparators.PermK,
-    "clt-k": _clt_k,
-    "sidco": _sidco,
+    "clt-k": partial(by_density, dq.comparators.CLTK, bits=4, each=24),
+    "sidco": partial(by_density, dq.comparators.SIDCo, bits=4, spare=16 / 64, block_size=64),
     "powersgd": dq.comparators.PowerSGD,
-    "arc-top-k": arc_top_k,
+    "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
@@ -141,10 +124,6 @@ TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "butterfly": dq.Butterfly,
     "hierarchical": dq.Hierarchical,
 }
-
-BASELINES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-"""Native all-reduces by the dtype on the wire."""
-
 
 Collective = Literal["psum", "psum_scatter", "exchange"]
 """The last one moves data and sums nothing."""
@@ -261,16 +240,7 @@ def bits_of(text: str) -> float:
 def make_method(
     text: str, known: Mapping[str, Callable[..., Any]] = METHODS, **options: Any
 ) -> Any:
-    """The method meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate).
-
-    Args:
-      text: as on the command line.
-      known: how methods are made, by name.
-      options: what they are made with besides.
-
-    Raises:
-      ValueError: the method or its bits are not known.
-    """
+    """The method meant by ``text``, for example ``dynamiq:5`` (name, wire bits per coordinate)."""
     name, _, bits = text.strip().partition(":")
     if name not in known:
         raise ValueError(f"method {name!r} is not known: pass one of {', '.join(known)}")
@@ -282,11 +252,6 @@ def make_method(
         except ValueError as error:
             raise ValueError(f"method {text!r}: {error}") from None
     return known[name](**options)
-
-
-def in_full(options: Any) -> str:
-    """All fields of a dataclass, for the keys of kept figures: defaults may change."""
-    return "None" if options is None else f"{type(options).__name__}{asdict(options)}"
 
 
 def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
@@ -346,15 +311,9 @@ def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options)
     return reduce(matrix, axis_name, **options).reshape(-1)[: x.size]
 
 
-def uncompressed(name: str, collective: Collective = "psum") -> Contender:
-    """The baseline ``name``: `lax.psum` or `lax.psum_scatter` with that dtype on the wire.
-
-    Raises:
-      ValueError: there is no such baseline.
-    """
-    if name not in BASELINES:
-        raise ValueError(f"baseline {name!r} is not known: pass one of {', '.join(BASELINES)}")
-    dtype = jnp.dtype(BASELINES[name])
+def uncompressed(collective: Collective = "psum") -> Contender:
+    """The baseline: `lax.psum` or `lax.psum_scatter` with bf16 on the wire."""
+    dtype = jnp.dtype(jnp.bfloat16)
     exact = {"psum": lax.psum, "psum_scatter": partial(lax.psum_scatter, tiled=True)}[collective]
     passes = 2 if collective == "psum" else 1
 
@@ -363,7 +322,7 @@ def uncompressed(name: str, collective: Collective = "psum") -> Contender:
         return passes * (n_workers - 1) * coords * dtype.itemsize // n_workers
 
     return Contender(
-        label=f"{name} {collective}",
+        label=f"bf16 {collective}",
         collective=collective,
         reduce=lambda x, axis_name, key=None: exact(x.astype(dtype), axis_name).astype(x.dtype),
         wire_bytes=wire_bytes,

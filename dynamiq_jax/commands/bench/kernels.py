@@ -22,8 +22,8 @@ import typer
 
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import tables
-from dynamiq_jax.commands.bench.contenders import MAX_COORDS
-from dynamiq_jax.commands.bench.timing import time_calls
+from dynamiq_jax.commands.bench.contenders import parse_size
+from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
@@ -50,13 +50,10 @@ LEAVES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelRow:
+class KernelRow(TimedRow):
     """One line of the report; ``copy_fraction`` is the share of copy bandwidth reached."""
 
     kernel: str
-    time_us: float
-    p10_us: float
-    p90_us: float
     gb_per_s: float
     copy_fraction: float
     moved_bytes: int
@@ -71,22 +68,9 @@ class _Case(NamedTuple):
     backend: str
 
 
-def parse_coords(text: str) -> int:
-    """The number meant by ``text``, for example ``2^28`` or ``1000000``."""
-    base, caret, exponent = text.replace("**", "^").partition("^")
-    try:
-        number, power = int(base), int(exponent) if caret else 1
-    except ValueError:
-        raise ValueError(f"coords {text!r} is not a whole number: write for example 2^28") from None
-    coords = number**power if 0 <= power < 31 else 0  # a huge power would take for ever
-    if not 1 <= coords <= MAX_COORDS:
-        raise ValueError(f"coords {text!r}: pass 1 to 2^31 - 1 coordinates")
-    return coords
-
-
 def command(
-    coords: Annotated[
-        str | None, typer.Option(help="bf16 coordinates (default: 2^28; on CPU 2^18).")
+    size: Annotated[
+        str | None, typer.Option(help="bf16 gradient (default: 512MiB; on CPU 512KiB).")
     ] = None,
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
     dither: Annotated[
@@ -102,17 +86,16 @@ def command(
     """Time the coding kernels on one device against a plain copy."""
     options.writable({"--json": json_file})
     checked("--bits", DynamiQ, bits=bits, dither=dither)
-    size = None if coords is None else checked("--coords", parse_coords, coords)
+    size_bytes = None if size is None else checked("--size", parse_size, size)
     ran = checked("--backend", resolve_backend, backend)
     workers = jax.devices()[:1]
     on_cpu = options.on_cpu(workers)
-    repeats, size = repeats or (5 if on_cpu else 20), size or (2**18 if on_cpu else 2**28)
-    rows = bench_kernels(size, bits=bits, dither=dither, repeats=repeats, backend=ran)
-    title = f"kernels at {bits:g} bits{' with dither' * dither}, {size:,} bf16 coordinates, "
+    repeats = repeats or (5 if on_cpu else 20)
+    coords = (size_bytes or (2**19 if on_cpu else 2**29)) // 2
+    rows = bench_kernels(coords, bits=bits, dither=dither, repeats=repeats, backend=ran)
+    title = f"kernels at {bits:g} bits{' with dither' * dither}, {coords:,} bf16 coordinates, "
     title += f"{options.workers_text(workers)}, {repeats} repeats"
-    tables.print_table(rows, tables.KERNEL_COLUMNS, title)
-    if json_file:
-        tables.write_json(json_file, rows, tables.surroundings(workers))
+    tables.report(rows, tables.KERNEL_COLUMNS, title, workers, json_file)
 
 
 def bench_kernels(
@@ -121,22 +104,12 @@ def bench_kernels(
     bits: float,
     dither: bool = False,
     repeats: int,
-    in_flight: int | None = None,
     backend: Backend | None = None,
 ) -> list[KernelRow]:
     """Times joining of leaves, statistics, the plan and the three coding kernels on a device.
 
-    Args:
-      coords: bf16 coordinates of the gradient.
-      bits: wire bits per coordinate, with the widths and floors of `DynamiQ` for `Direct` among
-        eight workers.
-      dither: of `DynamiQ`.
-      repeats: samples per kernel.
-      in_flight: calls per sample; `None` takes 10 on a GPU, 1 on a CPU.
-      backend: see `pallas_kernels`.
-
-    Returns:
-      A row per kernel, the copy first.
+    Widths and floors are those of `DynamiQ` over `Direct` among eight workers. A sample has 10
+    calls, on a CPU one. The copy's row comes first.
     """
     ran = resolve_backend(backend)
     # Magnitudes vary from super-group to super-group, as a gradient's do.
@@ -153,21 +126,18 @@ def bench_kernels(
         *_plan_cases(x, layout, ran),
         *_coding_cases(x, layout, ran),
     ]
-    if in_flight is None:
-        in_flight = 1 if jax.default_backend() == "cpu" else 10
-    timings = time_calls([case.call for case in cases], repeats=repeats, in_flight=in_flight)
-    speeds = [c.moved_bytes / t.median_us / 1e3 for c, t in zip(cases, timings, strict=True)]
+    flying = 1 if jax.default_backend() == "cpu" else 10
+    timings = time_calls([case.call for case in cases], repeats=repeats, in_flight=flying)
+    speeds = [c.moved_bytes / t.time_us / 1e3 for c, t in zip(cases, timings, strict=True)]
     return [
         KernelRow(
             kernel=case.kernel,
-            time_us=timing.median_us,
-            p10_us=timing.p10_us,
-            p90_us=timing.p90_us,
             gb_per_s=speed,
             copy_fraction=speed / speeds[0],
             moved_bytes=case.moved_bytes,
             coords=coords,
             backend=case.backend,
+            **timing._asdict(),
         )
         for case, timing, speed in zip(cases, timings, speeds, strict=True)
     ]
@@ -253,16 +223,13 @@ def _coding_cases(x: jax.Array, layout: Layout, backend: Backend) -> list[_Case]
     decode_args = (gathered, tiles[1], chunks, mean, order, second[None])
 
     plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
+    hop_bytes = x.nbytes + sent.nbytes + gathered.nbytes
+    calls = (
+        ("compress", encode, encode_args, x.nbytes + sent.nbytes),
+        ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),
+        ("decompress-accumulate-recompress", hop, hop_args, hop_bytes),
+    )
     return [
         _Case(name, partial(call, *args), moved + plan_bytes, backend)
-        for name, call, args, moved in (
-            ("compress", encode, encode_args, x.nbytes + sent.nbytes),
-            ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),
-            (
-                "decompress-accumulate-recompress",
-                hop,
-                hop_args,
-                x.nbytes + sent.nbytes + gathered.nbytes,
-            ),
-        )
+        for name, call, args, moved in calls
     ]

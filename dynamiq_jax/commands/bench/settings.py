@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench.all_reduce import (
-    default_iterations,
     heavy_tailed_gradients,
-    in_flight,
+    repetitions,
     timed_program,
 )
 from dynamiq_jax.commands.bench.contenders import (
@@ -33,6 +32,7 @@ from dynamiq_jax.commands.bench.contenders import (
 from dynamiq_jax.commands.bench.timing import (
     WARM_UP,
     Announce,
+    TimedRow,
     Timing,
     compile_calls,
     silent,
@@ -47,29 +47,23 @@ NATIVE = {"name": "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkRow:
+class LinkRow(TimedRow):
     """How fast ``size_bytes`` per worker move."""
 
     exchange: str
     size_bytes: int
-    time_us: float
-    p10_us: float
-    p90_us: float
     gb_per_s: float
     """The bandwidth of one worker, in 10^9 bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SettingRow:
+class SettingRow(TimedRow):
     """The all-reduce of a tree in one setting.
 
     Attributes:
       method: as a configuration file has it, see `dynamiq_jax.request.configuration`; `NATIVE` is
         bf16 psum.
       topology: the same.
-      time_us: the median.
-      p10_us: the 10th percentile.
-      p90_us: the 90th percentile.
       wire_bytes: what one worker sends.
       compressed: the share of coordinates that travel compressed.
       relative_error: of a super-group, see `dq.explain`.
@@ -80,9 +74,6 @@ class SettingRow:
 
     method: Mapping[str, Any]
     topology: Mapping[str, Any] | None
-    time_us: float
-    p10_us: float
-    p90_us: float
     wire_bytes: float
     compressed: float
     relative_error: float | None = None
@@ -163,15 +154,8 @@ def _compressed(explanation: Explanation) -> float:
 def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
     """Times ppermutes along every axis, the all-to-all of all workers, and one message.
 
-    What travels are words, as in payloads: XLA's CPU backend sends bf16 as f32.
-
-    Args:
-      mesh: the workers; see `all_reduce.make_mesh`.
-      size_bytes: what each of them has; it is cut to a multiple.
-      repeats: samples per exchange.
-
-    Returns:
-      A row for every exchange. The last one has the link's bandwidth: its message is alone.
+    What travels are words, as in payloads: XLA's CPU backend sends bf16 as f32. Each worker has
+    ``size_bytes``, cut to a multiple. The last row has the link's bandwidth: its message is alone.
     """
     axes, n = mesh.axis_names, mesh.size
     words = max(size_bytes // 4 // n, 1) * n
@@ -202,10 +186,8 @@ def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
         LinkRow(
             exchange=exchange.label,
             size_bytes=size_bytes,
-            time_us=timing.median_us,
-            p10_us=timing.p10_us,
-            p90_us=timing.p90_us,
-            gb_per_s=bytes_sent / timing.median_us / 1e3,
+            gb_per_s=bytes_sent / timing.time_us / 1e3,
+            **timing._asdict(),
         )
         for exchange, timing, bytes_sent in zip(exchanges, timings, sent, strict=True)
     ]
@@ -217,26 +199,16 @@ def bench_settings(
     chosen: Sequence[dq.Compression],
     *,
     repeats: int,
-    seed: int = 0,
     announce: Announce = silent,
 ) -> list[SettingRow]:
     """Times the all-reduce of a tree by native bf16 psum, leaf by leaf, and in all settings.
 
-    Args:
-      mesh: the workers; see `all_reduce.make_mesh`. Where they belong to several processes, all of
-        these call this function alike.
-      leaves: of the tree, floating and not empty.
-      chosen: see `settings`.
-      repeats: samples per setting.
-      seed: of the test data.
-      announce: is told how far it is.
-
-    Returns:
-      The row of bf16 psum, and one for every setting.
+    Leaves are floating and not empty. Where workers belong to several processes, all of these call
+    this function alike. The first row is that of bf16 psum.
     """
     sizes, leaves = mesh.devices.shape, list(leaves)
     options = compiler_options()  # of timed programs
-    psum = uncompressed("bf16")
+    psum = uncompressed()
 
     def native(tree: Any, axis_name: Any) -> Any:
         return jax.tree.map(lambda x: psum.reduce(x, axis_name), tree)
@@ -245,7 +217,7 @@ def bench_settings(
     for s in chosen:
         reduce = partial(dq.psum, method=s)
         contenders.append(Contender("", "psum", reduce, lambda *_: 0, ""))
-    data = _gradients(mesh, leaves, seed)
+    data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
     timings = _time(mesh, contenders, data, size_bytes, repeats, announce)
     coords = sum(x.size for x in leaves)
@@ -256,7 +228,7 @@ def bench_settings(
             wire_bytes=psum.wire_bytes(coords, sizes),
             compressed=0.0,
             transport="xla",
-            **_times(timings[0]),
+            **timings[0]._asdict(),
         )
     ]
     for setting, timing in zip(chosen, timings[1:], strict=True):
@@ -275,7 +247,7 @@ def bench_settings(
                 relative_error=said.relative_error,
                 warning=said.advice,
                 transport=route.levels(sizes).outer.transport,
-                **_times(timing),
+                **timing._asdict(),
             )
         )
     return rows
@@ -289,37 +261,34 @@ def _time(
     repeats: int,
     announce: Announce = silent,
 ) -> list[Timing]:
-    platform = mesh.devices.flat[0].platform
-    times = default_iterations(size_bytes, platform)
-    programs = [timed_program(mesh, contender, times) for contender in contenders]
-    flying = in_flight(times, platform)
+    counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
+    programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
     begin = time.perf_counter()
     calls = compile_calls(programs[:2], data)
     jax.block_until_ready(calls[-1]())
     compiled = time.perf_counter()
     jax.block_until_ready(calls[-1]())
     once = time.perf_counter() - compiled
-    each, settings = compiled - begin + (WARM_UP + repeats * flying) * once, len(programs) - 1
+    each, settings = (
+        compiled - begin + (WARM_UP + repeats * counts["in_flight"]) * once,
+        len(programs) - 1,
+    )
     if settings:
         announce(
             f"{settings} setting(s), {_about(each)} each: {_about(each * settings)} in all, less "
             "where compilations overlap"
         )
     calls += compile_calls(programs[2:], data, announce)
-    return time_calls(calls, repeats=repeats, iterations=times, in_flight=flying, announce=announce)
+    return time_calls(calls, repeats=repeats, announce=announce, **counts)
 
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
 
 
-def _times(timing: Timing) -> dict[str, Any]:
-    return dict(zip(("time_us", "p10_us", "p90_us"), timing, strict=True))
-
-
-def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct], seed: int) -> list[jax.Array]:
+def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Leaves [n, *shape], row i on worker i: each has the first of the largest one's numbers."""
-    flat = heavy_tailed_gradients(mesh, max(x.size for x in leaves), seed)
+    flat = heavy_tailed_gradients(mesh, max(x.size for x in leaves))
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @partial(jax.jit, out_shardings=rows)

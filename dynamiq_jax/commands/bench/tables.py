@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,12 +130,17 @@ def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def write_json(
-    path: Path, rows: Sequence[Any], about: Mapping[str, Any], **more: Sequence[Any]
+def report(
+    rows: Sequence[Any],
+    columns: Sequence[Column],
+    title: str,
+    devices: Sequence[Any],
+    file: Path | None = None,
+    **more: Sequence[Any],
 ) -> None:
-    """Writes ``{"about": ..., "rows": [...], **more}``; keys of a row name their units."""
-    tables = {"rows": rows, **more}
-    document = {"about": dict(about)} | {
-        name: [dataclasses.asdict(row) for row in table] for name, table in tables.items()
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    """Prints rows, and writes ``{"about": ..., "rows": [...], **more}`` to a JSON file."""
+    print_table(rows, columns, title)
+    if file is not None:
+        tables = {"rows": rows, **more}
+        named = {k: [dataclasses.asdict(row) for row in table] for k, table in tables.items()}
+        file.write_text(json.dumps({"about": surroundings(devices)} | named, indent=1) + "\n")

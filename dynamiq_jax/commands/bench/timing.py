@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,16 @@ UNROLLED = 8
 class Timing(NamedTuple):
     """Time of one iteration in microseconds: the median and the 10th and 90th percentile."""
 
-    median_us: float
+    time_us: float
+    p10_us: float
+    p90_us: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedRow:
+    """A row of a report that has a `Timing`."""
+
+    time_us: float
     p10_us: float
     p90_us: float
 
@@ -80,19 +90,9 @@ def time_calls(
 ) -> list[Timing]:
     """Times functions against each other, one sample of each per round.
 
-    Args:
-      calls: functions that dispatch device work and return arrays of it.
-      repeats: samples per function.
-      iterations: how often one call does the work on the device.
-      in_flight: calls that are dispatched before they are waited for together.
-      warm_up: untimed rounds; the first compiles.
-      announce: is told of every round that has ended.
-
-    Returns:
-      The time of one iteration for each function, in the order of `calls`.
-
-    Raises:
-      ValueError: if a count is below 1.
+    A call dispatches ``iterations`` of the work and returns arrays of it; ``in_flight`` calls are
+    waited for together. Returns the time of one iteration for each function. The first of the
+    untimed rounds compiles. A count below 1 is refused.
     """
     for name, count in (("repeats", repeats), ("iterations", iterations), ("in_flight", in_flight)):
         if count < 1:
@@ -117,17 +117,10 @@ def time_calls(
 def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[Any], Any]:
     """Returns a function that does `work(x)` a fixed number of times, one after the other.
 
-    Nought times one number of each result is added to one number of the next input, in place, leaf
-    by leaf: the compiler can neither hoist the work out of the loop nor merge two iterations. The
-    first input is copied once. Several iterations are unrolled, since XLA may copy what a loop
-    carries.
-
-    Args:
-      work: a function of a tree of arrays, none of them empty, that returns a tree like it.
-      iterations: how often it runs; static, so that the loop needs no word from the host.
-
-    Returns:
-      A function of the same signature that returns the last result.
+    ``work`` takes a tree of arrays, none of them empty, and returns a tree like it. Nought times
+    one number of each result is added to one number of the next input, in place, leaf by leaf: the
+    compiler can neither hoist the work out of the loop nor merge two iterations. The first input is
+    copied once. Several iterations are unrolled, since XLA may copy what a loop carries.
     """
 
     def tied(x: jax.Array, previous: jax.Array) -> jax.Array:
@@ -147,4 +140,4 @@ def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[A
 
 def _summary(samples_us: list[float]) -> Timing:
     p10, median, p90 = np.percentile(samples_us, [10, 50, 90])
-    return Timing(median_us=float(median), p10_us=float(p10), p90_us=float(p90))
+    return Timing(float(median), float(p10), float(p90))

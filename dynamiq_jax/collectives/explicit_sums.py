@@ -1,7 +1,7 @@
 """Reductions outside of maps: of values that JAX's types call unreduced over Explicit axes.
 
 An unreduced array is a sum that nobody has done yet: every device along the axis holds a term of
-it. JAX types gradients so where parameters are typed as reduced, see `training.deferred`.
+it. JAX types gradients so where parameters are typed as reduced, see `training.explicit_axes`.
 """
 
 import dataclasses
@@ -124,28 +124,24 @@ def reduce_unreduced(
 
     own = dataclasses.replace(total, op="sum", specs=moving(terms))
     own = own.placed([targets[i] for i in moves], over=several(axis.names, mesh.shape))
-    scatters = any(own.splits)
-    if scatters and (state is not None or metrics):
-        raise NotImplementedError(
-            f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
-            "state and has no metrics; pass metrics=False, no state, and a method without memory, "
-            "or replicate the parameters over these axes"
-        )
-    run, of_states = functools.partial(own.reduce, metrics=metrics), None
-    if state is not None:
-        run, state, of_states = _with_parts(run, state, own, moving(leaves), mesh)
-    after = [scattered_spec(spec, axis) for spec in targets] if scatters else terms
+    arguments, of_states = [moving(leaves), key], None
     pairs = zip(terms, leaves, strict=True)
-    unreduced = [P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]
-    out_specs: Any = Reduced(moving(after), of_states, P())  # type: ignore[arg-type]
+    in_specs = [moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]), P()]
+    scatters = any(own.splits)
+    if scatters:
+        _check_scatter(axis, state, metrics)
+        run: Any = own.scatter  # which `Sum.reduce` would call, too
+        out_specs: Any = moving([scattered_spec(spec, axis) for spec in targets])
+    else:
+        run = functools.partial(own.reduce, metrics=metrics)
+        if state is not None:
+            run, state, of_states = _with_parts(run, state, own, moving(leaves), mesh)
+        out_specs = Reduced(moving(terms), of_states, P())  # type: ignore[arg-type]
+        arguments.append(state)
+        in_specs.append(of_states)
     mapped = jax.shard_map(
-        own.scatter if scatters else run,
-        mesh=mesh,
-        in_specs=(moving(unreduced), P(), of_states)[: 2 if scatters else 3],
-        out_specs=moving(after) if scatters else out_specs,
-        check_vma=False,
+        run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
     )
-
     alone = jax.custom_batching.custom_vmap(mapped)
     alone.def_vmap(_refuse_vmap)
     summed = jax.custom_jvp(alone)
@@ -154,20 +150,16 @@ def reduce_unreduced(
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
         """That of the exact sum: JAX transposes a map of unreduced arrays to n times too much."""
         found = summed(*primals)
+        results, structure = jax.tree.flatten(found)  # sums come first
+        pairs = zip(jax.tree.leaves(tangents[0]), results, strict=False)
+        exact = [resharded(x, mesh, P(*jax.typeof(y).sharding.spec.partitions)) for x, y in pairs]
+        rest = map(zero_tangent, results[len(exact) :])
+        return found, structure.unflatten([*exact, *rest])
 
-        def exact(x: Array, own: Array) -> Array:
-            return resharded(x, mesh, P(*jax.typeof(own).sharding.spec.partitions))
-
-        sums = jax.tree.map(exact, tangents[0], found if scatters else found.tree)
-        if scatters:
-            return found, sums
-        return found, jax.tree.map(zero_tangent, found._replace(tree=None))._replace(tree=sums)
-
-    found = Reduced(moving(leaves), state, None)
-    if scatters:
-        found = found._replace(tree=summed(moving(leaves), key))
-    elif moves or state is not None or metrics:
-        found = summed(moving(leaves), key, state)
+    found = Reduced(moving(leaves), None, None)
+    if moves or state is not None or metrics:
+        found = summed(*arguments)
+        found = Reduced(found, None, None) if scatters else found
     done = dict(zip(moves, jax.tree.leaves(found.tree), strict=True))
     sums = [resharded(done.get(i, x), mesh, targets[i]) for i, x in enumerate(leaves)]
     return found._replace(tree=treedef.unflatten(sums))
@@ -179,6 +171,15 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
         "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
         "axes"
     )
+
+
+def _check_scatter(axis: Axis, state: State | None, metrics: bool) -> None:
+    if state is not None or metrics:
+        raise NotImplementedError(
+            f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
+            "state and has no metrics; pass metrics=False, no state, and a method without memory, "
+            "or replicate the parameters over these axes"
+        )
 
 
 def large_leaves(total: Sum, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:

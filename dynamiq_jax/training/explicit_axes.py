@@ -20,20 +20,21 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum, warn_of_gather
-from dynamiq_jax.collectives.unreduced import (
+from dynamiq_jax.collectives.explicit_sums import (
     large_leaves,
     reduce_unreduced,
     resharded,
     unreduced_axes,
 )
+from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.training.auto_axes import closed_over
 from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
-from dynamiq_jax.tree.leaves import Leaf, describe_leaves
+from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
 
 
@@ -125,22 +126,23 @@ class Deferred(NamedTuple):
     def with_ones(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
     ) -> tuple[Any, Any]:
-        """Differentiates on meshes with axes of size 1, which types name, too.
+        """Differentiates on meshes with axes of size 1, which types may name.
 
-        The types of arrays, those in the loss and those of this library may differ in these axes.
+        The types of parameters, of the batch and in the loss may differ in these axes: the loss
+        gets arrays that do not name them. Arrays that it closes over keep their types. If these
+        name such axes, nothing changes.
         """
-        with contextlib.suppress(*REFUSALS):
+        counting = {*several(self.mesh.axis_names, self.mesh.shape)}
+        if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
             return self(loss, params, data, **options)
         specs = jax.tree.map(_spec, params)
-        with contextlib.suppress(*REFUSALS), jax.remove_size_one_mesh_axis_from_type(True):
+        with jax.remove_size_one_mesh_axis_from_type(True):
             arrays = jax.tree.map(self._without_ones, (params, data))
             value, found = self(loss, *arrays, **options)
             with jax.remove_size_one_mesh_axis_from_type(False):
                 if isinstance(found, Reduced):
                     return value, found._replace(tree=self._typed(found.tree, specs))
                 return value, self._typed(found, specs)
-        # The loss may close over arrays of the other types.
-        return self(loss, params, data, **options)
 
     def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
         """The operands of a `jax.shard_map` that data axes split."""
@@ -158,11 +160,10 @@ class Deferred(NamedTuple):
                 yield
         except REFUSALS as error:
             self._check_split(data, error)
-            leaves = [leaf for leaf in describe_leaves(params) if leaf.index in chosen]
-            if not leaves:
+            if not chosen:
                 raise
             error.add_note(
-                f"dq.value_and_grad typed {_listed(leaves)} as reduced over axis "
+                f"dq.value_and_grad typed {_listed(params, chosen)} as reduced over axis "
                 f"{self.axis.name!r}. JAX has no rule for some uses of such a value, as "
                 "convolutions, table[ids], and elementwise products with examples. Exclude the "
                 "leaf by Compression(exclude=...), and JAX sums its gradient; or take a mesh of "
@@ -173,33 +174,32 @@ class Deferred(NamedTuple):
 
     def _check_maps(self, params: Any, numbers: Collection[int]) -> None:
         """Refuses gathered leaves that a map in the loss would have taken as shards."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
-        if leaves:
+        if numbers:
+            leaves = _listed(params, numbers, "sharded parameters")
             raise ValueError(
-                f"a jax.shard_map in the loss takes {_listed(leaves, 'sharded parameters')}, which "
-                f"are gathered over axis {self.axis.name!r} before the loss. Pass value_and_grad("
-                "gather=False), and the map takes shards, such as those of experts; or "
-                "jax.reshard them in the loss before the map, which then takes whole ones"
+                f"a jax.shard_map in the loss takes {leaves}, which are gathered over axis "
+                f"{self.axis.name!r} before the loss. Pass value_and_grad(gather=False), and "
+                "the map takes shards, such as those of experts; or jax.reshard them in "
+                "the loss before the map, which then takes whole ones"
             )
 
     def _warn_of_native(self, params: Any, numbers: Collection[int]) -> None:
         """Warns of large shards that neither a gather nor a map over all data axes takes."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
-        if leaves:
+        if numbers:
             warnings.warn(
-                f"{_listed(leaves, 'sharded parameters')} do not pass dq.reduce_in_backward as "
-                "shards, and JAX sums their gradients, uncompressed. Call it for these, too, "
-                "in the place of jax.reshard, or exclude them by Compression(exclude=...)",
+                f"{_listed(params, numbers, 'sharded parameters')} do not pass "
+                "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+                "Call it for these, too, in the place of jax.reshard, or exclude them "
+                "by Compression(exclude=...)",
                 stacklevel=4,
             )
 
     def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
         """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
-        leaves = [leaf for leaf in describe_leaves(params) if leaf.index in native]
         warnings.warn(
-            f"{_listed(leaves)} are summed by JAX, uncompressed: the loss reshards them, and the "
-            f"result is not typed as reduced over axis {self.axis.name!r}. They are whole already; "
-            "leave jax.reshard out, or exclude them by Compression(exclude=...)",
+            f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
+            f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They are "
+            "whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
             stacklevel=4,
         )
 
@@ -328,10 +328,11 @@ class Deferred(NamedTuple):
             return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
-def _listed(leaves: list[Leaf], what: str = "leaves") -> str:
-    """How many leaves, of how many bytes, and the names of eight."""
+def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:
+    """How many leaves, of how many bytes, the names of eight, and how many more there are."""
+    leaves = [leaf for leaf in describe_leaves(params) if leaf.index in numbers]
     names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
-    rest = ", …" if len(leaves) > 8 else ""
+    rest = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
 
 
