@@ -93,9 +93,10 @@ METHODS = {
         dither=True, widths=(*range(1, 15), 16), floor=None, bits=7,
         format=dq.Format(levels="companded"), **INDEPENDENT,
     )),
+    "no_plan": small(dq.DynamiQ(plan=False, bits=4.4, **INDEPENDENT)),
     "width_0": small(dq.DynamiQ(widths=(0, 3, 6), floor=None, **INDEPENDENT)),
 }  # fmt: skip
-DAILY = ("default", "paper", "dither", "all_widths", "bf16_scales")
+DAILY = ("default", "no_plan", "paper", "dither", "all_widths", "bf16_scales")
 """The formats that daily tests draw; a release draws all."""
 UNBIASED = [
     name
@@ -127,6 +128,10 @@ class Row(NamedTuple):
 
 EVERY_METHOD = {
     "dynamiq": Row(low(dq.DynamiQ()), OVER, 256, 0.05),
+    "dynamiq, no plan": Row(low(dq.DynamiQ(plan=False)), OVER, 256, 0.1),
+    "dynamiq, no plan, memory": Row(
+        low(dq.ErrorFeedback(dq.DynamiQ(plan=False))), OVER, 256, 0.1
+    ),
     "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
     "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
