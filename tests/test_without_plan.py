@@ -69,7 +69,7 @@ def test_the_error_is_that_of_the_floors_and_metrics_tell_it(topology):
 
 
 def test_without_a_key_rounding_follows_the_samples():
-    """What lies between two samples is rounded anew if a sample changes, and only then."""
+    """Coordinates between two samples are rounded anew if a sample changes, and only then."""
     run, x = vmapped(low(EVEN), dq.Direct()), gradient(0, 4, 2**16)
     layout = EVEN.layout(2**16, 4, dq.Direct())
     step = layout.sample_step * layout.super_group_size

@@ -13,7 +13,7 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq import codec
 from dynamiq_jax.methods.dynamiq.plan import make_plan
 
-METHOD = dq.Compression(dq.DynamiQ(), min_bucket_size=1)
+METHOD = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
 TOPOLOGIES = {
     "ring": dq.Ring(),
     "ring, two streams": dq.Ring(streams=2),
