@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pickle
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,8 @@ OPTIONS = {**methods(), **TOPOLOGIES, "Format": dq.Format}
 def test_no_field_takes_a_value_of_another_type(name):
     needed = {"method": dq.BF16()} if name == "ErrorFeedback" else {}
     for field in dataclasses.fields(OPTIONS[name]):
-        for value in (b"4", True, 4.5j)[: 1 if isinstance(field.default, bool) else 3]:
+        takes_bool = field.type is bool or bool in get_args(field.type)
+        for value in (b"4",) if takes_bool else (b"4", True, 4.5j):
             with raises(ValueError, f"{field.name}={value!r}"):
                 OPTIONS[name](**needed | {field.name: value})
 

@@ -15,10 +15,10 @@ EVEN = dq.DynamiQ(plan=False)
 OVER = dq.Direct(), dq.Ring(), dq.Butterfly()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 5_000_000),
-    bits=st.floats(2.5, 17),
+    bits=st.sampled_from([2.5, 4.0, 4.6, 5.0, 8.0, 17.0]),
     n=st.sampled_from([2, 4, 8]),
     topology=st.sampled_from(OVER),
     collective=st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"]),
@@ -37,14 +37,15 @@ def test_payloads_hold_even_widths(size, bits, n, topology, collective):
         assert sum(layout.fmt.tile_words(int(w)) for w in widths) <= words
     passed = (2 if collective == "all_reduce" else n) * (n - 1) * size / n
     if size * (1 if collective == "all_reduce" else n) > 2**20 * n:
-        assert layout.wire_bits <= bits * passed * 1.01
+        # Floors may take all bits, and samples come on top: a quarter of a bit in small buckets.
+        assert layout.wire_bits <= bits * passed * 1.01 + layout.stats_bits
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_every_super_group_has_one_place_and_padding_the_last_numbers(collective):
     layout = EVEN.layout(70_001, 4, dq.Direct(), collective)
     x = jnp.arange(layout.rows * 256.0)
-    plan = even_plan(sampled(x, layout), jnp.uint32(0), layout)
+    plan = jax.jit(lambda x: even_plan(sampled(x, layout), jnp.uint32(0), layout))(x)
     order = np.asarray(plan.order)
     np.testing.assert_array_equal(np.sort(order.reshape(-1)), np.arange(layout.super_groups))
     shards = order.reshape(layout.shards, -1)
@@ -58,10 +59,9 @@ def test_every_super_group_has_one_place_and_padding_the_last_numbers(collective
 def test_the_error_is_that_of_the_floors_and_metrics_tell_it(topology):
     n, size = 4, 2**18
     x = jax.random.normal(jax.random.key(0), (n, size))
-    told = jax.vmap(
-        lambda x: dq.reduce(x, "data", op="sum", method=low(EVEN), topology=topology, metrics=True),
-        axis_name="data",
-    )(x)
+    options = {"op": "sum", "method": low(EVEN), "topology": topology, "metrics": True}
+    run = jax.vmap(lambda x: dq.reduce(x, "data", **options), axis_name="data")
+    told = jax.jit(run)(x)
     exact = np.sum(np.asarray(x, np.float64), axis=0)
     error = relative_error(told.tree[0], exact)
     assert 0.5 < error / EVEN.relative_error(n, topology) < 1.5
