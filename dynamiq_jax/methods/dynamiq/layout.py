@@ -119,10 +119,9 @@ class Layout:
     @property
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
-        rows, numbers = self.rows, self.stats_per_super_group
-        if not self.planned:
-            rows, numbers = _samples(self.collective, self.n_workers, rows), 2
-        return stats_bits(self.collective, self.n_workers, rows, numbers)
+        return _stats_bits(
+            self.collective, self.n_workers, self.rows, self.stats_per_super_group, self.planned
+        )
 
     @property
     def payload_bits(self) -> int:
@@ -136,8 +135,16 @@ class Layout:
         return self.stats_bits + self.payload_bits
 
 
-def stats_bits(collective: Collective, n_workers: int, rows: int, per_row: int) -> int:
-    """Bits that one worker sends so that all know the statistics of ``rows`` super-groups."""
+def _stats_bits(
+    collective: Collective, n_workers: int, rows: int, per_row: int, planned: bool
+) -> int:
+    """Bits that one worker sends so that all know the statistics of ``rows`` super-groups.
+
+    Without a plan they are samples: two numbers each, of at most one coordinate a super-group.
+    """
+    if not planned:
+        most = MOST_SAMPLES * (n_workers if collective == "all_gather" else 1)
+        rows, per_row = min(rows, most), 2
     # A sum passes (n - 1)/n of all rows twice (scatter, gather), a gather once, in bf16.
     passes = 1 if collective == "all_gather" else 2
     return passes * 16 * per_row * rows * (n_workers - 1) // n_workers
@@ -172,9 +179,8 @@ def make_layout(
     sent = [stage.sent * chunks_per_worker for stage in stages]
     # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
-    numbers = stats_per_super_group
-    measured = (rows, numbers) if planned else (_samples(collective, n, rows), 2)
-    left = bits * coords_passed - stats_bits(collective, n, *measured)
+    measured = _stats_bits(collective, n, rows, stats_per_super_group, planned)
+    left = bits * coords_passed - measured
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,
@@ -200,11 +206,6 @@ def make_layout(
         stats_per_super_group=stats_per_super_group,
         planned=planned,
     )
-
-
-def _samples(collective: Collective, n_workers: int, rows: int) -> int:
-    """Samples in all of a bucket without a plan: at most one of every super-group."""
-    return min(rows, MOST_SAMPLES * (n_workers if collective == "all_gather" else 1))
 
 
 def _even_widths(fmt: WireFormat, tiles: int, words: int) -> np.ndarray:

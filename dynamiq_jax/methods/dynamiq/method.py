@@ -111,16 +111,8 @@ class DynamiQ(HopMethod, ShardedMethod):
                 "dither=True needs levels of which all are odd multiples of half a step, and "
                 "levels='geometric' are not; pass levels='piecewise'"
             )
-        if self.plan is False and self.format.subtract_mean:
-            raise ValueError(
-                "plan=False adds up no means, which subtract_mean=True needs; pass plan=True or "
-                "subtract_mean=False"
-            )
-        if self.plan is False and 0 in (self.widths or ()):
-            raise ValueError(
-                f"widths={self.widths} have 0, which sends no NaN, and plan=False has no other way "
-                "to send one; pass plan=True, or widths from 1 on"
-            )
+        if self.plan is False and (reason := self._reason_for_a_plan):
+            raise ValueError(reason)
         self._check_floor()
         self._check_bits()
 
@@ -141,6 +133,21 @@ class DynamiQ(HopMethod, ShardedMethod):
                 f"widths={widths} exceed 10, where levels='geometric' has no distinct "
                 "levels; drop the widths 11..15 or pass levels='piecewise'"
             )
+
+    @property
+    def _reason_for_a_plan(self) -> str | None:
+        """Why ``plan=False`` is refused; `None` if these options go without a plan."""
+        if self.format.subtract_mean:
+            return (
+                "plan=False adds up no means, which subtract_mean=True needs; pass plan=True or "
+                "subtract_mean=False"
+            )
+        if 0 in (self.widths or ()):
+            return (
+                f"widths={self.widths} have 0, which sends no NaN, and plan=False has no other way "
+                "to send one; pass plan=True, or widths from 1 on"
+            )
+        return None
 
     def _check_floor(self) -> None:
         if self.floor is None or self.floor == "auto":
@@ -213,8 +220,9 @@ class DynamiQ(HopMethod, ShardedMethod):
 
     def over_fast_links(self) -> Self:
         """See `Method`."""
-        planned = self.plan is not None or self.format.subtract_mean or 0 in (self.widths or ())
-        return self if planned else dataclasses.replace(self, plan=False)
+        if self.plan is not None or self._reason_for_a_plan:
+            return self
+        return dataclasses.replace(self, plan=False)
 
     @property
     def stats_per_super_group(self) -> int:
