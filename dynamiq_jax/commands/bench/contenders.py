@@ -98,7 +98,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
-would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise. In
+would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise.
+"dynamiq-planned" has a plan over links of any kind, "dynamiq-even" over none. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "thc-saturating" keeps sums to the bits
