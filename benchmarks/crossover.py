@@ -4,8 +4,9 @@
 
 Times bf16 `lax.psum` and `lax.psum_scatter` against `DynamiQ()` over `Direct` on all GPUs, at sizes
 around the expected ones, and takes the smallest from which on compression is faster, between sizes
-by their logarithms. ``--write`` puts it into ``crossover.json`` of ``dynamiq_jax/methods/dynamiq``:
-smaller buckets travel natively (`Compression.min_bucket_bytes`).
+by their logarithms. ``--write`` puts it into ``crossover.json`` of ``dynamiq_jax/methods/dynamiq``,
+which has an entry for each number of GPUs (``CUDA_VISIBLE_DEVICES`` chooses them). Smaller buckets
+travel natively (`Compression.min_bucket_bytes`).
 """
 
 import json
@@ -23,6 +24,7 @@ from dynamiq_jax.methods.dynamiq import crossover as taken
 FILE = pathlib.Path(taken.__file__).with_name("crossover.json")
 MIB = 2**20
 SIZES = {"psum": (16, 24, 32, 48, 64), "psum_scatter": (32, 64, 96, 128, 192)}
+"""In MiB on two GPUs; twice as large on more."""
 
 
 class Point(NamedTuple):
@@ -56,8 +58,9 @@ def measure(collective: str, repeats: int) -> list[Point]:
     """Speed-ups over the native collective at all sizes."""
     route = contenders.parse_topology("direct")
     method = contenders.parse_method("dynamiq:5", route, collective)
+    unit = MIB if jax.device_count() == 2 else 2 * MIB
     rows = all_reduce.bench_all_reduce(
-        [size * MIB for size in SIZES[collective]],
+        [size * unit for size in SIZES[collective]],
         [method],
         contenders.uncompressed(collective),
         devices=jax.devices(),
@@ -78,8 +81,11 @@ def main(
     found = {f"{name}_bytes": crossover_bytes(measure(name, repeats)) for name in SIZES}
     print({name: f"{size // MIB} MiB" for name, size in found.items()})
     if write:
-        told = {**found, "measured_on": tables.surroundings(jax.devices())}
-        FILE.write_text(json.dumps(told, indent=2) + "\n")
+        surroundings = tables.surroundings(jax.devices())
+        entry = {"n_devices": surroundings.pop("n_devices"), **found, "measured_on": surroundings}
+        others = [x for x in json.loads(FILE.read_text()) if x["n_devices"] != entry["n_devices"]]
+        entries = sorted([*others, entry], key=lambda x: x["n_devices"])
+        FILE.write_text(json.dumps(entries, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from cases import CHEAP, assert_same_bits, gradient, limits_of, small
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import choice as rule
 
@@ -192,10 +192,11 @@ def test_explain_says_which_and_why(hosts, capsys):
 def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fast):
     hosts(1, devices(kind=kind))
     assert rule.fast_links() == fast
-    sizes = PSUM_BYTES // 2 - 1, PSUM_BYTES // 2
+    least = psum_bytes(8)
+    sizes = least // 2 - 1, least // 2
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in sizes)
     routes = [dq.explain(x, 8, verbose=False).rows[0].route for x in (small, large)]
-    expected = f"exact: bucket of {PSUM_BYTES - 2} bytes < min_bucket_bytes {PSUM_BYTES}"
+    expected = f"exact: bucket of {least - 2} bytes < min_bucket_bytes {least}"
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
@@ -203,8 +204,8 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 
 def test_buckets_are_larger_than_what_pays():
     limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
-    assert limits.min_bucket_bytes == PSUM_BYTES
-    assert limits.bucket_bytes == max(256 * 2**20, 4 * PSUM_BYTES)
+    assert limits.min_bucket_bytes == psum_bytes(8)
+    assert limits.bucket_bytes == max(256 * 2**20, 4 * psum_bytes(8))
     assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
     given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
     limits = limits_of(given, 8, fast_links=True)

@@ -39,14 +39,22 @@ def test_where_the_largest_does_not_pay_it_is_unknown():
 
 def test_the_library_takes_what_was_written():
     written = json.loads(FILE.read_text())
-    limits = limits_of(dq.DynamiQ(), 4, fast_links=True)
-    assert limits.min_bucket_bytes == taken.PSUM_BYTES == written["psum_bytes"]
-    assert taken.PSUM_SCATTER_BYTES == written["psum_scatter_bytes"] > taken.PSUM_BYTES
+    for entry in written:
+        n = entry["n_devices"]
+        limits = limits_of(dq.DynamiQ(), n, fast_links=True)
+        assert limits.min_bucket_bytes == taken.psum_bytes(n) == entry["psum_bytes"]
+        assert taken.psum_scatter_bytes(n) == entry["psum_scatter_bytes"] > taken.psum_bytes(n)
+
+
+def test_the_limit_is_of_as_many_gpus_or_the_next_that_were_measured(monkeypatch):
+    entries = [{"n_devices": n, "psum_bytes": n * MIB} for n in (2, 4, 8)]
+    monkeypatch.setattr(taken, "_MEASURED", entries)
+    assert [taken.psum_bytes(n) // MIB for n in (2, 3, 4, 6, 8, 16)] == [2, 4, 4, 8, 8, 8]
 
 
 @pytest.mark.parametrize(
     ("collective", "least"),
-    [("psum", taken.PSUM_BYTES), ("psum_scatter", taken.PSUM_SCATTER_BYTES)],
+    [("psum", taken.psum_bytes(4)), ("psum_scatter", taken.psum_scatter_bytes(4))],
 )
 def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, collective, least):
     """The smallest bucket that is compressed is sent by all_to_all, smaller ones by XLA's sum."""
@@ -68,7 +76,7 @@ def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypa
     monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
     n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))
     gather = partial(dq.all_gather, axis_name="data", tiled=True, method=method)
-    smallest = -(-taken.PSUM_SCATTER_BYTES // (4 * n))
+    smallest = -(-taken.psum_scatter_bytes(n) // (4 * n))
     for size, dtype in ((smallest - 1, "f32"), (smallest, "u32")):
         x = jax.ShapeDtypeStruct((size,), "float32")
         text = str(jax.make_jaxpr(gather, axis_env=[("data", n)])(x))

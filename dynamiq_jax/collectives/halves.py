@@ -19,7 +19,7 @@ from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
 from dynamiq_jax.methods import ShardedMethod
 from dynamiq_jax.methods.base import Call, Limits, check_choice
-from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES, PSUM_SCATTER_BYTES
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.request.agreement import compare_first
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.routes import Route
@@ -376,8 +376,8 @@ def group_parts(
 
     def limits_of(route: Route) -> Limits:
         check(route)
-        limits = route.limits
-        least = limits.min_bucket_bytes * PSUM_SCATTER_BYTES // PSUM_BYTES
+        limits, n = route.limits, route.n_workers
+        least = limits.min_bucket_bytes * psum_scatter_bytes(n) // psum_bytes(n)
         bucket = max(limits.bucket_bytes, 2 * least)
         limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         return Limits(*(-(-limit // shards) for limit in limits))

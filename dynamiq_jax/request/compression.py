@@ -79,8 +79,8 @@ class Compression(Options):
       min_bucket_bytes: buckets of fewer bytes are summed exactly. With 0 buckets of any size are
         compressed, unless padding brings them to the 16 bits per coordinate of bf16 (see
         `DynamiQ`). Default: no limit. For `DynamiQ` on GPUs that NVLink connects all to all it is
-        the size that `dynamiq_jax.methods.dynamiq.crossover` holds, since native psum is faster
-        below it. A given ``min_bucket_size`` takes that default away.
+        the size that `dynamiq_jax.methods.dynamiq.crossover` has for so many workers, since native
+        psum is faster below it. A given ``min_bucket_size`` takes that default away.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
         ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 4
         ``min_bucket_bytes`` at least.

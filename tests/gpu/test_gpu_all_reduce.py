@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq import codec
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.plan import make_plan
 
 METHOD = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
@@ -190,7 +191,8 @@ def test_small_buckets_travel_natively_on_fast_links():
     mesh = _mesh()
     if not dq.topologies.fast_links():
         pytest.skip(f"{jax.devices()[0].device_kind} may be without NVLink")
-    small, large = (jax.ShapeDtypeStruct((2**k,), jnp.bfloat16) for k in (25, 26))
+    least = psum_bytes(mesh.size) // 2
+    small, large = (jax.ShapeDtypeStruct((k,), jnp.bfloat16) for k in (least - 1, least))
     routes = [dq.explain(x, mesh.size, verbose=False).rows[0].route for x in (small, large)]
     assert "min_bucket_bytes" in routes[0]
     assert routes[1] == "compressed"

@@ -43,7 +43,7 @@ from dynamiq_jax.methods.dynamiq.codec import (
     shared_plan,
     statistics,
 )
-from dynamiq_jax.methods.dynamiq.crossover import PSUM_BYTES
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.format import Format
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
 from dynamiq_jax.methods.hops import Bound, HopMethod
@@ -213,7 +213,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         tile = TILE_ROWS * self.format.super_group_size
         size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
         size = 0 if given.get("min_bucket_bytes") == 0 else size
-        least = PSUM_BYTES if fast_links and "min_bucket_size" not in given else 0
+        least = psum_bytes(n_workers) if fast_links and "min_bucket_size" not in given else 0
         least = given.get("min_bucket_bytes", least)
         own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 4 * least))
         return own._replace(**given)
