@@ -29,7 +29,7 @@ def problem():
         "down": jax.random.normal(keys[2], (2048, 512)) / 45,
     }
     x = jax.random.normal(keys[3], (64, 512)) * jnp.linspace(0.2, 2.0, 64)[:, None]
-    mask = jnp.float32(jnp.arange(64) % 5 < jnp.linspace(1, 4, 64))
+    mask = jnp.float32(jnp.arange(64.0) % 5 < jnp.linspace(1, 4, 64))
     plain = params, {"x": x, "mask": mask}
     placed = (
         jax.device_put(params, NamedSharding(mesh, P())),
