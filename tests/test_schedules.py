@@ -12,7 +12,7 @@ from cases import assert_same_bits, gradient, small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.executors.sequential import tree_of
-from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, Transport, steps_of
+from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.base import n_slots, sink_slot
 
 SCHEDULES = [
@@ -90,8 +90,6 @@ def test_the_energy_of_a_ring_is_that_of_its_hops():
 class TwoArms(Topology):
     """Chunks come to their owner from both sides, through half as many hops each."""
 
-    balance: float | None = None
-    transport: Transport | None = None
     looped: bool = False
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
