@@ -64,13 +64,12 @@ def command(
     options.writable({"--json": json_file})
     device = jax.devices()[:1]
     super_groups = super_groups or (256 if options.on_cpu(device) else 32768)
-    cases = {
-        (text, route): checked(
-            "--methods --topology --workers", make_case, text, route, workers, super_groups
-        )
-        for text in contenders.parts(methods)
-        for route in contenders.parts(topology)
-    }
+    cases = {}
+    for text in contenders.parts(methods):
+        for name in contenders.parts(topology):
+            route = checked("--topology", contenders.parse_topology, name)
+            told = text, route, workers, super_groups
+            cases[text, name] = checked("--methods --topology --workers", make_case, *told)
     rows = [study(case, names, seeds) for names, case in cases.items()]
     title = f"vNMSE of one all-reduce, {super_groups} super-groups, {seeds} seed(s), on one "
     title += device[0].device_kind
@@ -159,22 +158,22 @@ class Case:
         return Workers(self.method, one_chunk(bound, self.super_groups * SUPER_GROUP))
 
 
-def make_case(method: str, topology: str, n_workers: int, super_groups: int) -> Case:
-    """The case of a method and a topology by their names on the command line.
+def make_case(method: str, topology: Topology, n_workers: int, super_groups: int) -> Case:
+    """The case of a method by its name on the command line.
 
     Raises:
-      ValueError: one of them is not known, or the topology does not serve so many workers.
+      ValueError: the method is not known, or the topology does not serve so many workers.
       NotImplementedError: the method does not run over topologies, or has memory.
     """
-    made, route = contenders.make_method(method), contenders.parse_topology(topology)
+    made = contenders.make_method(method)
     if not isinstance(made, HopMethod) or made.needs_state:
         raise NotImplementedError(
-            f"{method} {topology}: one step of a method over topologies and without memory is "
+            f"{method}: one step of a method over topologies and without memory is "
             "simulated; pass for example dynamiq:5 or mxfp8"
         )
-    route.check(n_workers)
-    route = dataclasses.replace(route, streams=1)
-    return Case(n_workers=n_workers, super_groups=super_groups, method=made, topology=route)
+    topology.check(n_workers)
+    topology = dataclasses.replace(topology, streams=1)
+    return Case(n_workers=n_workers, super_groups=super_groups, method=made, topology=topology)
 
 
 class _OneChunk(Layout):
