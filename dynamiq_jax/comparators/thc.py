@@ -16,7 +16,7 @@ z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``s
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from dynamiq_jax.comparators.lanes import (
     unpack_bits,
     unpack_lanes,
 )
-from dynamiq_jax.comparators.native import NativeMethod, StepState, first_step
+from dynamiq_jax.comparators.native import NativeMethod, StepState
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
@@ -82,6 +82,8 @@ class THC(NativeMethod, TellsLosses):
     saturate: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
+
+    counts_steps: ClassVar[bool] = True
 
     def __post_init__(self):
         """Checks every field."""
@@ -132,10 +134,6 @@ class THC(NativeMethod, TellsLosses):
                 + (f"sum_bits={most.bit_length()}, or " if room < MAX_SUM_BITS else "")
                 + f"a granularity of at most {fits}"
             )
-
-    def init(self, size: int, n_workers: int) -> State:
-        """The first step."""
-        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
