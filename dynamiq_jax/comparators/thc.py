@@ -28,6 +28,7 @@ from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.lanes import (
     bit_words,
+    coordinate_noise,
     pack_bits,
     pack_lanes,
     unpack_bits,
@@ -156,7 +157,7 @@ class THC(NativeMethod, TellsLosses):
             seed = _seed_of_step(call.seed, scale, state, axis)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
             own = slot_noise(seed, n_workers, self.rounding)[axis.index]
-            noise = thc.rounding_noise(z.shape, own, self.rounding)
+            noise = coordinate_noise(own, z.size, rounding=self.rounding).reshape(z.shape)
             index = thc.quantize(z, self.integers, threshold, noise)
 
             def decode(total, n: int):
