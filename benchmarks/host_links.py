@@ -8,8 +8,7 @@ count, less what the barriers alone send. ``explained`` is the part of `dq.expla
 leaves a host. XLA's CPU backend sends bf16 as f32: ``as f32`` counts native sums and statistics
 twice.
 ``wire s`` are the sent bytes over the rate, and ``s`` is the fastest of the runs. ``error`` is
-|estimate - sum|² / |sum|² between the hosts, and ``simulated`` is what ``dynamiq-jax simulate``
-finds for one of this gradient's chunks, but of `Hierarchical`. The chunks have equal magnitudes.
+|estimate - sum|² / |sum|² between the hosts.
 
 The inner axis of `Hierarchical` has the devices of a host. Hosts of one device form sets of two,
 and the native sums of a set cross links.
@@ -32,13 +31,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.simulate import (
-    SUPER_GROUP,
-    Case,
-    mixture_source,
-    simulate,
-    worker_gradient,
-)
+from dynamiq_jax.commands.error import SUPER_GROUP
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.request.ways import bytes_per_second
 
 METHOD = dq.DynamiQ()
@@ -92,18 +86,14 @@ def explained(name: str, size: int, n_hosts: int, local: int) -> tuple[float, fl
     return scattered + gathered + statistics, scattered + gathered + 2 * statistics
 
 
-def measure(
-    name: str, super_groups: int, repeats: int, per_second: float, *, simulated: bool
-) -> dict[str, Any]:
+def measure(name: str, super_groups: int, repeats: int, per_second: float) -> dict[str, Any]:
     """One row of the table; all hosts call it."""
     n, local, topology = jax.device_count(), jax.local_device_count(), TOPOLOGIES[name]
     sizes, axes = axis_sizes(name, n // local, local), ("outer", "inner")
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), axes, axis_types=(AxisType.Auto,) * 2)
     key = jax.random.key(0)
-    source = mixture_source(jax.random.split(key)[0], super_groups // n)
-    source = source._replace(deviation=jnp.tile(source.deviation, n))
-    first = local * jax.process_index()
-    own = np.stack([np.asarray(worker_gradient(source, first + i)) for i in range(local)])
+    gradients = np.asarray(lognormal_mixture(key, n, super_groups, SUPER_GROUP))
+    own = gradients[local * jax.process_index() :][:local]
     whole = jax.make_array_from_process_local_data(NamedSharding(mesh, P(axes)), own)
     reduce = partial(dq.psum, axis_name=axes, method=METHOD, topology=topology)
 
@@ -123,10 +113,10 @@ def measure(
         runs.append((seconds, sent() - before))
     seconds, carried = np.max(multihost_utils.process_allgather(np.array(runs)), axis=0).T
     seconds, carried = seconds[::2], float(np.median(carried[::2]) - np.median(carried[1::2]))
-    exact = np.sum([np.asarray(worker_gradient(source, i), np.float64) for i in range(n)], axis=0)
+    exact = np.sum(gradients, axis=0, dtype=np.float64)
     told, as_f32 = explained(name, exact.size, n // local, local)
     fastest, wire = float(np.min(seconds)), carried / per_second
-    found = {
+    return {
         "topology": name,
         "sent MB": carried / 1e6,
         "explained MB": told / 1e6,
@@ -136,11 +126,6 @@ def measure(
         "s / wire s": fastest / wire,
         "error": float(np.sum((result - exact) ** 2) / np.sum(exact**2)),
     }
-    if simulated and not isinstance(topology, dq.Hierarchical):
-        size = {"n_workers": n, "super_groups": super_groups // n}
-        # On all hosts: none is late for the next row.
-        found["simulated"] = simulate(Case(**size, method=METHOD, topology=topology), key)
-    return found
 
 
 def main(
@@ -148,7 +133,6 @@ def main(
     topologies: Annotated[str, typer.Option(help="comma-separated")] = ",".join(TOPOLOGIES),
     super_groups: Annotated[int, typer.Option(min=64, help="of 256 coordinates")] = 2048,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    simulated: Annotated[bool, typer.Option(help="compare errors with the simulator's")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON of all rows")] = None,
 ) -> None:
     """Measures all-reduces between the hosts of `hosts.py`."""
@@ -160,7 +144,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for name in topologies.split(","):
         per_second = bytes_per_second(rate)
-        rows.append(measure(name, super_groups, repeats, per_second, simulated=simulated))
+        rows.append(measure(name, super_groups, repeats, per_second))
         if host == 0:
             if len(rows) == 1:
                 print(f"{title}, {METHOD!r}, jax {jax.__version__}")

@@ -151,21 +151,16 @@ def make_training(
     model: str,
     mesh: Mesh,
     *,
-    steps: int | None = None,
-    learning_rate: float | None = None,
     make_model: Callable[[bool, bool], ways.Model],
-    **options: Any,
+    limits: dict[str, Any],
+    topology: Any,
 ) -> ways.Training:
     """The training of a model by its recipe: AdamW, norms clipped, functions in bf16."""
-    recipe = RECIPES[model]
-    recipe = recipe._replace(
-        steps=steps or recipe.steps, learning_rate=learning_rate or recipe.learning_rate
-    )
-    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+    optimizer = make_optimizer(RECIPES[model], optax.identity())
+    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0, **limits}
     return ways.Training(
-        make_model=make_model, optimizer=make_optimizer(recipe, optax.identity()), mesh=mesh,
-        max_norm=MAX_NORM, dtype=jnp.bfloat16, check_vma=False,
-        limits=limits | options.pop("limits", {}), **options,
+        make_model=make_model, optimizer=optimizer, mesh=mesh, max_norm=MAX_NORM,
+        dtype=jnp.bfloat16, check_vma=False, limits=limits, topology=topology,
     )  # fmt: skip
 
 

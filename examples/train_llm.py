@@ -41,6 +41,7 @@ Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
 
+import csv
 import os
 
 # Eight virtual CPU devices, unless the caller chose a number; GPUs are not affected.
@@ -88,7 +89,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.writers import CSVWriter
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 
 AXIS = "data"
@@ -550,11 +550,13 @@ def save_curves(results: Sequence[Result], folder: Path) -> None:
     """A CSV file for every method, a row for every step."""
     for r in results:
         cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
-        with CSVWriter(folder / f"{r.method}.csv") as log:
+        errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
+        with (folder / f"{r.method}.csv").open("w", newline="") as file:
+            log = csv.DictWriter(file, ["step", "loss", *errors, *cost])
+            log.writeheader()
             for i, loss in enumerate(r.losses):
-                errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
                 known = {name: at.get(i, float("nan")) for name, at in errors.items()}
-                log.write(i, loss=loss, **known, **cost)
+                log.writerow({"step": i, "loss": loss, **known, **cost})
 
 
 def environment() -> dict[str, str]:

@@ -21,6 +21,7 @@ import dynamiq_jax as dq
 from dynamiq_jax import comparators
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
+from pallas_kernels import TILE_ROWS
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
@@ -419,3 +420,10 @@ def mapped(f, check_vma=True):
 
 def local(params, check_vma):
     return lax.pcast(params, "data", to="varying") if check_vma else params
+
+
+def plan_widths(plan: Any, stage: int = 0) -> jax.Array:
+    """The width of every super-group in a stage of a plan, int32[M], in the gradient's order."""
+    # A tile's entry has the width in its low 5 bits; position p of a chunk is in tile p // 8.
+    width = jnp.repeat(plan.tiles[stage] & 31, TILE_ROWS, axis=1).reshape(-1)
+    return jnp.zeros_like(width).at[plan.order.reshape(-1)].set(width)

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, daily, vmapped
+from cases import SMALL, daily, plan_widths, vmapped
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     make_plan,
-    plan_widths,
     upgrades_of,
 )
 from dynamiq_jax.topologies import Stage

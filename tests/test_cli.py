@@ -1,13 +1,10 @@
 """The command: rows of its benchmarks, and what it refuses before it measures."""
 
-import io
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands import cli, error, options, simulate
+from dynamiq_jax.commands import cli, error, simulate
 from dynamiq_jax.commands.bench import (
     all_reduce,
     contenders,
@@ -211,13 +208,7 @@ ARRAYS = {
     "grads": {"grads": GRADIENTS},
     "broken": {"gradients": BROKEN},
     "over": {"gradients": 1e39 * np.ones((2, 4))},
-    "cancel": {"gradients": np.concatenate([GRADIENTS, -GRADIENTS])},
-    "rounded": {"gradients": np.array([[1], [2.0**-30], [-1]])},
-    "large": {"gradients": np.full((2, 4), 1e38)},
-    "tiny": {"gradients": np.full((2, 4), 1e-30)},
     "text": {"gradients": np.array([["a"], ["b"]])},
-    "pickle": {"gradients": np.array([[{}], [{}]])},
-    "half": {"gradients": GRADIENTS, "sizes": [511.5, 0.5], **LEAVES},
     "sum": {"gradients": GRADIENTS, "sizes": [1, 2], **LEAVES},
     "names": {"gradients": GRADIENTS, "sizes": [512], **LEAVES},
 }
@@ -231,18 +222,10 @@ def files(tmp_path_factory):
     for name, arrays in ARRAYS.items():
         np.savez(folder / f"{name}.npz", **arrays)
     whole = (folder / "g.npz").read_bytes()
-    encrypted, damaged = bytearray(whole), bytearray(whole)
-    encrypted[whole.find(b"PK\x03\x04") + 6] |= 1
-    encrypted[whole.find(b"PK\x01\x02") + 8] |= 1
+    damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 255
-    held = {"words": b"loss", "damaged": bytes(damaged), "encrypted": bytes(encrypted)}
-    for name, content in held.items():
+    for name, content in {"words": b"loss", "damaged": bytes(damaged)}.items():
         (folder / f"{name}.npz").write_bytes(content)
-    for name, columns in (("huge", 10**14), ("beyond", 10**30)):
-        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': (2, {columns})}}"
-        header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n"
-        with zipfile.ZipFile(folder / f"{name}.npz", "w") as made:
-            made.writestr("gradients.npy", header + bytes(64))
     save_model_tree(folder / "large.json", jax.ShapeDtypeStruct((4 * 10**12,), jnp.float32))
     (folder / "true.json").write_text('{"w": [[true], "float32"]}')
     (folder / "rows.json").write_text("kept")
@@ -258,24 +241,15 @@ REFUSED = [
     # Files that hold no gradients.
     ([*GIVEN, "missing.npz"], "--gradients", "does not exist"),
     ([*GIVEN, "folder"], "--gradients", "is a directory"),
-    ([*GIVEN, "words.npz"], "--gradients", "is not a .npz file"),
+    ([*GIVEN, "words.npz"], "--gradients", "cannot be read"),
     ([*GIVEN, "damaged.npz"], "--gradients", "cannot be read"),
-    ([*GIVEN, "encrypted.npz"], "--gradients", "is encrypted"),
-    ([*GIVEN, "huge.npz"], "--gradients", "huge.npz cannot be read (Unable to allocate"),
-    ([*GIVEN, "beyond.npz"], "--gradients", "beyond.npz cannot be read (Python int too large"),
-    ([*GIVEN, "pickle.npz"], "--gradients", "pickle.npz cannot be read"),
     ([*GIVEN, "grads.npz"], "--gradients", "has no array 'gradients'"),
     ([*GIVEN, "g.npz", "--workers", "3"], "--gradients", "shape (2, 512), and 3 workers are"),
     ([*GIVEN, "broken.npz"], "--gradients", "has 4 NaN or infinite among 1,024 numbers"),
     ([*GIVEN, "over.npz"], "--gradients", "has 8 NaN or infinite among 8"),
-    ([*GIVEN, "cancel.npz"], "--gradients", "has |sum|^2 = 0 over 4 workers"),
-    ([*GIVEN, "rounded.npz"], "--gradients", "has |sum|^2 = 8.67e-19 over 3 workers"),
-    ([*GIVEN, "large.npz"], "--gradients", "has |sum|^2 = 1.6e+77 over 2 workers"),
-    ([*GIVEN, "tiny.npz"], "--gradients", "has |sum|^2 = 1.6e-59 over 2 workers"),
     ([*GIVEN, "text.npz"], "--gradients", "has dtype <U1: save f32"),
-    ([*GIVEN, "half.npz"], "--gradients", "'sizes' of half.npz has 511.5"),
-    ([*GIVEN, "sum.npz"], "--gradients", "add up to 3 coordinates and 'gradients' has 512"),
-    ([*GIVEN, "names.npz"], "--gradients", "'names' of names.npz has 2 leaves and 'sizes' has 1"),
+    ([*GIVEN, "sum.npz"], "--gradients", "with 3 coordinates, and 'gradients' has 512"),
+    ([*GIVEN, "names.npz"], "--gradients", "names.npz has 2 names and 1 sizes of leaves"),
     # Models.
     (["advise", "large.json"], "MODEL", "has 4,000,000,000,000 coordinates"),
     (["advise", "true.json"], "MODEL", "leaf 'w' is [[True], 'float32']"),
@@ -291,7 +265,7 @@ REFUSED = [
         ([*command, "--json", "/dev/full"], "--json", "is not a regular file")
         for command in (["error"], ["simulate"], ALL_REDUCE, ["bench", "kernels"], ["advise", "1M"])
     ),
-    (["error", "--json", "nowhere/a.json"], "--json", "is no folder nowhere: create it first"),
+    (["error", "--json", "nowhere/a.json"], "--json", "cannot be written (No such file or dir"),
     (["error", "--json", "/proc/rows.json"], "--json", "cannot be written"),
     (["advise", "1M", "--config", "a.json", "--json", "a.json"], "--json", "is read or written"),
     (["advise", "1M", "--config", "a.yaml"], "--config", "a.yaml must end in .json or .toml"),
@@ -368,18 +342,6 @@ def test_a_file_that_is_replaced_is_named_before(files, monkeypatch):
     monkeypatch.chdir(files)
     said = run("error", "--workers", "3", "--topology", "butterfly", "--json", "rows.json").stderr
     assert said.startswith("--json replaces rows.json (4 bytes)\n")
-
-
-def test_a_full_disk_is_noticed_before(monkeypatch, tmp_path):
-    class Full(io.BytesIO):
-        def write(self, data):
-            if data:
-                raise OSError(28, "No space left on device")
-            return 0
-
-    monkeypatch.setattr(options.tempfile, "TemporaryFile", lambda **_: Full())
-    said = refused("error", "--json", tmp_path / "new.json")
-    assert "new.json cannot be written (No space left on device)" in said
 
 
 def test_markup_and_control_characters_in_names_of_users_do_nothing(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import daily
+from cases import daily, plan_widths
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.seeds import statistics_seed
@@ -15,7 +15,6 @@ from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.plan import (
     make_plan,
     pack_statistics,
-    plan_widths,
     upgrades_of,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles

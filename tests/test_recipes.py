@@ -286,7 +286,7 @@ def test_a_budget_is_the_mean_over_all_micro_batches_taken(execute, run, capsys)
 @pytest.mark.release
 def test_metrics(run, tmp_path):
     run("metrics")
-    with (tmp_path / "runs" / "first" / "metrics.csv").open(newline="") as file:
+    with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(12))
     assert all(1e-5 < float(row["vnmse"]) < 0.05 for row in rows)

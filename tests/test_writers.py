@@ -1,14 +1,8 @@
-"""Metrics in CSV files."""
+"""Metrics as numbers."""
 
-import csv
-import math
-
-import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 
-from dynamiq_jax.commands.writers import CSVWriter
+from dynamiq_jax.commands.writers import scalars
 from dynamiq_jax.methods.metrics import Metrics
 
 METRICS = Metrics(
@@ -22,57 +16,13 @@ METRICS = Metrics(
 )
 
 
-def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_has_a_row_for_every_step_at_once(tmp_path):
-    path = tmp_path / "new" / "metrics.csv"
-    with CSVWriter(path) as log:
-        log.write(0, METRICS, loss=jnp.float32(2.5))
-        assert len(read(path)) == 1  # a run that is killed has its rows
-        log.write(10, METRICS._replace(vnmse=jnp.float32(np.nan)), loss=1)
-    first, second = read(path)
+def test_scalars_have_a_name_for_every_field_and_width():
+    found = scalars(METRICS)
     names = ["vnmse", "norm", "nonfinite", "saturated", "bits_per_coord", "wire_bytes"]
-    assert list(first) == ["step", "loss", *names, *(f"width_{w}" for w in range(17))]
-    assert [float(first[name]) for name in ("step", "loss", *names)] == [
-        0,
-        2.5,
-        0.25,
-        9,
-        3,
-        0,
-        5,
-        1e6,
-    ]
-    assert {n: float(x) for n, x in first.items() if n.startswith("width") and float(x)} == {
+    assert list(found) == [*names, *(f"width_{w}" for w in range(17))]
+    assert all(type(value) is float for value in found.values())
+    assert [found[name] for name in names] == [0.25, 9, 3, 0, 5, 1e6]
+    assert {n: x for n, x in found.items() if n.startswith("width") and x} == {
         "width_4": 0.75,
         "width_6": 0.25,
     }
-    assert (float(second["step"]), float(second["loss"])) == (10, 1)
-    assert math.isnan(float(second["vnmse"]))
-
-
-def test_csv_starts_anew_and_keeps_the_order_of_columns(tmp_path):
-    path = tmp_path / "metrics.csv"
-    for _ in range(2):
-        with CSVWriter(path) as log:
-            log.write(0, a=1, b=2)
-            log.write(1, b=2, a=1)
-    assert path.read_text().splitlines() == ["step,a,b", "0,1.0,2.0", "1,1.0,2.0"]
-
-
-def test_csv_refuses_other_columns(tmp_path):
-    with CSVWriter(tmp_path / "metrics.csv") as log:
-        log.write(7, c=1)
-        with pytest.raises(ValueError, match=r"\['step', 'c'\], and step 8 .* \['step', 'd'\]"):
-            log.write(8, d=1)
-    assert read(tmp_path / "metrics.csv") == [{"step": "7", "c": "1.0"}]
-
-
-def test_only_process_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with CSVWriter(tmp_path / "log") as log:
-        log.write(0, METRICS, loss=1)
-    assert not list(tmp_path.iterdir())

@@ -1,16 +1,14 @@
-r"""The tables of docs/comparison.md and pictures of the pages, from ``results``.
+"""The tables of docs/comparison.md and pictures of the pages, from ``results``.
 
     python benchmarks/evidence/pages.py           # writes all of them (`make figures`)
 
-Losses are rows of `training.py` and `long.py`, errors those of ``dynamiq-jax error --json``, times
-those of ``dynamiq-jax bench all-reduce`` and of `step_time.py`. Nothing is measured here.
+Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``, times those of
+``dynamiq-jax bench all-reduce`` and of `step_time.py`. Nothing is measured here.
 
 * ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
-  bits, and within a group by loss. ``docs/training-quality.md`` gets that of long training,
-  ``docs/multihost.md`` and ``docs/performance.md`` get steps by way to train.
+  bits, and within a group by loss. ``docs/multihost.md`` and ``docs/performance.md`` get steps by
+  way to train.
 * ``docs/speedups.png`` has speed-ups of steps by links and way.
-* ``docs/time-to-accuracy.png`` has losses against bf16's by step.
-* ``docs/long-training.png`` has losses and biases of long training.
 """
 
 import json
@@ -21,17 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
-from training import BF16, CURVE_WINDOW, difference
+from training import BF16
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "comparison.md"
-TRANSPORTS, STEPS = "comparison_transports.json", "step_time_pipeline.json"
-
-TOLERANCE = 0.5
-"""Above bf16's last training loss, %: the target of the times to a loss."""
+TRANSPORTS = "comparison_transports.json"
 Row = Mapping[str, Any]
 
 
@@ -148,158 +142,6 @@ def steps_table(*links: str) -> str:
     return markdown(lines)
 
 
-# --- Long training --------------------------------------------------------------------------------
-
-LONG = RESULTS / "long"
-"""Rows of `long.py`, a file for each."""
-NOISE = "bf16-reversed"
-"""The run that differs from bf16's in the order of a sum alone."""
-
-
-def long_rows(folder: Path) -> dict[str, Row]:
-    """Rows by method; the method's name is followed by a number of workers that changed.
-
-    Raises:
-      ValueError: rows differ in more than the method.
-    """
-    found, alike = {}, set()
-    for file in sorted(folder.glob("*.json")):
-        row = json.loads(file.read_text())
-        own = {k: v for k, v in row["settings"].items() if k not in ("topology", "options")}
-        method, last = own.pop("method"), row["parts"][-1]["workers"]
-        changed = last != row["parts"][0]["workers"]
-        found[method + (f", then {last} workers" if changed else "")] = row
-        alike.add(json.dumps(own))
-    if len(alike) != 1:
-        raise ValueError(f"{folder}: rows differ in more than the method: {alike}")
-    return found
-
-
-def apart(row: Row, base: Row, window: int) -> tuple[list[int], np.ndarray, list[int], np.ndarray]:
-    """Steps and differences from ``base`` in %: of means of training losses, of validation."""
-    n = len(row["losses"]) // window
-    own, its = (
-        np.reshape(r["losses"][: n * window], (n, window)).mean(axis=1) for r in (row, base)
-    )
-    validation = {part["step"]: part["validation"] for part in base["parts"]}
-    parts = {
-        part["step"]: 100 * (part["validation"] / validation[part["step"]] - 1)
-        for part in row["parts"]
-    }
-    steps = [window * (i + 1) for i in range(n)]
-    return steps, 100 * (own / its - 1), list(parts), np.array(list(parts.values()))
-
-
-def growth(row: Row) -> dict[int, float]:
-    """By steps: the size of the sum of all errors so far over that of independent ones."""
-    errors = {part["step"]: part["errors"] for part in row["parts"] if "errors" in part}
-    return {step: (e["sum"] / e["squares"]) ** 0.5 for step, e in errors.items()}
-
-
-def long_training(folder: Path = LONG, window: int = 50) -> Figure:
-    """Losses against bf16's, with the noise, and how errors add up."""
-    rows = long_rows(folder)
-    base = rows.pop("bf16")
-    figure = Figure(figsize=(7.2, 8), layout="constrained")
-    *losses, below = figure.subplots(3)
-    million = base["settings"]["tokens"] / base["settings"]["steps"] / 1e6
-    order = [NOISE, *(method for method in rows if method != NOISE)]
-    colours = {method: f"C{i}" for i, method in enumerate(["bf16", *order])}
-    for method in order:
-        found = apart(rows[method], base, window)
-        for axes, steps, percent in zip(losses, found[::2], found[1::2], strict=True):
-            tokens = million * np.array(steps)
-            if method == NOISE:
-                most = np.maximum.accumulate(np.abs(percent))
-                axes.fill_between(tokens, -most, most, color="0.85", label="noise of bf16")
-            else:
-                axes.plot(tokens, percent, label=method, linewidth=1, color=colours[method])
-    for method, row in {"bf16": base, **rows}.items():
-        if method != NOISE and (grown := growth(row)):
-            below.semilogx(*zip(*grown.items(), strict=True), label=method, color=colours[method])
-    for axes, name in zip(losses, ("training", "validation"), strict=True):
-        axes.set(
-            xlabel="tokens, millions", ylabel=f"{name} loss against bf16's, %", ylim=(-0.5, 0.5)
-        )
-    below.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    below.set(xlabel="steps", ylabel="sum of errors / its deviation")
-    for axes in (*losses, below):
-        axes.legend(frameon=False, fontsize=8, ncols=2)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def long_table() -> str:
-    """Losses against bf16's and errors of every long run."""
-    rows = long_rows(LONG)
-    base = rows["bf16"]
-    heads = "tokens, M", "training loss, %", "validation, %", "errors, 300 steps", "errors, end"
-    lines = [("method", *heads, "along the sum, %")]
-    for method, row in rows.items():
-        steps = len(row["losses"])
-        _, training, _, validation = apart(row, base, steps // 5)
-        cells = ["", ""] if row is base else [f"{x[-1]:+.2f}" for x in (training, validation)]
-        grown, last = growth(row), row["parts"][-1].get("errors")
-        cells += [f"{grown[step]:.2f}" if step in grown else "" for step in (300, steps)]
-        cells.append(f"{100 * last['inner'] / last['exact']:+.2f}" if last else "")
-        tokens = steps * base["settings"]["tokens"] / base["settings"]["steps"] / 1e6
-        cells = [cell.replace("-", "−") for cell in cells]
-        lines.append((f"`{method}`", f"{tokens:.0f}", *cells))
-    return markdown(lines)
-
-
-# --- Time to a loss -------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """One method over one kind of links."""
-
-    method: str
-    steps: float | None
-    """To the target; `None` where it is not reached."""
-    relative: float | None
-    """The time to the target over bf16 psum's."""
-
-
-def crossing(losses: np.ndarray, target: float) -> float | None:
-    """The first step at which the windows' losses are at the target or below, if they are."""
-    below = np.flatnonzero(losses <= target)
-    if not below.size:
-        return None
-    i = int(below[0])
-    share = (losses[i - 1] - target) / (losses[i - 1] - losses[i]) if i else 1.0
-    return CURVE_WINDOW * float(i - 0.5 + share)
-
-
-def read_curves() -> dict[str, np.ndarray]:
-    """Losses, [seeds, windows] in nats per token, by method, of one training."""
-    rows = load(LOSSES["large"].file)["rows"]
-    return {row["settings"]["method"]: np.array(row["training_loss"]) for row in rows}
-
-
-COMPARED = ("dynamiq:5", "dynamiq-dither:3.5", "mxfp8", "mxfp4")
-"""Methods of the picture of losses."""
-
-
-def loss_differences() -> Figure:
-    """Training losses against bf16 psum's by step, paired by seed, with standard errors."""
-    curves = read_curves()
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for method in COMPARED:
-        percent = 100 * (curves[method] / curves[BF16] - 1)
-        error = percent.std(axis=0, ddof=1) / len(percent) ** 0.5
-        steps = CURVE_WINDOW * (np.arange(percent.shape[1]) + 0.5)
-        mean = percent.mean(axis=0)
-        axes.plot(steps, mean, label=method)
-        axes.fill_between(steps, mean - error, mean + error, alpha=0.25)
-    axes.axhline(0, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="steps", ylabel="training loss\nagainst bf16 psum's, %", ylim=(-1.2, 1.2))
-    axes.legend(frameon=False, fontsize=8, ncols=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
 # --- The comparison -------------------------------------------------------------------------------
 
 
@@ -363,57 +205,13 @@ def by_method(run: Row) -> dict[str, Row]:
     return {BF16: psum} | {row["method"].split()[0]: row for row in others}
 
 
-def step_alone() -> tuple[float, float]:
-    """Milliseconds of a step of the 1.1 B model that averages nothing, and its gradients' bytes."""
-    nvlink = (
-        {row["method"]: row for row in run["rows"]}
-        for run in load(STEPS)["runs"]
-        if "NCCL_P2P_DISABLE" not in run["about"]["environment"]
-    )
-    (rows,) = (rows for rows in nvlink if {"none", BF16} <= rows.keys())
-    n_workers = rows[BF16]["n_workers"]
-    return rows["none"]["step_ms"], rows[BF16]["wire_bytes"] * n_workers / (2 * (n_workers - 1))
-
-
-def times_to_loss() -> dict[str, dict[str, Result]]:
-    """Results by links and method, of methods that have a curve and times of their own.
-
-    Everything of the 1.1 B model's step is averaged after all else. The all-reduce of all gradients
-    takes as many times longer than the measured one as it is larger.
-    """
-    alone, gradient_bytes = step_alone()
-    curves = read_curves()
-    target = float(curves[BF16][:, -1].mean()) * (1 + TOLERANCE / 100)
-    found: dict[str, dict[str, Result]] = {}
-    for run in load(TRANSPORTS)["runs"]:
-        times = {
-            method: alone + row["time_us"] / 1e3 * gradient_bytes / row["size_bytes"]
-            for method, row in by_method(run).items()
-        }
-        steps = {
-            method: crossing(curve.mean(axis=0), target)
-            for method, curve in curves.items()
-            if method in times
-        }
-        psum = steps[BF16]
-        assert psum is not None  # the target is above bf16's own last window
-        found[run["links"]] = {
-            method: Result(method, n, n and n * times[method] / (psum * times[BF16]))
-            for method, n in steps.items()
-        }
-    return found
-
-
-def signed(percent: float, error: float) -> str:
-    """A difference in % with its standard error, two digits of the latter."""
+def loss_text(row: Row) -> str:
+    """A row's difference to the exact mean in %, with two digits of its standard error."""
+    percent, error = (row["summary"]["validation"][name] for name in ("percent", "error"))
+    if percent is None:
+        return "diverged"
     digits = 2 if error < 0.995 else 1
     return f"{percent:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
-
-
-def loss_text(row: Row) -> str:
-    """A row's difference to the exact mean in %."""
-    found = row["summary"]["validation"]
-    return "diverged" if found["percent"] is None else signed(**found)
 
 
 def titled(method: str) -> str:
@@ -476,47 +274,6 @@ def table(name: str) -> str:
     return settings_text(chosen, rows) + "\n\n" + markdown(lines)
 
 
-def time_to_loss_table() -> str:
-    """Times to bf16 psum's loss over several transports, relative to its own, and their origin.
-
-    By time over host memory; methods that do not get there stand last, by their last loss.
-    """
-    losses, found = read_curves(), times_to_loss()
-    bits = {row["settings"]["method"]: row["bits_per_coord"] for row in loss_rows(LOSSES["large"])}
-    last = {
-        method: difference(curve[:, -1], losses[BF16][:, -1]) for method, curve in losses.items()
-    }
-    rows = found["host memory"]
-    least = rows[BF16].steps
-    assert least is not None  # the target is above bf16's own last window
-
-    def order(result: Result) -> tuple[bool, float]:
-        if result.relative is None:
-            return True, last[result.method]["percent"]
-        return False, result.relative
-
-    lines = [("method, name", "wire bits", "last training loss, %", "steps", *found)]
-    for result in sorted(rows.values(), key=order):
-        method = result.method
-        loss_cell = "" if method == BF16 else signed(**last[method])
-        cells = [titled(method), f"{bits[method]:.2f}", loss_cell]
-        if result.steps is None:
-            cells += ["not reached"] + ["–"] * len(found)
-        else:
-            times = (own[method].relative for own in found.values())
-            cells += [f"{result.steps / least:.2f}", *(f"{time:.2f}" for time in times)]
-        lines.append(cells)
-    about = load(TRANSPORTS)["runs"][0]["about"]
-    alone, gradient_bytes = step_alone()
-    return (
-        "    python benchmarks/evidence/pages.py\n\n"
-        f"Curves: `{LOSSES['large'].file}`; all-reduces: `{TRANSPORTS}`,\n"
-        f"{about['n_devices']} × {about['device_kind']}, JAX {about['jax']}; "
-        f"the rest of a step, {alone:.1f} ms, and gradients of\n"
-        f"{gradient_bytes / 1e9:.2f} GB: `{STEPS}`.\n\n" + markdown(lines)
-    )
-
-
 def error_origin() -> str:
     """The command, hardware and versions of the errors."""
     found = load("comparison_error.json")
@@ -554,7 +311,7 @@ def blocks() -> dict[str, str]:
     about = load("comparison_times.json")
     times = f"{about['hardware']}, {about['versions']}."
     return {name: table(name) for name in LOSSES} | {
-        "time-to-loss": time_to_loss_table(), "errors": error_origin(), "times": times,
+        "errors": error_origin(), "times": times,
         "transports": transport_table(),
     }  # fmt: skip
 
@@ -574,10 +331,11 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
 
 def texts() -> dict[Path, str]:
     """The pages, as they should be."""
-    quality = DOCS / "training-quality.md"
-    found = {PAGE: blocks(), quality: {"long": long_table()}}
-    found[DOCS / "multihost.md"] = {"steps": steps_table("10 Gb/s", "25 Gb/s", "37 Gb/s")}
-    found[DOCS / "performance.md"] = {"steps": steps_table("NVLink", "host memory")}
+    found = {
+        PAGE: blocks(),
+        DOCS / "multihost.md": {"steps": steps_table("10 Gb/s", "25 Gb/s", "37 Gb/s")},
+        DOCS / "performance.md": {"steps": steps_table("NVLink", "host memory")},
+    }
     return {path: filled(path.read_text(), own) for path, own in found.items()}
 
 
@@ -585,5 +343,3 @@ if __name__ == "__main__":
     for path, text in texts().items():
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
-    loss_differences().savefig(DOCS / "time-to-accuracy.png", dpi=120)
-    long_training().savefig(DOCS / "long-training.png", dpi=120)

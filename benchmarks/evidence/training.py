@@ -32,7 +32,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +81,6 @@ class Shape(NamedTuple):
     """That a GPU trains in one program."""
     workers_at_once: int = 8
     """Whose gradients are computed together."""
-    attention: Literal["xla", "cudnn"] = "xla"
-    """How `jax.nn.dot_product_attention` computes it; cuDNN's wants bf16."""
 
 
 MODELS = {
@@ -154,9 +152,7 @@ def _block(shape: Shape, x: Array, layer: Tree) -> Array:
     """One decoder layer on ``[B, T, dim]``."""
     y = _norm(x, layer["attention_norm"])
     q, k, v = (times(y, layer, name).reshape(*y.shape[:2], shape.n_heads, -1) for name in "qkv")
-    attended = jax.nn.dot_product_attention(
-        _rotate(q), _rotate(k), v, is_causal=True, implementation=shape.attention
-    )
+    attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     x = x + times(attended.reshape(x.shape), layer, "o")
     y = _norm(x, layer["mlp_norm"])
     hidden = jax.nn.silu(times(y, layer, "gate")) * times(y, layer, "up")

@@ -14,7 +14,7 @@ from dynamiq_jax.commands.bench.advice import check, decide
 from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.request.configuration import SUFFIXES, parse
+from dynamiq_jax.request.configuration import SUFFIXES
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
 
     On GPUs every setting is tried with and without dither. A CPU checks that settings run, and
-    gives no advice. Once the first setting has run, the command says how long all will take.
+    gives no advice.
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
@@ -98,7 +98,7 @@ def command(
     else:
         _report(said.sentences, said.snippet(("data",) if nodes == 1 else mesh.axis_names))
     if config:
-        Compression(**parse(said.config)).save(config)
+        said.setting.save(config)
         typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")
 
 

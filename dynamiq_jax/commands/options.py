@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -74,22 +73,19 @@ def writable(outputs: Mapping[str, Path | None], *inputs: Path | None, first: bo
 
 
 def _refusal(path: Path, taken: list[Path]) -> str | None:
-    if any(path.resolve() == other.resolve() for other in taken) or (
-        path.exists() and any(other.exists() and path.samefile(other) for other in taken)
-    ):
-        return "is read or written by this command already: pass another file"
-    if path.exists() and not path.is_file():
+    new = not path.exists()
+    if not new and not path.is_file():
         return "is not a regular file: pass another one"
-    if not path.parent.is_dir():
-        return f"cannot be written, there is no folder {path.parent}: create it first"
     try:
-        if path.exists():
-            path.open("r+b").close()
-        else:
-            with tempfile.TemporaryFile(dir=path.parent) as trial:
-                trial.write(bytes(4096))
+        with path.open("ab"):
+            known = (other for other in taken if other.exists())
+            if path.resolve() in map(Path.resolve, taken) or any(map(path.samefile, known)):
+                return "is read or written by this command already: pass another file"
     except OSError as error:
         return f"cannot be written ({error.strerror}): pass another file"
+    finally:
+        if new:
+            path.unlink(missing_ok=True)
     return None
 
 

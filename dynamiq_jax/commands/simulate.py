@@ -29,21 +29,16 @@ from jaxtyping import Float, Int, UInt
 
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
-from dynamiq_jax.commands.error import ErrorRow
+from dynamiq_jax.commands.error import SUPER_GROUP, ErrorRow
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.commands.synthetic import lognormal_magnitudes
 from dynamiq_jax.executors import ChunkCodec
 from dynamiq_jax.executors.sequential import SYNC_EVERY, decode_chunk, reduce_chunk
-from dynamiq_jax.methods import DynamiQ
-from dynamiq_jax.methods.base import Method
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import mix, seed_words
-
-SUPER_GROUP = 256
-"""Coordinates of a super-group."""
 
 Values = Float[Array, " d"]
 Progress = Callable[[int, int], object]
@@ -69,20 +64,13 @@ def command(
     options.writable({"--json": json_file})
     device = jax.devices()[:1]
     super_groups = super_groups or (256 if options.on_cpu(device) else 32768)
-    cases = [
-        checked(
-            "--methods --topology --workers",
-            Case,
-            n_workers=workers,
-            super_groups=super_groups,
-            method=checked("--methods", contenders.make_method, text),
-            topology=checked("--topology", contenders.parse_topology, route),
-            label=f"{text} {route}",
-        )
-        for text in contenders.parts(methods)
-        for route in contenders.parts(topology)
-    ]
-    rows = [study(case, seeds) for case in cases]
+    cases = {}
+    for text in contenders.parts(methods):
+        for name in contenders.parts(topology):
+            route = checked("--topology", contenders.parse_topology, name)
+            told = text, route, workers, super_groups
+            cases[text, name] = checked("--methods --topology --workers", make_case, *told)
+    rows = [study(case, names, seeds) for names, case in cases.items()]
     title = f"vNMSE of one all-reduce, {super_groups} super-groups, {seeds} seed(s), on one "
     title += device[0].device_kind
     tables.report(rows, tables.ERROR_COLUMNS, title, device, json_file)
@@ -144,55 +132,48 @@ class Workers:
 class Case:
     """One simulated all-reduce of so many super-groups of 256 coordinates per worker.
 
-    Payloads travel in one stream, whatever the topology's ``streams``. The label has the method
-    with its bits, and the topology.
+    Payloads travel in one stream.
     """
 
     n_workers: int
     super_groups: int
-    method: Method
+    method: HopMethod
     topology: Topology
-    label: str = "method topology"
-
-    def __post_init__(self):
-        """Refuses what the topology or the simulator cannot do."""
-        method = self.method
-        if self.super_groups < 1 or self.n_workers < 2:
-            raise ValueError(
-                f"n_workers={self.n_workers} and super_groups={self.super_groups} must be at "
-                "least 2 and 1"
-            )
-        if not isinstance(method, HopMethod) or method.needs_state:
-            raise NotImplementedError(
-                f"{self.label}: one step of a method over topologies and without memory is "
-                "simulated; pass for example dynamiq:5 or mxfp8"
-            )
-        if isinstance(method, DynamiQ) and method.format.super_group_size != SUPER_GROUP:
-            raise ValueError(
-                f"super_group_size={method.format.super_group_size}, but magnitudes are drawn for "
-                f"super-groups of {SUPER_GROUP}; pass super_group_size={SUPER_GROUP}"
-            )
-        self.topology.check(self.n_workers)
+    """One of a single stream."""
 
     @property
-    def route(self) -> Topology:
-        """The topology in one stream."""
-        found: Any = self.topology
-        return dataclasses.replace(found, streams=1) if hasattr(found, "streams") else found
+    def size(self) -> int:
+        """Coordinates of every worker in the all-reduce whose chunks are as large as this one."""
+        return self.n_workers * self.super_groups * SUPER_GROUP
 
     @property
     def bits_per_coord(self) -> float:
         """Bits on the wire per coordinate."""
-        if isinstance(self.method, DynamiQ):
-            return self.method.bits
-        n, size = self.n_workers, self.n_workers * self.super_groups * SUPER_GROUP
-        return self.method.wire_bits(size, n, self.route) / (2 * (n - 1) / n * size)
+        n = self.n_workers
+        return self.method.wire_bits(self.size, n, self.topology) / (2 * (n - 1) / n * self.size)
 
     def workers(self) -> Workers:
         """The static facts of the workers."""
-        n, size = self.n_workers, self.super_groups * SUPER_GROUP
-        assert isinstance(self.method, HopMethod)
-        return Workers(self.method, one_chunk(self.method.bind(n * size, n, self.route), size))
+        bound = self.method.bind(self.size, self.n_workers, self.topology)
+        return Workers(self.method, one_chunk(bound, self.super_groups * SUPER_GROUP))
+
+
+def make_case(method: str, topology: Topology, n_workers: int, super_groups: int) -> Case:
+    """The case of a method by its name on the command line.
+
+    Raises:
+      ValueError: the method is not known, or the topology does not serve so many workers.
+      NotImplementedError: the method does not run over topologies, or has memory.
+    """
+    made = contenders.make_method(method)
+    if not isinstance(made, HopMethod) or made.needs_state:
+        raise NotImplementedError(
+            f"{method}: one step of a method over topologies and without memory is "
+            "simulated; pass for example dynamiq:5 or mxfp8"
+        )
+    topology.check(n_workers)
+    topology = dataclasses.replace(topology, streams=1)
+    return Case(n_workers=n_workers, super_groups=super_groups, method=made, topology=topology)
 
 
 class _OneChunk(Layout):
@@ -206,21 +187,17 @@ class _OneChunk(Layout):
         return 1
 
 
-def one_chunk(whole: Bound, size: int) -> Bound:
-    """Sizes for one chunk of ``size`` coordinates, as the n chunks of ``whole`` have them.
+def one_chunk(bound: Bound, size: int) -> Bound:
+    """Sizes for one chunk of ``size`` coordinates, as the n chunks of ``bound`` have them.
 
     So every stage has the bits that the library gives it, with no padding but that of one chunk.
     """
-    layout = whole.layout
+    layout = bound.layout
     assert layout.chunks_per_worker == 1
-    if isinstance(layout, Layout):
-        names = (field.name for field in dataclasses.fields(layout))
-        sizes: dict[str, Any] = {name: getattr(layout, name) for name in names}
-        sizes["size"] = size
-        return whole._replace(layout=_OneChunk(**sizes))
-    chunk = layout.chunk_size
-    own = ChunkLayout(size=size, n_workers=1, chunks_per_worker=1, chunk_size=chunk)
-    return whole._replace(layout=own)
+    if isinstance(layout, ChunkLayout):
+        return bound._replace(layout=dataclasses.replace(layout, size=size, n_workers=1))
+    sizes = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
+    return bound._replace(layout=_OneChunk(**sizes | {"size": size}))
 
 
 class Totals(NamedTuple):
@@ -274,7 +251,7 @@ def shared_by_all(workers: Workers, x: Values, message: Message, seed) -> Shared
 
 def simulate(case: Case, key: Array, progress: Progress = lambda done, of: None) -> float:
     """The vNMSE of one all-reduce, |estimate - sum|² / |sum|², of data that follow from the key."""
-    workers, route, n = case.workers(), case.route, case.n_workers
+    workers, route, n = case.workers(), case.topology, case.n_workers
     data_key, seed_key = jax.random.split(key)
     source = mixture_source(data_key, case.super_groups)
     totals = survey(workers, source)
@@ -287,13 +264,12 @@ def simulate(case: Case, key: Array, progress: Progress = lambda done, of: None)
     return float(np.sum(error**2) / np.sum(exact**2))
 
 
-def study(case: Case, seeds: int) -> ErrorRow:
+def study(case: Case, names: tuple[str, str], seeds: int) -> ErrorRow:
     """`simulate` for every seed, which says how far it is at every tenth of the workers."""
-    method, topology = case.label.split()
 
     def show(done: int, of: int) -> None:
         if 10 * done // of > 10 * (done - SYNC_EVERY) // of:
-            announce(f"{case.label}: {done} of {of} workers")
+            announce(f"{' '.join(names)}: {done} of {of} workers")
 
     found = [simulate(case, jax.random.key(seed), show) for seed in range(seeds)]
-    return ErrorRow.of(method, topology, case.n_workers, case.bits_per_coord, found)
+    return ErrorRow.of(*names, case.n_workers, case.bits_per_coord, found)

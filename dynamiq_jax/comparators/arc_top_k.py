@@ -12,6 +12,7 @@ Rows that cancel between workers have no length and are not sent: memories of th
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,11 @@ from dynamiq_jax.comparators.native import (
     WIRE_BITS,
     MatrixMethod,
     StepState,
-    Wire,
     check_density,
-    first_step,
-    native_sum,
-    with_room,
+    summed_rows,
 )
 from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
+from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
@@ -52,19 +49,13 @@ class ARCTopK(MatrixMethod):
     """
 
     density: float = 0.2
-    rank: int = 4
-    wire: Wire = "bf16"
-    matrix: tuple[int, int] | None = None
+
+    counts_steps: ClassVar[bool] = True
 
     def __post_init__(self):
         """Checks every field."""
-        check_fields(self)
+        MatrixMethod.__post_init__(self)
         check_density(self.density)
-        self.check_rank()
-
-    def init(self, size: int, n_workers: int) -> State:
-        """The first step."""
-        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -74,7 +65,7 @@ class ARCTopK(MatrixMethod):
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
-        axis, n_workers, state = call.axis, call.n_workers, call.state
+        n_workers, state = call.n_workers, call.state
         shape = self.shape_of(x.shape[0])
         with jax.named_scope("arc_top_k_all_reduce"):
             matrix = x.astype(jnp.float32).reshape(shape)
@@ -83,15 +74,10 @@ class ARCTopK(MatrixMethod):
                 _directions((shape[1], self.rank), call.seed, state),
                 precision=lax.Precision.HIGHEST,
             )
-            sketch = axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
+            sketch = call.axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
-            sent, total = native_sum(with_room(matrix[chosen], call), self.wire, axis)
-            result = jnp.zeros(shape, x.dtype)
-            total = (clipped(total) / call.divisor).astype(x.dtype)
-            result = result.at[chosen].set(total, unique_indices=True)
-            result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)
-            left = matrix.at[chosen].add(-sent, unique_indices=True).reshape(-1)
+            result, left = summed_rows(matrix, chosen, finite, x, call, self.wire)
             return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:

@@ -8,6 +8,7 @@ choose alike. The paper's low-pass filter of memory is not here.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,12 @@ from dynamiq_jax.comparators.native import (
     NativeMethod,
     StepState,
     check_density,
-    first_step,
     native_sum,
     with_room,
 )
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
+from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
@@ -49,16 +49,14 @@ class CLTK(NativeMethod, TellsLosses):
     density: float = 1 / 64
     chunk_size: int = 256
 
+    counts_steps: ClassVar[bool] = True
+
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
         check_density(self.density)
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
-
-    def init(self, size: int, n_workers: int) -> State:
-        """The first worker leads."""
-        return first_step()
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

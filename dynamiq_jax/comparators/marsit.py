@@ -30,11 +30,11 @@ from jaxtyping import Float, Int, UInt
 from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
-from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, all_reduce
+from dynamiq_jax.executors import all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, ring_bits, with_memory
 from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod, sent_bits
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
 
@@ -147,42 +147,60 @@ class Marsit(PlainMethod):
         length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
         return MarsitShared(fold_seed(seed, step), length, step)
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: MarsitShared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """See `HopMethod`. What is added up is a sign times the number of workers it stands for."""
-        assert not keep_error
+    def operations(
+        self, x: Float[Array, " d"], shared: MarsitShared, bound: Bound
+    ) -> tuple[Float[Array, " p"], PlainCodec]:
+        """Signs times the numbers of workers they stand for are merged; results are means."""
         layout: ChunkLayout = bound.layout
-        spare = layout.padded_size - x.shape[0]
-        blocks = layout.padded_size // self.block_size
-        steps = jnp.pad(shared.scale, (0, blocks - shared.scale.shape[0]))
-        steps = steps.reshape(layout.chunks, -1) * (bound.n_workers / divisor)
-        return sign_codec(jnp.pad(x, (0, spare)), steps, shared.seed, bound, dtype)
+        m, streams = layout.chunk_size, layout.chunks_per_worker
+        standing = jnp.asarray(workers_in(bound.topology, bound.n_workers))
+        of_merge = chunk_noise(fold_seed(shared.seed, 0), bound.n_slots, layout)
+        of_zero = chunk_noise(fold_seed(shared.seed, 1), 1, layout)
+        spare = layout.padded_size // self.block_size - shared.scale.shape[0]
+        steps = jnp.pad(shared.scale, (0, spare)).reshape(layout.chunks, -1)
+
+        def encode(values, chunk, slot):
+            return pack_bits((values > 0).astype(jnp.uint32), 1)
+
+        def decode(payload, chunk):
+            return jnp.where(unpack_bits(payload, m, 1) == 1, 1.0, -1.0)
+
+        def restore(values, chunk):
+            signs = jnp.sign(values).reshape(-1, self.block_size)
+            return (signs * steps[chunk][:, None]).reshape(-1)
+
+        def merge(total, payload, chunk, slot):
+            """The coin is that of the encoding that arrived, which is merged once.
+
+            One that is to be left out stands for nobody, and is never taken.
+            """
+            others = standing[slot, chunk // streams].astype(jnp.float32)
+            both = jnp.abs(total) + others
+            theirs = uniform(of_merge(chunk, slot)) * both < others
+            return jnp.where(theirs, decode(payload, chunk), jnp.sign(total)) * both
+
+        y = jnp.pad(x.astype(jnp.float32), (0, layout.padded_size - x.shape[0]))
+        # Signs of zero are drawn by coins that are the same on all workers.
+        coins = jax.vmap(of_zero, (0, None))(jnp.arange(layout.chunks, dtype=jnp.int32), 0)
+        drawn = jnp.where(coins.reshape(-1) >> 31 == 1, 1.0, -1.0)
+        own = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
+        return own, PlainCodec(encode, decode, restore, merge=merge)
+
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        return 32 * bit_words(chunk_size, 1)
+
+    def agreed_bits(self, size: int) -> int:
+        """The mean magnitude of every block, and the round."""
+        return 32 * (-(-size // self.block_size) + 1)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates, averaged over a period."""
-        assert topology is not None
-        if n_workers == 1:
-            return 0
-        agreed, one_bit, full = self.round_bits(size, n_workers, topology)
+        signs = PlainMethod.wire_bits(self, size, n_workers, topology)
         if self.period is None:
-            return agreed + one_bit
-        return agreed + ((self.period - 1) * one_bit + full) // self.period
-
-    def round_bits(self, size: int, n_workers: int, topology: Topology) -> tuple[int, int, int]:
-        """The bits of what every round agrees on, of a round of signs, and of a full one."""
-        layout = self.bind(size, n_workers, topology).layout
-        payload = 32 * bit_words(layout.chunk_size, 1)
-        agreed = ring_bits(32 * (-(-size // self.block_size) + 1), n_workers)
-        one_bit = sent_bits(payload, layout, topology.stages(n_workers))
-        return agreed, one_bit, ring_bits(32 * size, n_workers)
+            return signs
+        full = ring_bits(self.agreed_bits(size), n_workers) + ring_bits(32 * size, n_workers)
+        return ((self.period - 1) * signs + full) // self.period
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
@@ -196,9 +214,8 @@ class Marsit(PlainMethod):
             shared = self.agreed(x, call, bound)
 
             def signs() -> tuple[Array, Array]:
-                codec = self.codec(y, shared, bound, dtype=jnp.float32, divisor=n_workers)
-                streams = bound.layout.chunks_per_worker
-                result, _ = all_reduce(topology, codec, axis, streams)
+                codec = self.codec(y, shared, bound, dtype=jnp.float32)
+                result, _ = all_reduce(topology, codec, axis, bound.layout.chunks_per_worker)
                 mean = result.reshape(-1)[:size]
                 return mean, y - mean
 
@@ -241,68 +258,3 @@ def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]
         found[np.broadcast_to(slots[:, None], chunks.shape)[moves], chunks[moves]] = standing[moves]
         np.add.at(held, (to[moves], chunks[moves]), standing[moves])
     return found
-
-
-def sign_codec(
-    y: Float[Array, " p"],
-    steps: Float[Array, "C blocks"],
-    seed: UInt[Array, " 2"],
-    bound: Bound,
-    dtype,
-) -> ChunkCodec:
-    """Binds signs and coins to one worker's y, which is padded to whole chunks.
-
-    Totals are f32[c, m]: a sign times the number of workers it stands for. Payloads are their
-    signs, one bit each. Finished signs are multiplied by the ``steps`` of their blocks.
-    """
-    layout: ChunkLayout = bound.layout
-    m, streams = layout.chunk_size, layout.chunks_per_worker
-    standing = jnp.asarray(workers_in(bound.topology, bound.n_workers))
-    of_merge = chunk_noise(fold_seed(seed, 0), bound.n_slots, layout)
-    of_zero = chunk_noise(fold_seed(seed, 1), 1, layout)
-    rows = y.astype(jnp.float32).reshape(layout.chunks, m)
-
-    def signs(words) -> Array:
-        return jnp.where(unpack_bits(words, m, 1) == 1, 1.0, -1.0)
-
-    def own(chunk) -> Array:
-        """Signs of one chunk, those of zero by a coin that is the same on all workers."""
-        drawn = jnp.where(of_zero(chunk, 0) >> 31 == 1, 1.0, -1.0)
-        return jnp.where(rows[chunk] > 0, 1.0, jnp.where(rows[chunk] < 0, -1.0, drawn))
-
-    def merged(total, payload, chunk, slot) -> Array:
-        """The coin is that of the encoding that arrived, which is merged once.
-
-        One that is to be left out stands for nobody, and is never taken.
-        """
-        others = standing[slot, chunk // streams].astype(jnp.float32)
-        both = jnp.abs(total) + others
-        theirs = uniform(of_merge(chunk, slot)) * both < others
-        return jnp.where(theirs, signs(payload), jnp.sign(total)) * both
-
-    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
-        total = jax.vmap(own)(chunks) if total is None else total
-        for inputs in arrived:
-            slots = jnp.asarray(inputs.encoder.slot)
-            for k, slot in enumerate(slots):
-                total = jax.vmap(merged, (0, 0, 0, None))(total, inputs.payloads[k], chunks, slot)
-        return total
-
-    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
-        del skip  # encoding what nobody needs does no harm
-        return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
-
-    def written(values, chunks, at, into, n_rows: int) -> Array:
-        values = values.reshape(*steps[chunks].shape, -1) * steps[chunks][..., None]
-        into = jnp.zeros((n_rows, m), dtype) if into is None else into
-        values = values.reshape(-1, m).astype(dtype)
-        return into.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
-
-    def decode(payloads, chunks, encoders, into, carry: Carry):
-        return written(signs(payloads), chunks, chunks, into, layout.chunks), carry
-
-    def finish(arrived, chunks, into, carry: Carry):
-        values = jnp.sign(add(arrived, chunks))
-        return written(values, chunks, chunks % streams, into, streams), carry
-
-    return ChunkCodec(encode, add, decode, finish)

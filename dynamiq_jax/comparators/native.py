@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,12 +11,14 @@ from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax.comparators.thc_codec import scale_of
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     LARGEST,
     MIN_LEAF_SIZE,
     Call,
     Limits,
     Method,
+    State,
     TellsLosses,
     clipped,
 )
@@ -36,11 +38,6 @@ class StepState(NamedTuple):
 
     step: Int[Array, ""]
     """Number of the step, int32, the same on all workers."""
-
-
-def first_step() -> StepState:
-    """The state before any step."""
-    return StepState(jnp.zeros((), jnp.int32))
 
 
 def native_sum(
@@ -71,6 +68,13 @@ class NativeMethod(Method):
 
     __slots__ = ()
 
+    counts_steps: ClassVar[bool] = False
+    """Whether its state is a `StepState`."""
+
+    def init(self, size: int, n_workers: int) -> State:
+        """The first step, where steps are counted."""
+        return StepState(jnp.zeros((), jnp.int32)) if self.counts_steps else ()
+
     @property
     def native_by_default(self) -> bool:
         """It has collectives of its own."""
@@ -99,6 +103,7 @@ class BlockMethod(NativeMethod, TellsLosses):
 
     def check_blocks(self) -> None:
         """Raises ValueError for a bad field."""
+        check_fields(self)
         check_density(self.density)
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
@@ -122,25 +127,26 @@ class BlockMethod(NativeMethod, TellsLosses):
         energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
         return blocks, scale, call.axis.psum(energy.astype(jnp.bfloat16))
 
-    def sum_of(
-        self,
-        blocks: Float[Array, "N b"],
-        chosen: Int[Array, " K"],
-        finite: Bool[Array, " N"],
-        x: Float[Array, " d"],
-        call: Call,
-    ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-        """The sum of the chosen blocks in bf16, as the result for ``x``, and what it lacks.
 
-        Blocks that are not ``finite`` come out NaN.
-        """
-        size = x.shape[0]
-        sent, total = native_sum(with_room(blocks[chosen], call), "bf16", call.axis)
-        total = (clipped(total) / call.divisor).astype(x.dtype)
-        result = jnp.zeros(blocks.shape, x.dtype).at[chosen].set(total, unique_indices=True)
-        result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
-        left = blocks.at[chosen].add(-sent, unique_indices=True)
-        return result, left.reshape(-1)[:size]
+def summed_rows(
+    rows: Float[Array, "N b"],
+    chosen: Int[Array, " K"],
+    finite: Bool[Array, " N"],
+    x: Float[Array, " d"],
+    call: Call,
+    wire: Wire = "bf16",
+) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+    """The sum of the chosen rows, as the result for ``x``, and what it lacks.
+
+    Rows that are not ``finite`` come out NaN, and the others zero.
+    """
+    size = x.shape[0]
+    sent, total = native_sum(with_room(rows[chosen], call), wire, call.axis)
+    total = (clipped(total) / call.divisor).astype(x.dtype)
+    result = jnp.zeros(rows.shape, x.dtype).at[chosen].set(total, unique_indices=True)
+    result = jnp.where(finite[:, None], result, jnp.nan).reshape(-1)[:size]
+    left = rows.at[chosen].add(-sent, unique_indices=True)
+    return result, left.reshape(-1)[:size]
 
 
 def matrix_of(leaf: Leaf) -> tuple[int, int]:
@@ -149,6 +155,7 @@ def matrix_of(leaf: Leaf) -> tuple[int, int]:
     return math.prod(leaf.shape[:-1]), columns
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixMethod(NativeMethod, TellsLosses):
     """The base of methods that take leaves as matrices, each alone, by native collectives.
 
@@ -158,21 +165,21 @@ class MatrixMethod(NativeMethod, TellsLosses):
     the field ``matrix``, which `of_bucket` fills in. Where it is `None` an array is a single row.
     """
 
-    __slots__ = ()
-
-    rank: int
-    matrix: tuple[int, int] | None
+    rank: int = 4
+    wire: Wire = "bf16"
+    matrix: tuple[int, int] | None = None
     """Rows and columns."""
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
 
     @property
     def min_side(self) -> int:
         """Matrices with fewer rows or columns are summed exactly: factors would not save half."""
         return 2 * self.rank
-
-    def check_rank(self) -> None:
-        """Raises ValueError for a bad field."""
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be a positive integer, as 4")
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """The least size of a leaf; every leaf is a bucket by itself."""
@@ -190,7 +197,7 @@ class MatrixMethod(NativeMethod, TellsLosses):
     def of_bucket(self, bucket: Bucket) -> Self:
         """The method for one leaf, whose rows and columns it knows."""
         (leaf,) = bucket.leaves
-        return replace(self, matrix=matrix_of(leaf))  # type: ignore[type-var]
+        return replace(self, matrix=matrix_of(leaf))
 
     def shape_of(self, size: int) -> tuple[int, int]:
         """Rows and columns of a flat array of ``size`` coordinates."""

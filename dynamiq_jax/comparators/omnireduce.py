@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Integer
 
-from dynamiq_jax.comparators.native import BlockMethod
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.comparators.native import BlockMethod, summed_rows
 from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
 
@@ -58,7 +57,6 @@ class OmniReduce(BlockMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        check_fields(self)
         self.check_blocks()
 
     @property
@@ -93,7 +91,7 @@ class OmniReduce(BlockMethod):
                 state = OmniReduceState(self._adapt(state.fraction, union))
             else:
                 chosen = lax.top_k(priority, count)[1]
-            result, left = self.sum_of(blocks, chosen, finite, x, call)
+            result, left = summed_rows(blocks, chosen, finite, x, call)
             return Outcome(result, state, lost=left)
 
     def _count(self, blocks: int) -> int:

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.comparators.native import WIRE_BITS, MatrixMethod, Wire, native_sum
+from dynamiq_jax.comparators.native import WIRE_BITS, MatrixMethod, native_sum
 from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
@@ -56,15 +55,6 @@ class PowerSGD(MatrixMethod):
         parallel.
       matrix: see `comparators.native.MatrixMethod`; `psum` sets it for every leaf.
     """
-
-    rank: int = 4
-    wire: Wire = "bf16"
-    matrix: tuple[int, int] | None = None
-
-    def __post_init__(self):
-        """Checks every field."""
-        check_fields(self)
-        self.check_rank()
 
     def init(self, size: int, n_workers: int) -> State:
         """A factor at random, the same for all leaves of its shape."""

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.native import ROUNDING, BlockMethod
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.comparators.native import ROUNDING, BlockMethod, summed_rows
 from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
 from dynamiq_jax.topologies import Topology
 
@@ -70,10 +69,9 @@ class SIDCo(BlockMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        check_fields(self)
+        self.check_blocks()
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
-        self.check_blocks()
 
     def init(self, size: int, n_workers: int) -> State:
         """Nothing counted yet."""
@@ -98,7 +96,7 @@ class SIDCo(BlockMethod):
             place, stages = (call.axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
             chosen = first_of(above, place, self._room(above.size))
-            result, left = self.sum_of(blocks, chosen, finite, x, call)
+            result, left = summed_rows(blocks, chosen, finite, x, call)
             if not state:
                 return Outcome(result, state, lost=left)
             would_be = finite[None] & (norms[None] >= limits[:, None])

@@ -16,7 +16,7 @@ z that are normal, a fraction ``2 Phi(-H / sqrt(n))`` of sums is beyond what ``s
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,13 @@ from dynamiq_jax.comparators import hadamard
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.lanes import (
     bit_words,
+    coordinate_noise,
     pack_bits,
     pack_lanes,
     unpack_bits,
     unpack_lanes,
 )
-from dynamiq_jax.comparators.native import NativeMethod, StepState, first_step
+from dynamiq_jax.comparators.native import NativeMethod, StepState
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
@@ -82,6 +83,8 @@ class THC(NativeMethod, TellsLosses):
     saturate: bool = False
     rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
+
+    counts_steps: ClassVar[bool] = True
 
     def __post_init__(self):
         """Checks every field."""
@@ -133,10 +136,6 @@ class THC(NativeMethod, TellsLosses):
                 + f"a granularity of at most {fits}"
             )
 
-    def init(self, size: int, n_workers: int) -> State:
-        """The first step."""
-        return first_step()
-
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         pieces, length = hadamard.piece_shape(size, piece_size=self.piece_size)
@@ -158,7 +157,7 @@ class THC(NativeMethod, TellsLosses):
             seed = _seed_of_step(call.seed, scale, state, axis)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
             own = slot_noise(seed, n_workers, self.rounding)[axis.index]
-            noise = thc.rounding_noise(z.shape, own, self.rounding)
+            noise = coordinate_noise(own, z.size, rounding=self.rounding).reshape(z.shape)
             index = thc.quantize(z, self.integers, threshold, noise)
 
             def decode(total, n: int):

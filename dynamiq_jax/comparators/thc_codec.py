@@ -28,9 +28,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt, UInt32
 
-from pallas_kernels.format import Rounding
-from pallas_kernels.hashing import Noise, noise_words
-
 
 def clip_threshold(p: float) -> float:
     """T = Phi^-1(1 - p/2): a fraction ``p`` of N(0, 1), 0 < p < 1, lies outside of +-T."""
@@ -116,20 +113,6 @@ def unstandardize(
 ) -> Float[Array, "*pieces D"]:
     """The inverse of `standardize`. A scale that is not finite makes its piece NaN."""
     return z * jnp.where(jnp.isfinite(scale), scale, jnp.nan)[..., None]
-
-
-def rounding_noise(
-    shape: tuple[int, ...], row: UInt32[Array, " 8"], rounding: Rounding = "independent"
-) -> UInt32[Array, "..."]:
-    """A uniform word per coordinate, by a worker's row of `pallas_kernels.slot_noise`.
-
-    Quads of coordinates are counted over all axes.
-    """
-    size = math.prod(shape)
-    quad = jnp.arange(-(-size // 4), dtype=jnp.uint32)[:, None]
-    rotation = jnp.arange(4, dtype=jnp.uint32)[None] * 8
-    words = noise_words(quad, rotation, Noise(*row), rounding)
-    return words.reshape(-1)[:size].reshape(shape)
 
 
 def _is_uniform(table) -> bool:

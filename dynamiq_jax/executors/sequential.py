@@ -5,6 +5,7 @@ chunk's owner: one of each in a ring, log2 n in a butterfly.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,21 +36,21 @@ class Tree(NamedTuple):
     to: Int[np.ndarray, " n"]
     """To whom; the owner to nobody, -1."""
 
-    def senders(self) -> list[list[int]]:
-        """For every worker those who send to it, in the order in which they are added up."""
-        found: list[list[int]] = [[] for _ in self.to]
-        for worker in np.lexsort((np.arange(len(self.to)), self.step)).tolist():
+    def order(self) -> list[int]:
+        """All workers, each after all whose encodings it adds up, and these in order of steps."""
+        senders: list[list[int]] = [[] for _ in self.to]
+        for worker in np.argsort(self.step, stable=True).tolist():
             if self.to[worker] >= 0:
-                found[self.to[worker]].append(worker)
-        return found
+                senders[self.to[worker]].append(worker)
+        left, found = [int(np.argmin(self.to))], []
+        while left:
+            found.append(left.pop())
+            left += senders[found[-1]]
+        return found[::-1]
 
 
 def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
-    """Who sends the owner's chunk when, to whom.
-
-    Raises:
-      ValueError: a worker does not send it, or twice.
-    """
+    """Who sends the owner's chunk when, to whom."""
     stages = topology.stages(n_workers)
     tree = Tree(*(np.full(n_workers, -1) for _ in Tree._fields))
     workers = np.arange(n_workers, dtype=np.int32)
@@ -59,26 +60,26 @@ def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
         else:
             sends = (chunk_table(step, n_workers) == owner).any(axis=1)
             senders, to = workers[sends], step.to(workers)
-        if (tree.step[senders] >= 0).any():
-            raise ValueError(f"a worker sends chunk {owner} twice: in step {number}, too")
         for of, value in zip(tree, (number, step.stage, step.slot(workers), to), strict=True):
             of[senders] = np.broadcast_to(value, workers.shape)[senders]
-    if (np.delete(tree.to, owner) < 0).any():
-        raise ValueError(f"some of {n_workers} workers never send chunk {owner}")
     tree.stage[owner], tree.slot[owner] = len(stages) - 1, sink_slot(stages, owner)
     return tree
 
 
-class _Node(NamedTuple):
-    """A worker whose sum is under way."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Encoded:
+    """The encoding of one worker."""
 
-    worker: int
-    left: list[int]
-    """Workers that have not sent to it yet, the next one last."""
-    total: Array | None = None
-    """Its share and what it has added so far, if anything."""
-    last: tuple[Payload, Encoder] | None = None
-    """The payload that arrived last and is not added yet."""
+    stage: int = field(metadata={"static": True})
+    slot: Array
+    worker: Array
+    payload: Payload = None
+
+    def arrived(self) -> Arrived:
+        """As the one payload that reached a worker."""
+        payloads = jax.tree.map(lambda x: x[None], self.payload)
+        return Arrived(payloads, Encoder(self.stage, self.slot[None], self.worker[None]))
 
 
 def reduce_chunk(
@@ -97,61 +98,33 @@ def reduce_chunk(
       arrays: what it needs.
       progress: called with the number of workers that have encoded, and of all.
     """
-    tree = tree_of(topology, n_workers)
-    senders, done = tree.senders(), 0
-    stack = [_Node(0, senders[0][::-1])]
-    while True:
-        node = stack[-1]
-        if node.left:
-            worker = node.left.pop()
-            stack.append(_Node(worker, senders[worker][::-1]))
-            continue
-        stack.pop()
-        slot = jnp.int32(tree.slot[node.worker])
-        encoder = Encoder(int(tree.stage[node.worker]), slot, jnp.int32(node.worker))
-        payload = _encode(codec_of, encoder.stage, arrays, encoder[1:], node.total, *_split(node))
-        done += 1
-        if done % SYNC_EVERY == 0 or not stack:
+    tree, payload = tree_of(topology, n_workers), None
+    # By worker: its share plus what it has added so far, if anything, and what arrived last.
+    waiting: dict[int, tuple[Array | None, _Encoded]] = {}
+    for done, worker in enumerate(tree.order(), 1):
+        total, last = waiting.pop(worker, (None, None))
+        own = _Encoded(int(tree.stage[worker]), jnp.int32(tree.slot[worker]), jnp.int32(worker))
+        payload = _encode(codec_of, arrays, own, total, last)
+        if done % SYNC_EVERY == 0 or done == n_workers:
             jax.block_until_ready(payload)
             progress(done, n_workers)
-        if not stack:
-            return payload
-        parent = stack[-1]
-        if parent.last is not None:
-            worker = jnp.int32(parent.worker)
-            total = _add(codec_of, arrays, worker, parent.total, *_split(parent))
-            parent = parent._replace(total=total)
-        stack[-1] = parent._replace(last=(payload, encoder))
+        if (to := int(tree.to[worker])) >= 0:
+            total, last = waiting.get(to, (None, None))
+            total = last and _add(codec_of, arrays, jnp.int32(to), total, last)
+            waiting[to] = total, replace(own, payload=payload)
+    return payload
 
 
-def _split(node: _Node) -> tuple[int | None, Any]:
-    """The payload that arrived last: the static stage of its encoder, and arrays."""
-    if node.last is None:
-        return None, None
-    payload, encoder = node.last
-    return encoder.stage, (payload, encoder[1:])
+@partial(jax.jit, static_argnums=0)
+def _encode(codec_of: CodecOf, arrays, own: _Encoded, total, last: _Encoded | None) -> Payload:
+    codec, encoder = codec_of(arrays, own.worker), Encoder(own.stage, own.slot, own.worker)
+    arrived = (last.arrived(),) if last else ()
+    return codec.encode(arrived, jnp.zeros(1, jnp.int32), encoder, codec.carry, total)[0]
 
 
-def _arrived(stage: int | None, last: Any) -> tuple[Arrived, ...]:
-    if stage is None:
-        return ()
-    payload, (slot, worker) = last
-    payloads = jax.tree.map(lambda x: x[None], payload)
-    return (Arrived(payloads, Encoder(stage, slot[None], worker[None])),)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 5))
-def _encode(codec_of: CodecOf, stage: int, arrays, of, total, last_stage, last) -> Payload:
-    slot, worker = of
-    codec, chunk = codec_of(arrays, worker), jnp.zeros(1, jnp.int32)
-    arrived, encoder = _arrived(last_stage, last), Encoder(stage, slot, worker)
-    return codec.encode(arrived, chunk, encoder, codec.carry, total)[0]
-
-
-@partial(jax.jit, static_argnums=(0, 4))
-def _add(codec_of: CodecOf, arrays, worker, total, last_stage, last) -> Array:
-    codec, chunk = codec_of(arrays, worker), jnp.zeros(1, jnp.int32)
-    return codec.add(_arrived(last_stage, last), chunk, total)
+@partial(jax.jit, static_argnums=0)
+def _add(codec_of: CodecOf, arrays, worker, total, last: _Encoded) -> Array:
+    return codec_of(arrays, worker).add((last.arrived(),), jnp.zeros(1, jnp.int32), total)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -62,6 +62,9 @@ class PlainCodec(NamedTuple):
     tally: Callable[[Payload, Array], Array] | None = None
     """(payload of a finished sum, chunk) -> what is counted of it, int32 scalar. The counts of all
     chunks are the carry."""
+    merge: Callable[[Float[Array, " m"], Payload, Array, Array], Float[Array, " m"]] | None = None
+    """(total f32[m], payload, chunk, slot of its encoder) -> total with the payload in it; `None`
+    adds what `decode` gives."""
 
 
 class Kept(NamedTuple):
@@ -108,7 +111,7 @@ def chunk_codec(
         if total is None:
             total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
         for inputs in arrived:
-            total = _add(total, inputs, lambda p: jax.vmap(codec.decode)(p, chunks))
+            total = _with(codec, total, inputs, chunks)
         return total
 
     def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
@@ -149,19 +152,22 @@ def chunk_codec(
     return ChunkCodec(encode, add, decode, finish, carry)
 
 
-def _add(values, arrived: Arrived, decode) -> Float[Array, "c m"]:
-    """Values plus those that arrived, one after the other: the order decides about last bits."""
+def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
+    """The total with what arrived, one after the other: the order decides about last bits."""
 
-    def add(values, numbered):
-        number, payloads = numbered
-        decoded = decode(payloads)
+    def add(total, numbered):
+        number, slot, payloads = numbered
+        if codec.merge is not None:
+            return jax.vmap(codec.merge, (0, 0, 0, None))(total, payloads, chunks, slot), None
+        decoded = jax.vmap(codec.decode)(payloads, chunks)
         if arrived.skip is not None:  # not times zero: what is left out may be NaN
             decoded = jnp.where(number == arrived.skip, 0.0, decoded)
-        return values + decoded, None
+        return total + decoded, None
 
     k = jax.tree.leaves(arrived.payloads)[0].shape[0]
-    numbers = jnp.arange(k, dtype=jnp.int32)
-    return lax.scan(add, values, (numbers, arrived.payloads), unroll=min(k, 16))[0]
+    slots = jnp.broadcast_to(jnp.asarray(arrived.encoder.slot), k)
+    numbered = jnp.arange(k, dtype=jnp.int32), slots, arrived.payloads
+    return lax.scan(add, total, numbered, unroll=min(k, 16))[0]
 
 
 def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:

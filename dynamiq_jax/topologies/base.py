@@ -18,6 +18,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -190,20 +191,34 @@ class AnyTopology(Options, ABC):
         """The topology with its transport filled in where it says none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Topology(AnyTopology):
-    """How chunks travel on one level. Subclasses are frozen dataclasses of static options."""
+    """How chunks travel on one level. Subclasses are frozen dataclasses of static options.
 
-    __slots__ = ()
-
-    transport: Transport | None
-    """The mover of payloads; `None`: chosen by `dynamiq_jax.topologies.choice`."""
-
-    balance: float | None
-    """Bits per coordinate that the stages before the last get beyond the last one.
-
-    `None`: as `dynamiq_jax.methods.dynamiq.allocation` shares them out. The average is the
-    method's ``bits`` in any case.
+    Attributes:
+      streams: independent chunks per worker: kernels of one run under the transfers of another.
+        Default: 2 from 2^25 coordinates on, 1 below.
+      balance: bits per coordinate that the stages before the last get beyond the last one; the
+        average is the method's ``bits`` in any case. `None`: as
+        `dynamiq_jax.methods.dynamiq.allocation` shares them out.
+      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
+        `dynamiq_jax.topologies.choice`.
     """
+
+    streams: int | None = None
+    balance: float | None = None
+    transport: Transport | None = None
+
+    def __post_init__(self):
+        """Refuses fields of a wrong type, less than one stream, and balances beyond 16 bits."""
+        check_fields(self)
+        if self.streams is not None and self.streams < 1:
+            raise ValueError(f"streams={self.streams} must be at least 1")
+        if self.balance is not None and not -16 <= self.balance <= 16:
+            raise ValueError(
+                f"balance={self.balance} must lie between -16 and 16 bits; pass None for what the "
+                "method makes of its bits"
+            )
 
     def check(self, n_workers: int) -> None:  # noqa: B027
         """Raises ValueError if it cannot serve that many workers."""
@@ -212,9 +227,18 @@ class Topology(AnyTopology):
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The stages of an all-reduce; a reduce-scatter has all but the last."""
 
-    @abstractmethod
     def chunks_per_worker(self, size: int) -> int:
         """Into how many streams each worker's share of ``size`` coordinates is cut."""
+        return self.streams_for(size, 2, 2**24)
+
+    def streams_for(self, size: int, most: int, worth: int) -> int:
+        """As many as were passed; else one for every ``worth`` coordinates, ``most`` at most.
+
+        No stream is without a coordinate.
+        """
+        if self.streams is not None:
+            return min(self.streams, max(1, size))
+        return min(most, max(1, size // worth))
 
     @abstractmethod
     def schedule(self, n_workers: int) -> Schedule:
@@ -242,17 +266,7 @@ class Topology(AnyTopology):
         """See `AnyTopology`."""
         if self.transport:
             return self
-        return dataclasses.replace(self, transport=transport)  # type: ignore[type-var]
-
-
-def streams_for(size: int, streams: int | None, most: int, worth: int) -> int:
-    """As many streams as were passed; else one for every ``worth`` coordinates, ``most`` at most.
-
-    No stream is without a coordinate.
-    """
-    if streams is not None:
-        return min(streams, max(1, size))
-    return min(most, max(1, size // worth))
+        return dataclasses.replace(self, transport=transport)
 
 
 def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:
@@ -264,16 +278,3 @@ def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:
 def n_slots(stages: tuple[Stage, ...]) -> int:
     """How many slots one chunk has."""
     return max(stage.slots.stop for stage in stages)
-
-
-def check_options(topology: Any) -> None:
-    """Refuses fields of a wrong type, less than one stream, and balances beyond 16 bits."""
-    check_fields(topology)
-    streams, balance = topology.streams, topology.balance
-    if streams is not None and streams < 1:
-        raise ValueError(f"streams={streams} must be at least 1")
-    if balance is not None and not -16 <= balance <= 16:
-        raise ValueError(
-            f"balance={balance} must lie between -16 and 16 bits; pass None for what the method "
-            "makes of its bits"
-        )

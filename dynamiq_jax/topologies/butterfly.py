@@ -12,38 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import (
-    Rounds,
-    Schedule,
-    Stage,
-    Step,
-    Topology,
-    Transport,
-    check_options,
-    streams_for,
-)
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Butterfly(Topology):
     """Recursive halving: log2 n re-compressions per chunk; n must be a power of two.
 
-    Attributes:
-      streams: independent chunks per worker: kernels of one run under the transfers of another.
-        Default: 2 from 2^25 coordinates on, 1 below.
-      balance: bits per coordinate that all rounds get beyond the all-gather; `None`: every round
-        as the method shares them out; later ones, which send less, get more.
-      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
-        `dynamiq_jax.topologies.choice`.
+    Attributes are those of `dynamiq_jax.topologies.Topology`.
     """
-
-    streams: int | None = None
-    balance: float | None = None
-    transport: Transport | None = None
-
-    def __post_init__(self):
-        """Checks the fields."""
-        check_options(self)
 
     def check(self, n_workers: int) -> None:
         """Refuses what is not a power of two."""
@@ -64,10 +41,6 @@ class Butterfly(Topology):
             stages.append(Stage(encoders, range(first, first + encoders), 0.25))
             first, encoders = first + encoders, encoders // 2
         return (*stages, Stage(n_workers - 1, range(first, first + 1), 1.0))
-
-    def chunks_per_worker(self, size: int) -> int:
-        """As many as were passed; else two from 2^25 coordinates on."""
-        return streams_for(size, self.streams, 2, 2**24)
 
     def schedule(self, n_workers: int) -> Schedule:
         """A round for every bit of the workers' numbers."""

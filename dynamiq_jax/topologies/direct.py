@@ -9,16 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import (
-    Rounds,
-    Schedule,
-    Stage,
-    Step,
-    Topology,
-    Transport,
-    check_options,
-    streams_for,
-)
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,22 +17,10 @@ class Direct(Topology):
     """All-to-all topology: one encoding of each gradient, one of each sum; any number of workers.
 
     Attributes:
-      streams: independent chunks per worker: kernels of one run under the transfers of another.
-        Default: one for every 2^26 coordinates, up to 4. Permutes send more messages for a chunk,
-        so they have one for every 2^27, up to 2.
-      balance: bits per coordinate that the all-to-all gets beyond the all-gather; `None`: as the
-        method shares them out. With 0 both share one assignment of widths.
-      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
-        `dynamiq_jax.topologies.choice`.
+      streams: independent chunks per worker. Default: one for every 2^26 coordinates, up to 4.
+        Permutes send more messages for a chunk, so they have one for every 2^27, up to 2.
+      balance: this and all others as in `dynamiq_jax.topologies.Topology`.
     """
-
-    streams: int | None = None
-    balance: float | None = None
-    transport: Transport | None = None
-
-    def __post_init__(self):
-        """Checks the fields."""
-        check_options(self)
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The all-to-all and the all-gather.
@@ -55,7 +34,7 @@ class Direct(Topology):
     def chunks_per_worker(self, size: int) -> int:
         """As many as were passed; else as the class says."""
         most, worth = (2, 2**27) if self.transport == "permutes" else (4, 2**26)
-        return streams_for(size, self.streams, most, worth)
+        return self.streams_for(size, most, worth)
 
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""

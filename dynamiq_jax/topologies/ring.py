@@ -8,16 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.topologies.base import (
-    Rounds,
-    Schedule,
-    Stage,
-    Step,
-    Topology,
-    Transport,
-    check_options,
-    streams_for,
-)
+from dynamiq_jax.topologies.base import Rounds, Schedule, Stage, Step, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,33 +16,17 @@ class Ring(Topology):
     """Ring topology: n-1 re-compressions per chunk; any number of workers, neighbours only.
 
     Attributes:
-      streams: independent chunks per worker: kernels of one run under the transfers of another.
-        Default: 2 from 2^25 coordinates on, 1 below.
       unroll_up_to: rings of at most this many workers are unrolled into the program; larger ones
         loop over their hops, so that program size and compile time do not grow with n.
-      balance: bits per coordinate that hops get beyond the all-gather; `None`: as the method
-        shares them out.
-      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
-        `dynamiq_jax.topologies.choice`.
+      streams: this and all others as in `dynamiq_jax.topologies.Topology`.
     """
 
-    streams: int | None = None
     unroll_up_to: int = 16
-    balance: float | None = None
-    transport: Transport | None = None
-
-    def __post_init__(self):
-        """Checks the fields."""
-        check_options(self)
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The hops, whose partial sums hold 1, ..., n-1 gradients, and the all-gather."""
         n = n_workers
         return Stage(n - 1, range(n - 1), (n - 1) / 4), Stage(n - 1, range(n - 1, n), 1.0)
-
-    def chunks_per_worker(self, size: int) -> int:
-        """As many as were passed; else two from 2^25 coordinates on."""
-        return streams_for(size, self.streams, 2, 2**24)
 
     def schedule(self, n_workers: int) -> Schedule:
         """n-1 hops."""

@@ -35,7 +35,7 @@ def run_on_hosts(folder, n, devices, rate, *command):
 def links(folder, n, devices, rate):
     """Rows of host_links.py by topology."""
     file = folder / "rows.json"
-    options = ["--rate", rate, "--no-simulated", "--out", file]
+    options = ["--rate", rate, "--out", file]
     run_on_hosts(folder, n, devices, rate, sys.executable, host_links.__file__, *options)
     rows = {row["topology"]: row for row in json.loads(file.read_text())}
     assert set(rows) == set(host_links.TOPOLOGIES)

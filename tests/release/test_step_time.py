@@ -1,11 +1,10 @@
-"""step_time.py and schedule.py: steps that are timed, and the order of a step's operations."""
+"""step_time.py: steps that are timed."""
 
 import dataclasses
 import json
 import re
 import sys
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -20,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import llm_data
 import llm_model
-import schedule
 import step_time
 import train_llm
 import ways
@@ -196,43 +194,3 @@ def test_the_host_waits_for_the_loss_of_so_many_steps_before(ahead):
     assert [event for event in events[:read] if event[0] == "start"] == [
         ("start", i) for i in range(ahead + 1)
     ]
-
-
-# --- The order of a step --------------------------------------------------------------------------
-
-PROGRAM = """
-%fused (a: f32[8]) -> f32[8] {
-  %gemm.0 = f32[8]{0} dot(%a, %a), metadata={op_name="jit(step)/dot_general"}
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %gemm.1 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="jit(step)/jvp/dot_general"}
-  %c.1 = (f32[8]{0}) custom-call(%p), metadata={op_name="jit(s)/dynamiq_statistics/pallas_call"}
-  %all-reduce-start.1 = bf16[8]{0} all-reduce-start(%c.1), channel_id=1
-  %loop_add.3 = f32[8]{0} fusion(%p), kind=kLoop
-  %loop_add.4 = f32[8]{0} fusion(%p), kind=kLoop
-  %gemm.2 = bf16[8]{0} fusion(%p), kind=kCustom, metadata={op_name="a/transpose(jvp)/dot_general"}
-  %all-reduce-done.1 = bf16[8]{0} all-reduce-done(%all-reduce-start.1)
-  %t = (f32[8]{0}) custom-call(%p), metadata={op_name="x"}
-  %h = u32[8]{0} custom-call(%p), metadata={op_name="s/HOP/pallas_call"}
-  ROOT %cp = u32[8]{0} collective-permute(%h), channel_id=2
-}
-"""
-
-
-def test_the_order_of_a_program():
-    program = PROGRAM.replace("HOP", "dynamiq_decompress_accumulate_recompress")
-    (kinds,) = schedule.orders(program)
-    assert schedule.short(kinds) == (
-        "product statistics all-reduce-start ~*2 product' all-reduce-done ~ hop collective-permute"
-    )
-    assert schedule.counts(kinds) == (7, 2, 1)
-    assert schedule.counts(["~"]) == (1, 0, 0)
-
-
-def test_without_a_compiler_for_gpus_it_says_what_to_install():
-    if any("cuda" in plugin.name for plugin in metadata.entry_points(group="jax_plugins")):
-        pytest.skip("there is one")
-    ran = invoke(schedule.main, "--layers", 1)
-    assert ran.exit_code == 2 and "pip install 'jax[cuda13]'" in plain(ran.output)

@@ -5,10 +5,12 @@ step's time is not known), and fewer bits as much again. A setting of which `exp
 taken where no other pays.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import dynamiq_jax as dq
 from dynamiq_jax.commands.bench.settings import SettingRow
 
 MIN_GAIN = 0.05
@@ -59,23 +61,15 @@ class Advice:
     sentences: tuple[str, ...]
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The fields of a `dq.Compression`, as its files have them."""
-        row = self.row
-        found = {"method": row.method, "topology": row.topology}
-        found["min_bucket_size"] = row.min_bucket_size
-        return {name: value for name, value in found.items() if value is not None}
+    def setting(self) -> dq.Compression:
+        """What to pass as ``method``."""
+        return self.row.setting or dq.Compression(dq.BF16())
 
     def snippet(self, axis_names: tuple[str, ...] = ("data",)) -> str:
         """The lines of a training script."""
         axis = repr(axis_names[0] if len(axis_names) == 1 else axis_names).replace("'", '"')
-        arguments = {name: _expression(value) for name, value in self.config.items()}
-        if self.row.min_bucket_size is not None:
-            named = [f"{name}={text}" for name, text in arguments.items() if name != "method"]
-            request = ", ".join([arguments["method"], *named])
-            arguments = {"method": f"dq.Compression({request})"}
-        passed = ", ".join(f"{name}={text}" for name, text in arguments.items())
-        lines = [f"grads = dq.pmean(grads, {axis}, {passed})"]
+        method = re.sub(r"\b([A-Z]\w*\()", r"dq.\1", repr(self.setting))
+        lines = [f"grads = dq.pmean(grads, {axis}, method={method})"]
         if self.row.transport == "permutes":
             lines.append("step = dq.jit(step)")
         return "\n".join(lines)
@@ -119,12 +113,18 @@ def decide(
         chosen = min(pool, key=_error_then_time)
     sentences = [
         f"Use {chosen.label}: an all-reduce takes {_ms(chosen.time_us)} instead of "
-        f"{_ms(native.time_us)} with bf16 psum ({_speedup(chosen, native)}), and a worker sends "
-        f"{chosen.wire_bytes / 1e6:,.4g} MB instead of {native.wire_bytes / 1e6:,.4g}.",
+        f"{_ms(native.time_us)} with bf16 psum ({_speedup(chosen, native)}).",
         *_step_sentences(step_ms, native, chosen),
-        *_error_sentences(chosen, ladder, native, what),
-        *_caveats(chosen, native),
+        "Fewer bits cost training loss: docs/training-quality.md has how much.",
     ]
+    if chosen.warning is not None:
+        sentences.append(f"No setting pays without this warning: {chosen.warning}.")
+    if chosen.p90_us > native.p10_us:
+        sentences.append(
+            f"The spread is as large as the gain ({_ms(chosen.p10_us)} to {_ms(chosen.p90_us)}, "
+            f"bf16 psum {_ms(native.p10_us)} to {_ms(native.p90_us)}): measure again on a quiet "
+            "machine, with more --repeats."
+        )
     return Advice(compress=True, row=chosen, saved=saved(chosen), sentences=tuple(sentences))
 
 
@@ -174,61 +174,9 @@ def _step_sentences(step_ms: float | None, native: SettingRow, row: SettingRow) 
     return found
 
 
-def _error_sentences(
-    chosen: SettingRow, ladder: Sequence[SettingRow], native: SettingRow, what: str
-) -> list[str]:
-    """The chosen error, that of all other bits that pay, and what speaks against fewer."""
-    found = []
-    if chosen.relative_error is not None:
-        found.append(
-            f"Expected |error|² / |sum|² of a super-group: about {chosen.relative_error:.2g}. "
-            "Fewer bits cost training loss: docs/training-quality.md has how much."
-        )
-    if chosen.warning is not None:
-        found.append(f"No setting pays without this warning: {chosen.warning}.")
-    for row in ladder:
-        if row is not chosen:
-            error = "" if row.relative_error is None else f", error {row.relative_error:.2g}"
-            found.append(f"{row.label} is {_speedup(row, native)}{error}.")
-    if ladder[-1] is not chosen:
-        found.append(f"Fewer bits save less than another {MIN_GAIN:.0%} of the {what}.")
-    return found
-
-
-def _caveats(chosen: SettingRow, native: SettingRow) -> list[str]:
-    found = []
-    size = chosen.min_bucket_size
-    if size is not None:
-        found.append(
-            "With the default limits, which go by the kind of GPU, everything would travel "
-            f"natively: hence min_bucket_size={size}."
-        )
-    if chosen.compressed < 0.995:
-        found.append(
-            f"{chosen.compressed:.1%} of the coordinates are compressed; the other leaves are too "
-            "small to gain and are summed exactly."
-        )
-    if chosen.p90_us > native.p10_us:
-        found.append(
-            f"The spread is as large as the gain ({_ms(chosen.p10_us)} to {_ms(chosen.p90_us)}, "
-            f"bf16 psum {_ms(native.p10_us)} to {_ms(native.p90_us)}): measure again on a quiet "
-            "machine, with more --repeats."
-        )
-    return found
-
-
 def _speedup(row: SettingRow, native: SettingRow) -> str:
     return f"{native.time_us / row.time_us:.2f}x"
 
 
 def _ms(time_us: float) -> str:
     return f"{time_us / 1e3:.4g} ms"
-
-
-def _expression(values: Any) -> str:
-    """``dq.DynamiQ(bits=5)`` and the like, or a plain value."""
-    if not isinstance(values, Mapping):
-        return repr(values)
-    texts = {k: _expression(v) if isinstance(v, Mapping) else repr(v) for k, v in values.items()}
-    fields = [f"{field}={text}" for field, text in texts.items() if field != "name"]
-    return f"dq.{values['name']}({', '.join(fields)})"

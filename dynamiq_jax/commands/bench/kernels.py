@@ -10,7 +10,6 @@ bandwidth, measured in the same rounds, is the ceiling that the last column refe
 leaves* brings 20 leaves into one array, as the leaves of a bucket.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,25 +24,14 @@ from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
+from dynamiq_jax.executors import Arrived, Encoder
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods.dynamiq.codec import chunk_codec, shared_plan
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
+from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, pack_statistics
 from dynamiq_jax.topologies import Direct, Stage
 from dynamiq_jax.tree.leaves import joined
-from pallas_kernels import (
-    Backend,
-    Input,
-    Result,
-    Source,
-    Target,
-    WireFormat,
-    compress,
-    decompress,
-    decompress_accumulate_recompress,
-    resolve_backend,
-    slot_noise,
-    statistics,
-)
+from pallas_kernels import Backend, resolve_backend, statistics
 
 LEAVES = 20
 """How many leaves are joined."""
@@ -63,9 +51,10 @@ class KernelRow(TimedRow):
 
 class _Case(NamedTuple):
     kernel: str
-    call: Callable[[], Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
     moved_bytes: int
-    backend: str
+    backend: str = "xla"
 
 
 def command(
@@ -119,15 +108,23 @@ def bench_kernels(
     x = (scale * jax.random.normal(key_value, (rows, 256))).astype(jnp.bfloat16)
     x = x.reshape(-1)[:coords]
     layout = single_chunk(coords, DynamiQ(bits=bits, dither=dither))
+    sums = partial(statistics, super_group_size=layout.super_group_size, backend=ran)
+    mean, sqnorm = jax.jit(sums)(x)
+    plan = partial(order_and_tiles, layout=layout, backend=ran)
+    order, (tiles, _), _ = jax.jit(plan)(sqnorm)
+    plan_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
+    parts = jnp.split(x, [coords * i // LEAVES // 256 * 256 for i in range(1, LEAVES)])
     cases = [
-        _Case("copy", partial(jax.jit(lambda x: x + 1), x), 2 * x.nbytes, "xla"),
-        *_join_cases(x),
-        _statistics_case(x, ran),
-        *_plan_cases(x, layout, ran),
-        *_coding_cases(x, layout, ran),
+        _Case("copy", lambda x: x + 1, (x,), 2 * x.nbytes),
+        _Case("join leaves", joined, (parts,), 2 * x.nbytes),
+        _Case("concatenate leaves", jnp.concatenate, (parts,), 2 * x.nbytes),
+        _Case("statistics", sums, (x,), x.nbytes + mean.nbytes + sqnorm.nbytes, ran),
+        _Case("plan", plan, (sqnorm,), plan_bytes, ran),
+        *_coding_cases(x, pack_statistics(mean, sqnorm, layout), layout, ran),
     ]
     flying = 1 if jax.default_backend() == "cpu" else 10
-    timings = time_calls([case.call for case in cases], repeats=repeats, in_flight=flying)
+    calls = [partial(jax.jit(case.function), *case.args) for case in cases]
+    timings = time_calls(calls, repeats=repeats, in_flight=flying)
     speeds = [c.moved_bytes / t.time_us / 1e3 for c, t in zip(cases, timings, strict=True)]
     return [
         KernelRow(
@@ -141,24 +138,6 @@ def bench_kernels(
         )
         for case, timing, speed in zip(cases, timings, speeds, strict=True)
     ]
-
-
-def _join_cases(x: jax.Array) -> list[_Case]:
-    """Joining of leaves as in a bucket, and XLA's concatenation of the same leaves."""
-    ends = [x.size * i // LEAVES // 256 * 256 for i in range(1, LEAVES)]
-    parts = jnp.split(x, ends)
-    calls = {"join leaves": joined, "concatenate leaves": jnp.concatenate}
-    return [
-        _Case(name, partial(jax.jit(call), parts), 2 * x.nbytes, "xla")
-        for name, call in calls.items()
-    ]
-
-
-def _statistics_case(x: jax.Array, backend: Backend) -> _Case:
-    size = WireFormat().super_group_size
-    call = jax.jit(partial(statistics, super_group_size=size, backend=backend))
-    moved_bytes = x.nbytes + 2 * 4 * math.ceil(x.size / size)
-    return _Case("statistics", partial(call, x), moved_bytes, backend)
 
 
 def single_chunk(coords: int, method: DynamiQ) -> Layout:
@@ -176,60 +155,32 @@ def single_chunk(coords: int, method: DynamiQ) -> Layout:
     return replace(layout, n_workers=1)
 
 
-def _plan_cases(x: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
-    """The plan, and on other backends that of the reference, which sorts."""
-    _, sqnorm = statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    cases = []
-    runs: list[tuple[str, Backend]] = [("plan", backend), ("plan by a sort", "jnp")]
-    for name, used in runs if backend != "jnp" else runs[:1]:
-        plan = jax.jit(partial(order_and_tiles, layout=layout, backend=used))
-        order, (tiles, _), _ = plan(sqnorm)
-        moved_bytes = sqnorm.nbytes + order.nbytes + 2 * tiles.nbytes
-        cases.append(_Case(name, partial(plan, sqnorm), moved_bytes, used))
-    return cases
-
-
-def _coding_cases(x: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
+def _coding_cases(x: jax.Array, stats: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
     """The coding kernels: compress for the first stage, hop to the second, decompress that."""
-    fmt = layout.fmt
-    _, sqnorm = statistics(x, super_group_size=fmt.super_group_size, backend=backend)
-    order, tiles, _ = jax.jit(lambda energy: order_and_tiles(energy, layout, backend))(sqnorm)
-    mean = jnp.zeros(layout.super_groups, jnp.float32)
-    first, second = slot_noise(jnp.arange(2, dtype=jnp.uint32), 2, fmt.rounding)
-
-    static: dict[str, Any] = {"fmt": fmt, "backend": backend}
-    words = layout.payload_words
-    rows = math.ceil(x.size / fmt.super_group_size)
+    chunk, slots = jnp.zeros(1, jnp.int32), jnp.arange(2, dtype=jnp.int32)
+    seed = jnp.zeros(2, jnp.uint32)
+    shared = jax.jit(lambda s: shared_plan(s, seed, layout, len(slots), backend))(stats)
+    codec = partial(chunk_codec, layout=layout, dtype=x.dtype, backend=backend)
 
     @jax.jit
-    def encode(source, chunks, tiles, noise):
-        return compress(source, chunks, Target(tiles, noise, words[0]), **static)
+    def encode(x, shared):
+        return codec(x, shared).encode((), chunk, Encoder(0, slots[0], 0), ())[0]
 
     @jax.jit
-    def hop(inputs, source, chunks, tiles, noise):
-        target = Target(tiles, noise, words[1])
-        return decompress_accumulate_recompress(inputs, source, chunks, target, **static)
+    def hop(x, shared, sent):
+        arrived = (Arrived(sent[None], Encoder(0, slots[:1], chunk)),)
+        return codec(x, shared).encode(arrived, chunk, Encoder(1, slots[1], 0), ())[0]
 
-    @jax.jit
-    def decode(payloads, tiles, chunks, mean_sum, order, noise):
-        result = Result(mean_sum, order, rows, x.dtype)
-        return decompress(payloads, tiles, chunks, result, noise, **static)
+    def decode(x, shared, payloads):
+        return codec(x, shared).decode(payloads, chunk, Encoder(1, slots[1:], chunk), None, ())[0]
 
-    source, chunks = Source(x, None, order), jnp.zeros(1, jnp.int32)
-    encode_args = (source, chunks, tiles[0], first)
-    sent = encode(*encode_args)
-    hop_args = ((Input(sent[None], tiles[0], noise=first[None]),), source, chunks, tiles[1], second)
-    gathered = hop(*hop_args)
-    decode_args = (gathered, tiles[1], chunks, mean, order, second[None])
-
-    plan_bytes = mean.nbytes + order.nbytes + tiles[0].nbytes
-    hop_bytes = x.nbytes + sent.nbytes + gathered.nbytes
-    calls = (
-        ("compress", encode, encode_args, x.nbytes + sent.nbytes),
-        ("decompress", decode, decode_args, gathered.nbytes + x.nbytes),
-        ("decompress-accumulate-recompress", hop, hop_args, hop_bytes),
-    )
+    sent = encode(x, shared)
+    gathered = hop(x, shared, sent)
+    plan = shared.plan
+    read = x.nbytes + plan.mean.nbytes + plan.order.nbytes + plan.tiles[0].nbytes
+    both = sent.nbytes + gathered.nbytes
     return [
-        _Case(name, partial(call, *args), moved + plan_bytes, backend)
-        for name, call, args, moved in calls
+        _Case("compress", encode, (x, shared), read + sent.nbytes, backend),
+        _Case("decompress", decode, (x, shared, gathered), read + gathered.nbytes, backend),
+        _Case("decompress-accumulate-recompress", hop, (x, shared, sent), read + both, backend),
     ]

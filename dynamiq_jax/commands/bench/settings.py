@@ -5,8 +5,7 @@ natively here, too.
 """
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +29,6 @@ from dynamiq_jax.commands.bench.contenders import (
     uncompressed,
 )
 from dynamiq_jax.commands.bench.timing import (
-    WARM_UP,
     Announce,
     TimedRow,
     Timing,
@@ -40,10 +38,6 @@ from dynamiq_jax.commands.bench.timing import (
 )
 from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
-from dynamiq_jax.request.configuration import describe
-
-NATIVE = {"name": "BF16"}
-"""The method of the row that all others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,38 +55,35 @@ class SettingRow(TimedRow):
     """The all-reduce of a tree in one setting.
 
     Attributes:
-      method: as a configuration file has it, see `dynamiq_jax.request.configuration`; `NATIVE` is
-        bf16 psum.
-      topology: the same.
+      setting: what `dq.psum` takes as method; `None`: bf16 psum.
       wire_bytes: what one worker sends.
       compressed: the share of coordinates that travel compressed.
       relative_error: of a super-group, see `dq.explain`.
       warning: what `dq.explain` advises where that is too much.
       transport: what moves payloads: "collectives" or "permutes"; of native psum "xla".
-      min_bucket_size: as for `dq.Compression`, where the default would compress nothing.
     """
 
-    method: Mapping[str, Any]
-    topology: Mapping[str, Any] | None
+    setting: dq.Compression | None
     wire_bytes: float
     compressed: float
     relative_error: float | None = None
     warning: str | None = None
     transport: str = "collectives"
-    min_bucket_size: int | None = None
 
     @property
     def bits(self) -> float:
         """Wire bits per coordinate of the method; 16 of native psum."""
-        return self.method.get("bits", 16)
+        method: Any = self.setting and self.setting.method
+        return method.bits if method else 16
 
     @property
     def label(self) -> str:
         """How it is called in sentences and tables."""
-        if self.topology is None:
+        if self.setting is None:
             return "bf16 psum"
-        dither = " with dither" if self.method.get("dither") else ""
-        return f"{self.method['name']} at {self.bits:g} bits{dither} over {self.topology['name']}"
+        method: Any = self.setting.method
+        dither = " with dither" if method.dither else ""
+        return f"DynamiQ at {self.bits:g} bits{dither} over {type(self.setting.topology).__name__}"
 
 
 def parse_bits(text: str) -> list[float]:
@@ -223,8 +214,7 @@ def bench_settings(
     coords = sum(x.size for x in leaves)
     rows = [
         SettingRow(
-            method=NATIVE,
-            topology=None,
+            setting=None,
             wire_bytes=psum.wire_bytes(coords, sizes),
             compressed=0.0,
             transport="xla",
@@ -232,16 +222,12 @@ def bench_settings(
         )
     ]
     for setting, timing in zip(chosen, timings[1:], strict=True):
-        named = describe(setting)
         with compiled_by(options):
             said = setting.explain(leaves, sizes, verbose=False)
             route: Any = setting.route(sizes).topology
-        method: Any = setting.method
         rows.append(
             SettingRow(
-                method=named["method"] | {"bits": method.bits},
-                topology=named["topology"],
-                min_bucket_size=setting.min_bucket_size,
+                setting=setting,
                 wire_bytes=said.wire_bytes,
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
@@ -263,27 +249,8 @@ def _time(
 ) -> list[Timing]:
     counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
     programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
-    begin = time.perf_counter()
-    calls = compile_calls(programs[:2], data)
-    jax.block_until_ready(calls[-1]())
-    compiled = time.perf_counter()
-    jax.block_until_ready(calls[-1]())
-    once = time.perf_counter() - compiled
-    each, settings = (
-        compiled - begin + (WARM_UP + repeats * counts["in_flight"]) * once,
-        len(programs) - 1,
-    )
-    if settings:
-        announce(
-            f"{settings} setting(s), {_about(each)} each: {_about(each * settings)} in all, less "
-            "where compilations overlap"
-        )
-    calls += compile_calls(programs[2:], data, announce)
+    calls = compile_calls(programs, data, announce)
     return time_calls(calls, repeats=repeats, announce=announce, **counts)
-
-
-def _about(seconds: float) -> str:
-    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
 
 
 def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

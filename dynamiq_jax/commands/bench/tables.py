@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
+from dynamiq_jax.request.configuration import describe
 
 PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
@@ -142,5 +143,10 @@ def report(
     print_table(rows, columns, title)
     if file is not None:
         tables = {"rows": rows, **more}
-        named = {k: [dataclasses.asdict(row) for row in table] for k, table in tables.items()}
-        file.write_text(json.dumps({"about": surroundings(devices)} | named, indent=1) + "\n")
+        fields = {k: [_fields(row) for row in table] for k, table in tables.items()}
+        document = {"about": surroundings(devices)} | fields
+        file.write_text(json.dumps(document, indent=1, default=describe) + "\n")
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}

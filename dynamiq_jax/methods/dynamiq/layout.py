@@ -113,15 +113,29 @@ class Layout:
         All tiles get the widest width that the payload holds for all, and the first ones the next
         wider width from the words that are left.
         """
-        tiles, words = self.chunk_tiles, self.payload_words[stage]
-        return _even_widths(self.fmt, tiles, words)
+        fmt, tiles = self.fmt, self.chunk_tiles
+        width, upgrades = width_upgrades(fmt)
+        widths = np.full(tiles, width)
+        left = self.payload_words[stage] - tiles * fmt.tile_words(width)
+        for upgrade in upgrades:
+            # Of the first upgrade that does not fit for all tiles, some get it, and none get more.
+            wider = min(tiles, max(left, 0) // upgrade.words)
+            widths[:wider] = upgrade.width
+            left -= wider * upgrade.words
+            if wider < tiles:
+                break
+        return widths
 
     @property
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
-        return _stats_bits(
-            self.collective, self.n_workers, self.rows, self.stats_per_super_group, self.planned
-        )
+        n, rows, per_row = self.n_workers, self.rows, self.stats_per_super_group
+        if not self.planned:  # samples, two numbers each, of at most one coordinate a super-group
+            most = MOST_SAMPLES * (n if self.collective == "all_gather" else 1)
+            rows, per_row = min(rows, most), 2
+        # A sum passes (n - 1)/n of all rows twice (scatter, gather), a gather once, in bf16.
+        passes = 1 if self.collective == "all_gather" else 2
+        return passes * 16 * per_row * rows * (n - 1) // n
 
     @property
     def payload_bits(self) -> int:
@@ -133,21 +147,6 @@ class Layout:
     def wire_bits(self) -> int:
         """Bits that one worker sends in all."""
         return self.stats_bits + self.payload_bits
-
-
-def _stats_bits(
-    collective: Collective, n_workers: int, rows: int, per_row: int, planned: bool
-) -> int:
-    """Bits that one worker sends so that all know the statistics of ``rows`` super-groups.
-
-    Without a plan they are samples: two numbers each, of at most one coordinate a super-group.
-    """
-    if not planned:
-        most = MOST_SAMPLES * (n_workers if collective == "all_gather" else 1)
-        rows, per_row = min(rows, most), 2
-    # A sum passes (n - 1)/n of all rows twice (scatter, gather), a gather once, in bf16.
-    passes = 1 if collective == "all_gather" else 2
-    return passes * 16 * per_row * rows * (n_workers - 1) // n_workers
 
 
 def make_layout(
@@ -175,12 +174,23 @@ def make_layout(
     # Super-groups of a chunk, then its tiles: both divisions round up.
     per_chunk = -(-size // (fmt.super_group_size * shard_chunks))
     tiles = max(-(-per_chunk // TILE_ROWS), 1)
-    rows = -(-size // fmt.super_group_size) * (1 if whole else n)
     sent = [stage.sent * chunks_per_worker for stage in stages]
+    layout = Layout(
+        collective=collective,
+        size=size,
+        n_workers=n,
+        chunks_per_worker=chunks_per_worker,
+        chunk_super_groups=tiles * TILE_ROWS,
+        payload_words=(),
+        payloads_sent=tuple(sent),
+        floors=allocation.floors,
+        fmt=fmt,
+        stats_per_super_group=stats_per_super_group,
+        planned=planned,
+    )
     # (n - 1)/n of n slices of ``size`` in a sharded collective, twice that of one in an all-reduce.
     coords_passed = (2 if whole else n) * (n - 1) * size / n
-    measured = _stats_bits(collective, n, rows, stats_per_super_group, planned)
-    left = bits * coords_passed - measured
+    left = bits * coords_passed - layout.stats_bits
     # Bits per coordinate become words of a payload, which holds size / shard_chunks coordinates.
     words = _payload_words(
         left / WORD_BITS,
@@ -190,37 +200,12 @@ def make_layout(
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
+    layout = dataclasses.replace(layout, payload_words=words)
     if not planned:
-        used = {int(w) for own in words for w in _even_widths(fmt, tiles, own)}
+        used = {int(w) for stage in range(len(words)) for w in layout.widths(stage)}
         fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
-    return Layout(
-        collective=collective,
-        size=size,
-        n_workers=n,
-        chunks_per_worker=chunks_per_worker,
-        chunk_super_groups=tiles * TILE_ROWS,
-        payload_words=words,
-        payloads_sent=tuple(sent),
-        floors=allocation.floors,
-        fmt=fmt,
-        stats_per_super_group=stats_per_super_group,
-        planned=planned,
-    )
-
-
-def _even_widths(fmt: WireFormat, tiles: int, words: int) -> np.ndarray:
-    """See `Layout.widths`."""
-    width, upgrades = width_upgrades(fmt)
-    widths = np.full(tiles, width)
-    left = words - tiles * fmt.tile_words(width)
-    for upgrade in upgrades:
-        # Of the first upgrade that does not fit for all tiles, some get it, and none get more.
-        wider = min(tiles, max(left, 0) // upgrade.words)
-        widths[:wider] = upgrade.width
-        left -= wider * upgrade.words
-        if wider < tiles:
-            break
-    return widths
+        layout = dataclasses.replace(layout, fmt=fmt)
+    return layout
 
 
 def _payload_words(

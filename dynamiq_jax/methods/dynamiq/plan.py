@@ -11,7 +11,6 @@ widened to the floor, and then the next upgrade is always the one that removes m
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from pallas_kernels import TILE_ROWS, Backend, WireFormat, deal, pack_tiles
+from pallas_kernels import Backend, WireFormat, deal, pack_tiles
 from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 _LARGEST_NORM = 3e38  # leaves room for rounding when n bf16 shares of it are added
@@ -224,10 +223,3 @@ def order_and_tiles(
     energy = energy.reshape(layout.shards, -1)
     order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
     return order, tuple(tiles[different.index(stage)] for stage in stages), energy
-
-
-def plan_widths(plan: Plan, stage: int = 0) -> jax.Array:
-    """The width of every super-group in a stage, ``int32[M]``, in the gradient's order."""
-    # A tile's entry has the width in its low 5 bits; position p of a chunk is in tile p // 8.
-    width = jnp.repeat(plan.tiles[stage] & 31, TILE_ROWS, axis=1).reshape(-1)
-    return jnp.zeros_like(width).at[plan.order.reshape(-1)].set(width)
