@@ -99,10 +99,24 @@ class TestAllReduce:
             found = [line for line in lines if line.split()[:1] == [size]]
             assert [name for line in found for name in expected if name in line] == expected
         document = json.loads(file.read_text())
-        assert document["about"]["jax"] == jax.__version__
+        about = document["about"]
+        versions = f"jax {about['jax']}; jaxlib {about['jaxlib']}; "
+        assert lines[-1].startswith(versions) and about["jax"] == jax.__version__
+        assert "XLA_FLAGS=" + about["environment"]["XLA_FLAGS"].strip() in lines[-1]
         assert document["about"]["n_devices"] == len(jax.devices())
         assert len(document["rows"]) == 6
         assert all(row["transport"] and row["backend"] for row in document["rows"])
+
+    def test_gpus_also_time_psum_under_each_of_its_options_that_is_known(self, monkeypatch):
+        """The options reach the compiler: it refuses one that it does not know."""
+        assert [c.label for c in contenders.tuned()] == [
+            "bf16 psum, symmetric", "bf16 psum, one-shot"
+        ]  # fmt: skip
+        wrong = contenders.uncompressed()._replace(options={"xla_no_such_option": True})
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            timed([2**16], [wrong], contenders.uncompressed())
+        monkeypatch.setattr(contenders, "NATIVE_OPTIONS", {"new": wrong.options})
+        assert contenders.tuned() == []
 
     def test_replicas_agree_for_methods_and_baseline(self, all_reduce_rows):
         assert [row.wrong for row in all_reduce_rows.values()] == [0] * 6

@@ -81,7 +81,12 @@ def compiler_options() -> dict[str, Any]:
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
     wanted = _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
-    return {name: value for name, value in wanted.items() if _is_known(name, value)}
+    return known(wanted)
+
+
+def known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of XLA's ``options`` that this JAX knows."""
+    return {name: value for name, value in options.items() if _is_known(name, value)}
 
 
 def copy_engines() -> str | None:

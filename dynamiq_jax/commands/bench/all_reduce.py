@@ -200,7 +200,7 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
     specs = {"in_specs": rows, "out_specs": results}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
-    @jit
+    @partial(jit, compiler_options=contender.options)
     @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: Any) -> Any:
         own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), data)
@@ -268,7 +268,7 @@ def command(
     ] = None,
     json_file: options.JsonFile = None,
 ) -> None:
-    """Time compressed all-reduces against bf16 psum.
+    """Time compressed all-reduces against bf16 psum, on GPUs also under XLA's options for it.
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
@@ -294,7 +294,7 @@ def command(
         checked("--methods --topology", contender.wire_bytes, sizes_bytes[0] // 2, shape)
     rows = bench_all_reduce(
         sizes_bytes,
-        chosen,
+        chosen if on_cpu else [*contenders.tuned(), *chosen],
         contenders.uncompressed(),
         devices=workers,
         repeats=repeats,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.core.xla import known
 from dynamiq_jax.methods import ShardedMethod
 from pallas_kernels import resolve_backend
 
@@ -126,6 +128,13 @@ TOPOLOGIES: Mapping[str, Callable[..., Any]] = {
     "hierarchical": dq.Hierarchical,
 }
 
+NATIVE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+}
+"""XLA's options for one psum, off by default: NCCL's kernels for symmetric buffers, and a kernel of
+XLA in the place of NCCL's for small arrays."""
+
 Collective = Literal["psum", "psum_scatter", "exchange"]
 """The last one moves data and sums nothing."""
 
@@ -144,6 +153,8 @@ class Contender(NamedTuple):
     """`None`: native collectives."""
     remembers: bool = False
     """Whether it has memory from step to step, and `reduce` is that of a first step."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """XLA's options for its program alone."""
 
 
 _SIZES = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
@@ -329,3 +340,13 @@ def uncompressed(collective: Collective = "psum") -> Contender:
         wire_bytes=wire_bytes,
         backend="xla",
     )
+
+
+def tuned() -> list[Contender]:
+    """The baseline's psum under each of `NATIVE_OPTIONS` that this JAX knows."""
+    psum = uncompressed()
+    return [
+        psum._replace(label=f"{psum.label}, {name}", options=options)
+        for name, options in NATIVE_OPTIONS.items()
+        if known(options)
+    ]

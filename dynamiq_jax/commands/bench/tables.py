@@ -1,5 +1,6 @@
 """Rows of the benchmarks as a table on the terminal, or JSON in a file."""
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -119,11 +122,25 @@ def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> N
     console.print(table)
 
 
+def nccl_version() -> str | None:
+    """The version of the NCCL that this process has loaded or would load; `None` without one."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    major, rest = divmod(version.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def surroundings(devices: Sequence[Any]) -> dict[str, Any]:
     """Facts that belong to the numbers: versions, devices, and the options of NCCL and XLA."""
     told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "XLA_FLAGS"))}
     return {
         "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "nccl": nccl_version() if devices[0].platform == "gpu" else None,
+        "platform_version": " ".join(devices[0].client.platform_version.split()),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "n_devices": len(devices),
@@ -139,12 +156,16 @@ def report(
     file: Path | None = None,
     **more: Sequence[Any],
 ) -> None:
-    """Prints rows, and writes ``{"about": ..., "rows": [...], **more}`` to a JSON file."""
+    """Prints rows and versions; writes ``{"about": ..., "rows": [...], **more}`` to a JSON file."""
     print_table(rows, columns, title)
+    about = surroundings(devices)
+    told = [f"{name} {about[name]}" for name in ("jax", "jaxlib", "nccl") if about[name]]
+    told += [about["platform_version"], *(f"{k}={v}" for k, v in about["environment"].items())]
+    typer.echo(printable("; ".join(told)))
     if file is not None:
         tables = {"rows": rows, **more}
         fields = {k: [_fields(row) for row in table] for k, table in tables.items()}
-        document = {"about": surroundings(devices)} | fields
+        document = {"about": about} | fields
         file.write_text(json.dumps(document, indent=1, default=describe) + "\n")
 
 
