@@ -105,11 +105,7 @@ UNBIASED = [
 ]
 
 NATIVE: dict[str, Any] = {"native": None}
-OVER: dict[str, Any] = {
-    "ring": LOOP,
-    "butterfly": dq.Butterfly(balance=0.0),
-    "direct": dq.Direct(),
-}
+OVER: dict[str, Any] = {"ring": LOOP, "butterfly": dq.Butterfly(balance=0.0), "direct": dq.Direct()}
 
 
 class Row(NamedTuple):
@@ -342,6 +338,27 @@ def assert_same_bits(a, b) -> None:
         assert left.dtype == right.dtype
         assert left.shape == right.shape
         np.testing.assert_array_equal(bits_of(left), bits_of(right))
+
+
+def assert_close(found, expected, rtol=1e-4, atol=1e-5) -> None:
+    """Two trees have equal structure, dtypes, and values but for rounding.
+
+    ``atol`` counts in the largest value of a leaf.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.result_type(left) == jnp.result_type(right)
+        most = atol * np.max(np.abs(right), initial=0)
+        np.testing.assert_allclose(left, right, rtol=rtol, atol=most)
+
+
+def assert_copies_equal(tree) -> None:
+    """All devices that hold the same part of an array hold the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        first = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            assert_same_bits(data, first.setdefault(str(shard.index), data))
 
 
 def assert_replicas_equal(tree) -> None:

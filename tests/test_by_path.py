@@ -222,7 +222,7 @@ def test_value_and_grad_and_agreement_take_it():
         loss_fn, mesh=mesh, axis_name="data", method=small(by_name, topology=DIRECT)
     )
     _, found = f(params, x)
-    _, exact = jax.value_and_grad(loss_fn)(params, x)
+    _, exact = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
     wrong = dq.Compression(lambda path, leaf: dq.comparators.OmniReduce(), topology=DIRECT)
@@ -247,7 +247,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
         return {"norm": None, "table": coarse, "w": MX8}[path]
 
     x = jax.random.normal(jax.random.key(1), (32, 16))
-    _, exact = jax.value_and_grad(loss)(params, x)
+    _, exact = jax.jit(jax.value_and_grad(loss))(params, x)
     for table in (P(None, "model"), P("data", "model")):
         specs = {"norm": P(), "table": table, "w": P(None, "model")}
         placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
@@ -263,11 +263,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
             4,
             method=small(by_name, topology=DIRECT),
             mesh=mesh,
-            specs={
-                "norm": P(),
-                "table": P(None, "model"),
-                "w": P(None, "model"),
-            },
+            specs={"norm": P(), "table": P(None, "model"), "w": P(None, "model")},
             verbose=False,
         )
         assert [row.shape for row in sent.rows] == [(64,), (16, 32), (64, 32)]

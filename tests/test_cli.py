@@ -18,14 +18,7 @@ from typer.testing import CliRunner
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands import cli, error, options, simulate
-from dynamiq_jax.commands.bench import (
-    all_reduce,
-    contenders,
-    kernels,
-    settings,
-    tables,
-    timing,
-)
+from dynamiq_jax.commands.bench import all_reduce, contenders, kernels, settings, tables, timing
 from dynamiq_jax.commands.model_tree import save_model_tree
 from pallas_kernels import TILE_ROWS
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_same_bits, compilations, daily, small
+from cases import CHEAP, assert_close, assert_same_bits, compilations, daily, small
 from compiler import AS_USERS
 from flax import linen, nnx
 from hlo import OPERATION, arrays_of, bits_of
@@ -66,18 +66,10 @@ def masked(params, batch):
     return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
 
 
-def assert_close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == plain.dtype
-        np.testing.assert_allclose(
-            ours, plain, rtol=1e-4, atol=1e-5 * np.max(np.abs(plain), initial=0)
-        )
-
-
-def plain(loss, **options):
+@functools.cache
+def plain(loss):
     """The value and the gradient of the whole batch on one device."""
-    return jax.value_and_grad(loss, **options)(*arrays())
+    return jax.jit(jax.value_and_grad(loss))(*arrays())
 
 
 def grad_norm(p, b):
@@ -178,7 +170,7 @@ def test_arguments_are_those_of_jax_value_and_grad():
     args = (params, batch, params), {"dropout": key, "power": 2}
     f = dq.value_and_grad(loss, axis_name="data", method=F32, **options)
     found = jax.jit(f, static_argnames="power")(*args[0], **args[1])
-    expected = jax.value_and_grad(loss, **options)(
+    expected = jax.jit(jax.value_and_grad(loss, **options), static_argnames="power")(
         arrays()[0], arrays()[1], arrays()[0], dropout=jax.random.key(3), power=2
     )
     (value, aux), grads = found
@@ -541,8 +533,8 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     params, batch = placed()
     f = dq.value_and_grad(masked, axis_name="data", method=F32)
     norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
-    of_plain = jax.grad(lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True))
-    expected = of_plain(*arrays())
+    of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)  # noqa: E731
+    expected = jax.jit(jax.grad(of_plain))(*arrays())
     assert_close(jax.jit(norm)(params), expected)
     with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):
         norm(params)
@@ -589,7 +581,7 @@ def test_axes_of_size_1_count_for_nothing():
     def closed(loss, **options):
         return lambda p, b: dq.value_and_grad(lambda p: loss(p, b), **options)(p)
 
-    expected = jax.value_and_grad(loss)(*arrays())
+    expected = jax.jit(jax.value_and_grad(loss))(*arrays())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for axis, of_batch, of_loss in itertools.product(("data", both), repeat=3):
@@ -742,7 +734,7 @@ def test_boxed_parameters_of_linen_are_gathered():
     with jax.set_mesh(mesh):
         found = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(boxed, x)
     plain = jax.device_get((linen.unbox(boxed), x))
-    assert_close((found[0], linen.unbox(found[1])), jax.value_and_grad(loss)(*plain))
+    assert_close((found[0], linen.unbox(found[1])), jax.jit(jax.value_and_grad(loss))(*plain))
 
 
 def test_gradients_of_masters_are_f32_where_the_loss_casts_them():

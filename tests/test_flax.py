@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import auto_mesh, small
+from cases import assert_close, auto_mesh, small
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -23,12 +23,6 @@ STEPS = 3
 def batches():
     x = jax.random.normal(jax.random.key(1), (STEPS, 32, 16))
     return [{"x": own, "y": jnp.tanh(own[:, :4])} for own in x]
-
-
-def assert_close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
 class Model(nnx.Module):

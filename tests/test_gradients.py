@@ -136,7 +136,7 @@ def trained(request):
 
 def test_value_and_grad_is_that_of_the_whole_batch(trained):
     params, batch = problem()
-    loss, grads = jax.value_and_grad(model)(params, *batch)
+    loss, grads = jax.jit(jax.value_and_grad(model))(params, *batch)
     for found_loss, found, _ in trained:
         assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
         assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, grads)
@@ -178,7 +178,7 @@ def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
         assert_same_bits(f(params, *batch), ((loss, aux), grads))
         assert not compiled
     params, batch = problem()
-    expected_loss, expected = jax.value_and_grad(model)(params, *batch)
+    expected_loss, expected = jax.jit(jax.value_and_grad(model))(params, *batch)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert 1e-7 < float(vnmse(jax.device_get(grads), expected)) < 1e-3  # compressed
     x, y = batch
@@ -214,7 +214,7 @@ def test_batches_may_be_trees_and_gradients_of_low_precision():
 
     f = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=as_compression(METHOD, LOOP))
     value, grads = jax.jit(f)(params, {"pair": (x, y)})
-    expected_value, expected = jax.value_and_grad(loss)(params, {"pair": (x, y)})
+    expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, {"pair": (x, y)})
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
     assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
     assert float(vnmse(jax.device_get(grads), expected)) < 1e-3

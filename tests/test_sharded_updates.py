@@ -13,7 +13,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, daily, promoting, small
+from cases import (
+    CHEAP,
+    assert_close,
+    assert_copies_equal,
+    assert_same_bits,
+    auto_mesh,
+    daily,
+    promoting,
+    small,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +36,7 @@ sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded`
 
 N = 8
 EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0)
-TWO_BITS = small(dq.DynamiQ(bits=2.5, dither=True, backend="jnp"))
+TWO_BITS = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 KEY = jax.random.key(0)
 RULES = {
     "adamw": optax.adamw(
@@ -108,18 +117,6 @@ def train(optimizer, params, batches, **options):
 def make(rule="sgd", method=EXACT, differences=EXACT, **options):
     own = {"axis_name": "data", "method": method, "differences": differences, **options}
     return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
-
-
-def assert_close(found, expected, rtol=2e-4):
-    for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=rtol, atol=2e-5, err_msg=name)
-
-
-def assert_copies_equal(tree):
-    for x in jax.tree.leaves(tree):
-        first, *others = x.addressable_shards
-        for other in others:
-            assert_same_bits(np.asarray(other.data), np.asarray(first.data))
 
 
 @pytest.mark.parametrize("rule", daily(RULES, ["adamw"]))
