@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, bias, daily, gradient, relative_error, small
+from cases import (
+    CHEAP,
+    OnHost,
+    assert_same_bits,
+    auto_mesh,
+    bias,
+    daily,
+    gradient,
+    relative_error,
+    small,
+)
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
 from jax.sharding import AxisType
@@ -30,7 +40,7 @@ def ours(split, concat, tiled=True, n=N, **options):
     def one(tree, key):
         return dq.all_to_all(tree, "data", split, concat, tiled=tiled, key=key, **options)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data")))
 
 
 def native(tree, split, concat, tiled=True):

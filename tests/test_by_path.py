@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, wire_bits
+from cases import (
+    OnHost,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    gradient,
+    small,
+    wire_bits,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
@@ -58,7 +66,7 @@ def reducer(method, reduce=dq.reduce, **options):
         more = {} if state is None else {"state": state}
         return reduce(tree, "data", method=method, topology=DIRECT, key=KEY, **more, **options)
 
-    return jax.jit(jax.vmap(one, axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, axis_name="data")))
 
 
 def test_paths_and_leaves_are_what_the_function_is_asked_for():
@@ -173,7 +181,7 @@ def test_a_state_of_other_methods_is_refused():
     state = as_compression(CHOSEN, DIRECT).init_state(OWN, N)
     for given, said in ((state[:1], "for 1 buckets"), ({}, "for 'dict' buckets")):
         with pytest.raises(ValueError, match=f"state is {said}.* tree has 2; pass what"):
-            jax.eval_shape(reducer(CHOSEN), grads(), given)
+            reducer(CHOSEN).eval_shape(grads(), given)
 
 
 def test_what_is_no_method_is_refused():

@@ -200,7 +200,7 @@ def test_keywords_of_lax(name):
     ours, native = COLLECTIVES[name]
     x = jnp.arange(N * 8.0).reshape(N, 8)
     found, expected = (
-        jax.vmap(lambda x, f=f: f(x=x, axis_name="data"), axis_name="data")(x)
+        jax.jit(jax.vmap(lambda x, f=f: f(x=x, axis_name="data"), axis_name="data"))(x)
         for f in (ours, native)
     )
     assert_same_bits(found, expected)
@@ -386,7 +386,7 @@ def test_dimensions_count_from_the_last():
     x = jnp.arange(float(N * 3 * N * 2)).reshape(N, 3, N * 2)
 
     def run(f, **options):
-        return jax.vmap(lambda x: f(x, "data", **options), axis_name="data")(x)
+        return jax.jit(jax.vmap(lambda x: f(x, "data", **options), axis_name="data"))(x)
 
     found = run(dq.psum_scatter, scatter_dimension=-1, tiled=True)
     assert_same_bits(found, run(lax.psum_scatter, scatter_dimension=1, tiled=True))

@@ -11,6 +11,7 @@ from cases import assert_close, auto_mesh, small
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -18,6 +19,8 @@ import dynamiq_jax as dq
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 EXACT = dq.F32()
 STEPS = 3
+EVERYWHERE = NamedSharding(auto_mesh(), P())
+"""Where steps leave parameters: from the start, so that they are compiled once."""
 
 
 def batches():
@@ -43,6 +46,8 @@ def loss_fn(model, batch):
 def trained(model, wrt, **decorator):
     """The state of the model after `STEPS`, and the losses."""
     optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=wrt)
+    for own in (model, optimizer):
+        nnx.update(own, jax.device_put(nnx.state(own), EVERYWHERE))
 
     def step(model, optimizer, batch):
         select = nnx.DiffState(0, wrt)
@@ -99,6 +104,7 @@ def test_linen_train_state():
             return state.apply_gradients(grads=grads), loss
 
         state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+        state = jax.device_put(state, EVERYWHERE)
         for batch in batches():
             state, _ = step(state, batch)
         return state

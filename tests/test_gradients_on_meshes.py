@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EIGHT, TWO_WIDTHS, assert_copies_equal, daily, small
+from cases import EIGHT, TWO_WIDTHS, assert_copies_equal, daily, once, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -86,7 +86,7 @@ def model(params, x, y):
     return jnp.mean(jnp.square(out * params["scale"][None] - y))
 
 
-@functools.cache
+@once
 def problem():
     keys = jax.random.split(jax.random.key(0), 6)
     params = {

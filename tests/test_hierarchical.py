@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, TWO_WIDTHS, assert_replicas_equal, assert_same_bits, daily, gradient, small
+from cases import (
+    CHEAP,
+    TWO_WIDTHS,
+    OnHost,
+    assert_replicas_equal,
+    assert_same_bits,
+    daily,
+    gradient,
+    small,
+)
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -32,7 +41,7 @@ def on_one_device(axes, method, topology, reduce=dq.psum):
     mapped = one
     for name in reversed(NAMES[-axes:]):
         mapped = jax.vmap(mapped, (0, None), axis_name=name)
-    return jax.jit(mapped)
+    return OnHost(jax.jit(mapped))
 
 
 def mesh_of(sizes):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, daily, local, mapped, small
+from cases import CHEAP, assert_same_bits, auto_mesh, daily, local, mapped, once, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +41,7 @@ own_gradient = jax.jit(jax.grad(model))
 """The gradient of one worker's loss, with nothing reduced."""
 
 
+@once
 def inputs():
     """Layers that all workers have, and every worker's own examples."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -225,7 +225,9 @@ def test_multi_steps_of_optax_serve_when_they_say_which_is_the_last():
 
 
 def poison(step):
-    return lambda i, x: x.at[5, 0].set(jnp.nan) if i == step else x  # one worker's alone
+    return lambda i, x: (
+        jnp.asarray(x).at[5, 0].set(jnp.nan) if i == step else x
+    )  # one worker's alone
 
 
 def test_what_is_not_finite_on_one_worker_is_skipped_on_all():

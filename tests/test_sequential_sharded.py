@@ -20,7 +20,7 @@ from cases import (
     promoting,
 )
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -128,6 +128,8 @@ def stepper(optimizer, params, way=None, method=EXACT, *, mesh=None, axes="data"
 
 def train(params, batches, optimizer, *args, **options):
     state, step = stepper(optimizer, params, *args, **options)
+    mesh = options.get("mesh") or auto_mesh(N)
+    params = jax.device_put(params, NamedSharding(mesh, P()))  # as after a step: one program
     for x in batches:
         params, state = step(params, state, x)
     return params, state

@@ -11,6 +11,7 @@ from cases import (
     METHODS,
     TOPOLOGIES,
     TWO_WIDTHS,
+    OnHost,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -40,7 +41,7 @@ def scatter(method, topology=None, *, tiled=True, **options):
     def one(tree, key):
         return dq.psum_scatter(tree, "data", key=key, **options)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data")))
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def gather(method, *, tiled=True, **options):
     def one(tree, key):
         return dq.all_gather(tree, "data", key=key, **options)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data")))
 
 
 def native(collective, tree, **options):
