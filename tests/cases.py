@@ -106,11 +106,7 @@ UNBIASED = [
 ]
 
 NATIVE: dict[str, Any] = {"native": None}
-OVER: dict[str, Any] = {
-    "ring": LOOP,
-    "butterfly": dq.Butterfly(balance=0.0),
-    "direct": dq.Direct(),
-}
+OVER: dict[str, Any] = {"ring": LOOP, "butterfly": dq.Butterfly(balance=0.0), "direct": dq.Direct()}
 
 
 class Row(NamedTuple):
@@ -232,6 +228,30 @@ def daily(values, keep) -> list:
     ]
 
 
+class OnHost:
+    """A jitted function whose results are NumPy arrays: JAX would compile every slice of them."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def __call__(self, *args):
+        return jax.device_get(self._run(*args))
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+
+def once(make):
+    """The arrays of a function of static arguments, made by one program, on the host."""
+
+    @functools.cache
+    def made(*args):
+        return jax.device_get(jax.jit(lambda: make(*args))())
+
+    return functools.wraps(make)(lambda *args: jax.tree.map(lambda x: x, made(*args)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:
     """f32[n, size]: super-groups of very different magnitude and mean, distinct on each worker."""
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -252,7 +272,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
 
     options = AS_USERS if optimized else None
     mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
-    return jax.jit(mapped, compiler_options=options)
+    return OnHost(jax.jit(mapped, compiler_options=options))
 
 
 @functools.cache
@@ -263,14 +283,15 @@ def stepper(method, topology=None, *, mean: bool = False):
     def one(tree, key, state):
         return dq.reduce(tree, "data", key=key, state=state, **options)[:2]
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data")))
 
 
 def first_state(method, tree, n: int, topology=None):
     """One worker's state by `init_state`, for all n; the tree has a leading axis of workers."""
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    state = as_compression(method, topology).init_state(own, n)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+    init = as_compression(method, topology).init_state
+    state = jax.device_get(jax.jit(lambda: init(own, n))())
+    return jax.tree.map(lambda x: np.broadcast_to(x, (n, *x.shape)), state)
 
 
 def limits_of(method, n: int, *, fast_links: bool):
@@ -345,6 +366,27 @@ def assert_same_bits(a, b) -> None:
         np.testing.assert_array_equal(bits_of(left), bits_of(right))
 
 
+def assert_close(found, expected, rtol=1e-4, atol=1e-5) -> None:
+    """Two trees have equal structure, dtypes, and values but for rounding.
+
+    ``atol`` counts in the largest value of a leaf, in 0.1 at least.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.result_type(left) == jnp.result_type(right)
+        most = atol * np.max(np.abs(right), initial=0.1)
+        np.testing.assert_allclose(left, right, rtol=rtol, atol=most)
+
+
+def assert_copies_equal(tree) -> None:
+    """All devices that hold the same part of an array hold the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        first = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            assert_same_bits(data, first.setdefault(str(shard.index), data))
+
+
 def assert_replicas_equal(tree) -> None:
     """All slices along the leading worker axis have the same bits."""
     for leaf in jax.tree.leaves(tree):
@@ -398,6 +440,7 @@ def loss_fn(params, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
 
 
+@once
 def problem(steps):
     """Parameters, and a batch of 32 rows for every step."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -415,7 +458,7 @@ def mapped(f, check_vma=True):
         return jax.tree.map(lambda g: Axis(("data",)).to_varying(g[None]), f(params, x[0]))
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs))
+    return OnHost(jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs)))
 
 
 def local(params, check_vma):

@@ -13,6 +13,7 @@ from compiler import SOME
 import pallas_kernels as pk
 from pallas_kernels import TILE_ROWS, WireFormat
 
+slot_noise = jax.jit(pk.slot_noise, static_argnums=(1, 2))
 EVERY = tuple(range(1, 17))
 DITHERED = tuple(w for w in EVERY if w != 15)
 FORMATS = {
@@ -51,7 +52,7 @@ class Chunk:
         self.payload_words = sum(self.words)
 
     def noise(self, seed, slot=1):
-        return pk.slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
+        return slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
 
     def encode(self, x, mean, seed, slot=1):
         source, chunks = pk.Source(x, mean, self.order), jnp.zeros(1, jnp.int32)
@@ -90,6 +91,11 @@ def seeds(count, seed=1):
 
 def normal(chunk, seed=0):
     """N(0, 1) coordinates, and a bf16 mean for every super-group."""
+    return _normal(seed, chunk.rows, chunk.size)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed, rows, size):
     x_key, mean_key = jax.random.split(jax.random.key(seed))
-    mean = 0.2 * jax.random.normal(mean_key, (chunk.rows,), jnp.bfloat16)
-    return jax.random.normal(x_key, (chunk.size,)), mean.astype(jnp.float32)
+    mean = 0.2 * jax.random.normal(mean_key, (rows,), jnp.bfloat16)
+    return jax.random.normal(x_key, (size,)), mean.astype(jnp.float32)

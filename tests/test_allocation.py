@@ -26,6 +26,7 @@ from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0, 12.0)
+widened = jax.jit(reference.widened, static_argnums=(2, 3))
 
 
 def bits_of(fmt, width):
@@ -119,7 +120,7 @@ def test_all_tiles_reach_the_floor_before_any_gets_more():
     spares = range(-tiles * (words[4] - words[2]), 3 * words[4], 37)
     budgets = tuple(tiles * words[floor] + spare for spare in spares)
     taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,) * len(budgets))
-    assigned = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    assigned = widened(level[None], taken, upgrades, 1)
     for spare, found in zip(spares, assigned, strict=True):
         widths = np.asarray(unpack_tiles(found[0])[1])
         if spare < 0:
@@ -164,7 +165,7 @@ def widths_of(level, layout):
     """The widths of tiles of these levels of energy in every stage."""
     told = layout.fmt, layout.chunk_tiles, layout.payload_words, layout.floors
     taken, upgrades = upgrades_of(*told)
-    stages = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    stages = widened(level[None], taken, upgrades, 1)
     return [np.asarray(unpack_tiles(tiles[0])[1]) for tiles in stages]
 
 
@@ -349,9 +350,9 @@ def widths_of_equal_tiles(words, tiles, fmt, floor):
     width, upgrades = width_upgrades(fmt, floor)
     left, steps = words - tiles * fmt.tile_words(width), [(width, tiles)]
     for upgrade in upgrades:
-        widened = min(steps[-1][1], left // upgrade.words)
-        left -= widened * upgrade.words
-        steps.append((upgrade.width, widened))
+        wider = min(steps[-1][1], left // upgrade.words)
+        left -= wider * upgrade.words
+        steps.append((upgrade.width, wider))
     following = [count for _, count in steps[1:]] + [0]
     return [(w, count - more) for (w, count), more in zip(steps, following, strict=True)]
 
@@ -431,7 +432,8 @@ def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
     method = dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
     routes = set()
     for size in (*range(1, 40), 256, 1000, 4000, 2048 * n // 4, 2048 * n // 2, 2048 * n):
-        found = dq.explain(jnp.zeros(size), n, method=method, topology=dq.Direct(), verbose=False)
+        leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
+        found = dq.explain(leaf, n, method=method, topology=dq.Direct(), verbose=False)
         (row,) = found.rows
         padded = method.method.wire_bits(size, n, dq.Direct()) / (2 * (n - 1) / n * size)
         if padded < 16:

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh, gradient, small, wire_bits
+from cases import (
+    OnHost,
+    assert_replicas_equal,
+    assert_same_bits,
+    auto_mesh,
+    gradient,
+    small,
+    wire_bits,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
@@ -58,7 +66,7 @@ def reducer(method, reduce=dq.reduce, **options):
         more = {} if state is None else {"state": state}
         return reduce(tree, "data", method=method, topology=DIRECT, key=KEY, **more, **options)
 
-    return jax.jit(jax.vmap(one, axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, axis_name="data")))
 
 
 def test_paths_and_leaves_are_what_the_function_is_asked_for():
@@ -173,7 +181,7 @@ def test_a_state_of_other_methods_is_refused():
     state = as_compression(CHOSEN, DIRECT).init_state(OWN, N)
     for given, said in ((state[:1], "for 1 buckets"), ({}, "for 'dict' buckets")):
         with pytest.raises(ValueError, match=f"state is {said}.* tree has 2; pass what"):
-            jax.eval_shape(reducer(CHOSEN), grads(), given)
+            reducer(CHOSEN).eval_shape(grads(), given)
 
 
 def test_what_is_no_method_is_refused():
@@ -222,7 +230,7 @@ def test_value_and_grad_and_agreement_take_it():
         loss_fn, mesh=mesh, axis_name="data", method=small(by_name, topology=DIRECT)
     )
     _, found = f(params, x)
-    _, exact = jax.value_and_grad(loss_fn)(params, x)
+    _, exact = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-5)
     assert 1e-5 < float(vnmse(jax.device_get(found["w"]), exact["w"])) < 1e-2
     wrong = dq.Compression(lambda path, leaf: dq.comparators.OmniReduce(), topology=DIRECT)
@@ -247,7 +255,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
         return {"norm": None, "table": coarse, "w": MX8}[path]
 
     x = jax.random.normal(jax.random.key(1), (32, 16))
-    _, exact = jax.value_and_grad(loss)(params, x)
+    _, exact = jax.jit(jax.value_and_grad(loss))(params, x)
     for table in (P(None, "model"), P("data", "model")):
         specs = {"norm": P(), "table": table, "w": P(None, "model")}
         placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
@@ -263,11 +271,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
             4,
             method=small(by_name, topology=DIRECT),
             mesh=mesh,
-            specs={
-                "norm": P(),
-                "table": P(None, "model"),
-                "w": P(None, "model"),
-            },
+            specs={"norm": P(), "table": P(None, "model"), "w": P(None, "model")},
             verbose=False,
         )
         assert [row.shape for row in sent.rows] == [(64,), (16, 32), (64, 32)]

@@ -58,7 +58,7 @@ def squared_errors(chunk, count=48):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", daily(ERRORS, ["default", "dither"]))
 def test_error_of_every_width_is_pinned(name):
     found = squared_errors(chunk_of(name)).mean(axis=0)
     np.testing.assert_allclose(found, ERRORS[name], rtol=0.03)
@@ -69,7 +69,7 @@ DITHERED = ("dither", "dither_companded", "dither_uniform")
 
 @pytest.mark.parametrize(
     "name",
-    daily(["geometric", "uniform", "bf16_scales", "group_64", *DITHERED], ["bf16_scales"]),
+    daily(["default", "geometric", "uniform", "bf16_scales", "group_64", *DITHERED], ["default"]),
 )
 def test_error_of_every_width_is_what_the_format_says(name):
     chunk = chunk_of(name)

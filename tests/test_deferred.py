@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_same_bits, compilations, daily, small
+from cases import CHEAP, assert_close, assert_same_bits, compilations, daily, once, small
 from compiler import AS_USERS
 from flax import linen, nnx
 from hlo import OPERATION, arrays_of, bits_of
@@ -35,7 +35,7 @@ def mesh_of(*sizes):
     return jax.make_mesh(sizes or (8,), ("data", "model")[: len(sizes) or 1])
 
 
-@functools.cache
+@once
 def arrays():
     """Parameters, and a batch whose examples count differently on every worker."""
     keys = jax.random.split(jax.random.key(0), 5)
@@ -47,7 +47,7 @@ def arrays():
     }
     x = jax.random.normal(keys[3], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
     mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
-    return jax.device_get((params, {"x": x, "mask": mask}))
+    return params, {"x": x, "mask": mask}
 
 
 def placed(mesh=None):
@@ -66,18 +66,10 @@ def masked(params, batch):
     return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
 
 
-def assert_close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == plain.dtype
-        np.testing.assert_allclose(
-            ours, plain, rtol=1e-4, atol=1e-5 * np.max(np.abs(plain), initial=0)
-        )
-
-
-def plain(loss, **options):
+@functools.cache
+def plain(loss):
     """The value and the gradient of the whole batch on one device."""
-    return jax.value_and_grad(loss, **options)(*arrays())
+    return jax.jit(jax.value_and_grad(loss))(*arrays())
 
 
 def grad_norm(p, b):
@@ -178,7 +170,7 @@ def test_arguments_are_those_of_jax_value_and_grad():
     args = (params, batch, params), {"dropout": key, "power": 2}
     f = dq.value_and_grad(loss, axis_name="data", method=F32, **options)
     found = jax.jit(f, static_argnames="power")(*args[0], **args[1])
-    expected = jax.value_and_grad(loss, **options)(
+    expected = jax.jit(jax.value_and_grad(loss, **options), static_argnames="power")(
         arrays()[0], arrays()[1], arrays()[0], dropout=jax.random.key(3), power=2
     )
     (value, aux), grads = found
@@ -541,8 +533,8 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     params, batch = placed()
     f = dq.value_and_grad(masked, axis_name="data", method=F32)
     norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
-    of_plain = jax.grad(lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True))
-    expected = of_plain(*arrays())
+    of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)  # noqa: E731
+    expected = jax.jit(jax.grad(of_plain))(*arrays())
     assert_close(jax.jit(norm)(params), expected)
     with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):
         norm(params)
@@ -575,37 +567,47 @@ def test_a_batch_over_more_axes_than_those_reduced_is_refused():
     assert_close(both(params, batch), plain(masked))
 
 
-def test_axes_of_size_1_count_for_nothing():
+BOTH = ("data", "one")
+AXES = [*itertools.product(("data", BOTH), repeat=3)]
+
+
+def placed_on_ones(of_batch):
+    """Parameters, of which one names an axis of size 1, and the batch."""
+    mesh = jax.make_mesh((8, 1), BOTH)
+    params = put(arrays()[0], mesh) | {"up": put(arrays()[0]["up"], mesh, "one")}
+    return params, put(arrays()[1], mesh, of_batch)
+
+
+def on_ones(params, batch, **options):
+    up = jax.reshard(params["up"], P()) if options else params["up"]
+    hidden = jnp.einsum("bi,io->bo", batch["x"], up, **options)
+    return jnp.mean(jnp.square(jnp.tanh(hidden) @ params["down"])) * params["scale"]
+
+
+def closed(loss, **options):
+    return lambda p, b: dq.value_and_grad(lambda p: loss(p, b), **options)(p)
+
+
+@pytest.mark.parametrize(("axis", "of_batch", "of_loss"), daily(AXES, [AXES[i] for i in (0, 2, 5)]))
+def test_axes_of_size_1_count_for_nothing(axis, of_batch, of_loss):
     """Types name them: those of parameters, of the batch, of the loss and of the data axes."""
-    mesh, both = jax.make_mesh((8, 1), ("data", "fsdp")), ("data", "fsdp")
-    params = put(arrays()[0], mesh) | {"up": put(arrays()[0]["up"], mesh, "fsdp")}
-    sent = 2 * 16 * WIDTH * 4 * 2 * 7 / 8  # bytes: a ring of 8 sums both matrices
-
-    def loss(params, batch, **options):
-        up = jax.reshard(params["up"], P()) if options else params["up"]
-        hidden = jnp.einsum("bi,io->bo", batch["x"], up, **options)
-        return jnp.mean(jnp.square(jnp.tanh(hidden) @ params["down"])) * params["scale"]
-
-    def closed(loss, **options):
-        return lambda p, b: dq.value_and_grad(lambda p: loss(p, b), **options)(p)
-
-    expected = jax.value_and_grad(loss)(*arrays())
+    params, batch = placed_on_ones(of_batch)
+    own = functools.partial(on_ones, out_sharding=P(of_loss))
+    options = {"axis_name": axis, "method": F32, "metrics": True}
+    within = axis == of_batch == of_loss
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for axis, of_batch, of_loss in itertools.product(("data", both), repeat=3):
-            own = functools.partial(loss, out_sharding=P(of_loss))
-            options = {"axis_name": axis, "method": F32, "metrics": True}
-            within = axis == of_batch == of_loss
-            f = jax.jit((closed if within else dq.value_and_grad)(own, **options))
-            value, found = f(params, put(arrays()[1], mesh, of_batch))
-            assert_close((value, found.tree), expected)
-            assert found.metrics.wire_bytes == sent
-            assert jax.typeof(found.tree["up"]) == jax.typeof(params["up"])
+        f = jax.jit((closed if within else dq.value_and_grad)(own, **options))
+        value, found = f(params, batch)
+    assert_close((value, found.tree), plain(on_ones))
+    assert found.metrics.wire_bytes == 2 * 16 * WIDTH * 4 * 2 * 7 / 8  # of a ring of 8
+    assert jax.typeof(found.tree["up"]) == jax.typeof(params["up"])
 
-    own = functools.partial(loss, out_sharding=P("data"))  # of a closure the types stay as they are
-    f = closed(own, axis_name="data", method=F32)
+
+def test_types_of_what_a_loss_closes_over_stay_as_they_are():
+    own = functools.partial(on_ones, out_sharding=P("data"))
     with pytest.raises(Exception) as raised:
-        jax.eval_shape(f, params, put(arrays()[1], mesh, both))
+        jax.eval_shape(closed(own, axis_name="data", method=F32), *placed_on_ones(BOTH))
     assert "exclude=" in raised.value.__notes__[0]
 
 
@@ -742,7 +744,7 @@ def test_boxed_parameters_of_linen_are_gathered():
     with jax.set_mesh(mesh):
         found = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(boxed, x)
     plain = jax.device_get((linen.unbox(boxed), x))
-    assert_close((found[0], linen.unbox(found[1])), jax.value_and_grad(loss)(*plain))
+    assert_close((found[0], linen.unbox(found[1])), jax.jit(jax.value_and_grad(loss))(*plain))
 
 
 def test_gradients_of_masters_are_f32_where_the_loss_casts_them():

@@ -282,10 +282,7 @@ def test_without_state_and_in_halves_it_is_refused():
 @pytest.mark.release
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
-    method, topology = (
-        feedback(dq.comparators.MXFP4()),
-        dq.Hierarchical(outer=DIRECT),
-    )
+    method, topology = (feedback(dq.comparators.MXFP4()), dq.Hierarchical(outer=DIRECT))
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     first = as_compression(method, topology).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)

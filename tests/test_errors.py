@@ -36,10 +36,7 @@ FIELDS = [
         {"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
         ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"],
     ),
-    (
-        {"bits": 2.2},
-        ["bits=2.2", "below 2.375", "narrowest width, 2", "raise bits", "narrower"],
-    ),
+    ({"bits": 2.2}, ["bits=2.2", "below 2.375", "narrowest width, 2", "raise bits", "narrower"]),
     ({"bits": float("nan")}, ["bits=nan"]),
     ({"bits": 33}, ["bits=33", "exceeds 32", "at most 14.38", "lower bits"]),
     (

@@ -34,13 +34,7 @@ def anchored(width, levels, n, seed=0):
     return jnp.asarray(quads.swapaxes(3, 4).reshape(n, -1), jnp.float32)
 
 
-ON_LEVELS = [
-    (2, "piecewise"),
-    (4, "piecewise"),
-    (8, "piecewise"),
-    (8, "uniform"),
-    (4, "geometric"),
-]
+ON_LEVELS = [(2, "piecewise"), (4, "piecewise"), (8, "piecewise"), (8, "uniform"), (4, "geometric")]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.tree.leaves import concatenate, describe_leaves, group_leaves, split
+from dynamiq_jax.tree.leaves import describe_leaves, group_leaves
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -63,10 +63,7 @@ def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
     any_size = dq.Compression(min_bucket_size=0)
     assert limits_of(any_size, 8, fast_links=True).min_bucket_bytes == 0
     given = dq.Compression(
-        dq.DynamiQ(),
-        min_bucket_bytes=300_000,
-        bucket_bytes=400_000,
-        min_bucket_size=0,
+        dq.DynamiQ(), min_bucket_bytes=300_000, bucket_bytes=400_000, min_bucket_size=0
     )
     limits = limits_of(given, 8, fast_links=True)
     assert (limits.min_bucket_bytes, limits.bucket_bytes) == (300_000, 400_000)
@@ -108,21 +105,6 @@ def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     method = dq.Compression(dq.comparators.MXFP8(), bucket_bytes=0, **SMALL)
     separate = dq.explain(leaves, 2, method=method, verbose=False)
     assert len({row.bucket for row in separate.rows}) == 6
-
-
-def test_join_and_split_are_inverse():
-    rng = np.random.default_rng(0)
-    values = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in [(3, 4), (), (5,)]]
-    leaves = describe_leaves(values)
-    grouping = group_leaves(
-        leaves, min_leaf_size=0, min_bucket_size=0, bucket_bytes=10**6, declined={}
-    )
-    (bucket,) = grouping.buckets
-    flat = concatenate(bucket, values)
-    np.testing.assert_array_equal(flat, np.concatenate([np.ravel(v) for v in values]))
-    for index, value in split(bucket, flat):
-        assert value.shape == values[index].shape
-        np.testing.assert_array_equal(value, values[index])
 
 
 def test_buckets_are_told_apart_by_names():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, SMALL, assert_replicas_equal, assert_same_bits, daily
+from cases import CHEAP, EIGHT, SMALL, assert_replicas_equal, assert_same_bits, daily
 from compiler import AS_USERS
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
@@ -117,7 +117,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", daily(LAYOUTS, ["columns", "a dimension each"]))
 def test_any_dimension_over_any_of_the_axes(name):
     axes, specs = LAYOUTS[name]
     op = "sum" if name == "hsdp" else "mean"
@@ -129,8 +129,15 @@ def test_any_dimension_over_any_of_the_axes(name):
 LAYER = dataclasses.replace(CHEAP, min_leaf_size=4096)
 
 
-def test_five_bits_back_and_eight_forth_are_close():
-    found = gradient(mesh_of("data"), "data", SPECS, method=LAYER)(*problem())
+@functools.cache
+def compressed(gather=None):
+    """The compiled gradient with few bits back, and by default eight forth."""
+    f = gradient(mesh_of("data"), "data", SPECS, method=LAYER, gather=gather)
+    return f.lower(*problem()).compile()
+
+
+def test_few_bits_back_and_eight_forth_are_close():
+    found = compressed()(*problem())
     for i in range(LAYERS):
         own, exact = found["kernel"][i], expected()["kernel"][i]
         assert 1e-4 < vnmse(own, exact) < 4e-2
@@ -144,7 +151,7 @@ def test_both_gathers_have_the_same_bits_on_all_workers(key):
 
     def run(shard):
         def loss(shard):
-            options = {"method": EXACT, "gather": dq.Compression(dq.DynamiQ(bits=8), **SMALL)}
+            options = {"method": EXACT, "gather": EIGHT}
             w = dq.reduce_in_backward(shard, "data", specs=P("data"), key=key, **options)
             seen.append(w.shape)
             return jnp.sum(jnp.square(w)) / 2, w
@@ -296,9 +303,7 @@ def large(text, bits):
 
 @pytest.mark.parametrize(("gather", "bits"), [(None, 8), (dq.BF16(), 16)])
 def test_what_travels_is_narrow(gather, bits):
-    method = dq.Compression(dq.DynamiQ(bits=5), min_leaf_size=4096, min_bucket_size=1)
-    f = gradient(mesh_of("data"), "data", SPECS, method=method, gather=gather)
-    text = f.lower(*problem()).compile().as_text()
+    text = compressed(gather).as_text()
     gathered = [own for own in large(text, 0) if own[0] == "all-gather"]
     assert len(gathered) >= 2  # forward and again in the backward pass
     assert not large(text, 1.15 * bits * DIM * DIM)
@@ -390,7 +395,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", daily(LOSSES, ["loop", "penalty in scan", "unused"]))
 def test_explicit_gradients_are_those_of_one_device(name):
     """Compiled as users do: optimisations move types of unreduced values to constants."""
     f, args = explicit(LOSSES[name], ("data",), SPECS, gather=dq.F32(), options=AS_USERS)
@@ -403,7 +408,7 @@ def test_explicit_gradients_are_those_of_one_device(name):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["columns", "hsdp"])
+@pytest.mark.parametrize("layout", daily(["columns", "hsdp"], ["hsdp"]))
 def test_explicit_layouts(layout):
     axes, specs = LAYOUTS[layout]
     f, args = explicit(model, axes, specs, gather=dq.F32())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LOOP, assert_same_bits, auto_mesh, compilations, daily, gradient, small
+from cases import LOOP, assert_same_bits, auto_mesh, compilations, daily, gradient, once, small
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,7 +92,7 @@ def model_with_aux(params, x, y):
     return model(params, x, y), {"largest": jnp.max(x), "examples": x.shape[0], "mean": jnp.mean(y)}
 
 
-@functools.cache
+@once
 def problem():
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
@@ -106,8 +106,10 @@ def problem():
     return params, (x, y)
 
 
-def mesh_of(kind):
-    return auto_mesh() if kind == "auto" else jax.make_mesh((8,), ("data",))
+@functools.cache
+def plain():
+    params, batch = problem()
+    return jax.jit(jax.value_and_grad(model))(params, *batch)
 
 
 def placed(mesh, params, batch):
@@ -117,10 +119,13 @@ def placed(mesh, params, batch):
     )
 
 
-@pytest.fixture(scope="module", params=["auto", "explicit"])
-def trained(request):
-    """One step in jit on 8 devices: (loss, gradients, updated parameters), and key by key."""
-    mesh = mesh_of(request.param)
+@pytest.fixture(scope="module")
+def trained():
+    """One step in jit on 8 devices: (loss, gradients, updated parameters), and key by key.
+
+    `test_deferred` has Explicit axes.
+    """
+    mesh = auto_mesh()
     params, batch = placed(mesh, *problem())
     method = dataclasses.replace(METHOD, topology=LOOP, exclude="bias")
     compressed = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=method)
@@ -130,13 +135,11 @@ def trained(request):
         loss, grads = compressed(params, *batch, key=key)
         return loss, grads, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
-    with jax.set_mesh(mesh):
-        return [step(params, batch, jax.random.key(i)) for i in (0, 0, 1)]
+    return [step(params, batch, jax.random.key(i)) for i in (0, 0, 1)]
 
 
 def test_value_and_grad_is_that_of_the_whole_batch(trained):
-    params, batch = problem()
-    loss, grads = jax.value_and_grad(model)(params, *batch)
+    loss, grads = plain()
     for found_loss, found, _ in trained:
         assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
         assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, grads)
@@ -161,7 +164,7 @@ def test_parameters_stay_equal_on_all_devices(trained):
 
 
 def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
-    mesh = mesh_of("auto")
+    mesh = auto_mesh()
     f = dq.value_and_grad(
         model_with_aux,
         mesh=mesh,
@@ -178,7 +181,7 @@ def test_aux_is_averaged_or_summed_and_jit_is_not_needed():
         assert_same_bits(f(params, *batch), ((loss, aux), grads))
         assert not compiled
     params, batch = problem()
-    expected_loss, expected = jax.value_and_grad(model)(params, *batch)
+    expected_loss, expected = plain()
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert 1e-7 < float(vnmse(jax.device_get(grads), expected)) < 1e-3  # compressed
     x, y = batch
@@ -205,7 +208,7 @@ def test_outside_of_jit_arguments_may_be_numbers_numpy_and_absent():
 
 
 def test_batches_may_be_trees_and_gradients_of_low_precision():
-    mesh = mesh_of("auto")
+    mesh = auto_mesh()
     params, (x, y) = problem()
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 
@@ -214,7 +217,7 @@ def test_batches_may_be_trees_and_gradients_of_low_precision():
 
     f = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=as_compression(METHOD, LOOP))
     value, grads = jax.jit(f)(params, {"pair": (x, y)})
-    expected_value, expected = jax.value_and_grad(loss)(params, {"pair": (x, y)})
+    expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, {"pair": (x, y)})
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
     assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
     assert float(vnmse(jax.device_get(grads), expected)) < 1e-3

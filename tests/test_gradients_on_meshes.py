@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -9,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EIGHT, TWO_WIDTHS, daily, small
+from cases import EIGHT, TWO_WIDTHS, assert_copies_equal, daily, once, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_meshes import assert_copies_equal
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.base import Outcome, ShardedMethod
@@ -86,7 +86,7 @@ def model(params, x, y):
     return jnp.mean(jnp.square(out * params["scale"][None] - y))
 
 
-@functools.cache
+@once
 def problem():
     keys = jax.random.split(jax.random.key(0), 6)
     params = {
@@ -127,11 +127,10 @@ def assert_as_plain(found, params):
         np.testing.assert_allclose(grad, plain[name], rtol=1e-4, atol=1e-6)
 
 
-SIMPLE = ["fsdp of all data axes", "hsdp and tensor parallel"]
+EACH = [("automatic", "hsdp and tensor parallel"), ("explicit", "fsdp of all data axes")]
 
 
-@pytest.mark.parametrize("name", daily(LAYOUTS, SIMPLE))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), daily(itertools.product(KINDS, LAYOUTS), EACH))
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, name):
     layout = LAYOUTS[name]
     mesh = layout.make(kind)

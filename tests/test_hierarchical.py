@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, METHODS, assert_replicas_equal, assert_same_bits, daily, gradient, small
+from cases import (
+    CHEAP,
+    TWO_WIDTHS,
+    OnHost,
+    assert_replicas_equal,
+    assert_same_bits,
+    daily,
+    gradient,
+    small,
+)
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,7 +26,6 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
-DEFAULT = METHODS["default"]
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 NAMES = ("pod", "node", "gpu")
 SIZE = 4 * 8 * 8 * 256 - 100  # a few tiles for each chunk of each slice, and a rest
@@ -33,7 +41,7 @@ def on_one_device(axes, method, topology, reduce=dq.psum):
     mapped = one
     for name in reversed(NAMES[-axes:]):
         mapped = jax.vmap(mapped, (0, None), axis_name=name)
-    return jax.jit(mapped)
+    return OnHost(jax.jit(mapped))
 
 
 def mesh_of(sizes):
@@ -87,12 +95,12 @@ TWO_LEVELS = {
 @pytest.mark.parametrize("name", daily(TWO_LEVELS, ["2 nodes of 4"]))
 def test_replicas_are_equal_and_close_to_the_sum(name):
     sizes, topology = TWO_LEVELS[name]
-    run = on_one_device(2, DEFAULT, topology)
+    run = on_one_device(2, TWO_WIDTHS, topology)
     x = gradient(3, 8, SIZE)
     found = flat(run(x.reshape(*sizes, -1), jax.random.key(0)))
     assert_replicas_equal(found)
     # Only outer workers compress: errors are those of so many.
-    assert 1e-4 < relative_error(found[0], x) < 0.01 * sizes[0]
+    assert 1e-4 < relative_error(found[0], x) < 0.02 * sizes[0]
     bad = x.at[5, 3 * 256 + 7].set(jnp.nan).at[2, SIZE - 1].set(jnp.inf)
     found = flat(run(bad.reshape(*sizes, -1), jax.random.key(0)))
     assert_replicas_equal(found)
@@ -104,10 +112,10 @@ def test_replicas_are_equal_and_close_to_the_sum(name):
 def test_shard_map_gives_the_bits_of_vmap(name):
     sizes, topology = TWO_LEVELS[name]
     x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
-    expected = flat(on_one_device(2, DEFAULT, topology)(x, key))
+    expected = flat(on_one_device(2, TWO_WIDTHS, topology)(x, key))
     assert_replicas_equal(expected)
     assert 1e-5 < relative_error(expected[0], flat(x)) < 0.1  # far from exact: rounding is compared
-    assert_same_bits(on_a_mesh(sizes, DEFAULT, topology, x, key), expected)
+    assert_same_bits(on_a_mesh(sizes, TWO_WIDTHS, topology, x, key), expected)
 
 
 INSIDE = [
@@ -202,7 +210,7 @@ def test_derivatives_are_those_of_the_exact_sum():
         mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
         return np.asarray(jax.jit(mapped)(x, tangent))
 
-    ours = pushed(lambda x: dq.psum(x, ("node", "gpu"), method=DEFAULT, topology=topology))
+    ours = pushed(lambda x: dq.psum(x, ("node", "gpu"), method=CHEAP, topology=topology))
     assert_same_bits(ours, pushed(lambda x: lax.psum(x, ("node", "gpu"))))
 
 

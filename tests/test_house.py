@@ -5,9 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import io
 import sys
-import tokenize
 from pathlib import Path
 
 import jax
@@ -253,25 +251,3 @@ def calls_of_public_functions() -> set[str]:
 
 def test_no_public_function_calls_a_public_function():
     assert not calls_of_public_functions()
-
-
-INDEXING = ast.FloorDiv | ast.Mod | ast.LShift | ast.RShift | ast.BitAnd
-
-
-def test_arithmetic_of_indices_has_comments():
-    """A function of more than 15 lines with three operations on indices says what they count."""
-    silent = []
-    for file in [*ROOT.rglob("*.py"), *(ROOT.parent / "pallas_kernels").rglob("*.py")]:
-        text = file.read_text()
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = range(body[0].lineno, (node.end_lineno or 0) + 1) if body else range(0)
-            found = [x for x in ast.walk(node) if isinstance(x, ast.BinOp)]
-            indexing = [x for x in found if isinstance(x.op, INDEXING)]
-            if len(lines) > 15 and len(indexing) >= 3 and comments.isdisjoint(lines):
-                silent.append(f"{file.name}: {node.name}")
-    assert not silent

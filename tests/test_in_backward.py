@@ -1,6 +1,7 @@
 """`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer."""
 
 import dataclasses
+import itertools
 import re
 from functools import partial
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, daily, local, mapped, small
+from cases import CHEAP, assert_same_bits, auto_mesh, daily, local, mapped, once, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,7 @@ own_gradient = jax.jit(jax.grad(model))
 """The gradient of one worker's loss, with nothing reduced."""
 
 
+@once
 def inputs():
     """Layers that all workers have, and every worker's own examples."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -50,7 +52,7 @@ def inputs():
     return layers, jax.random.normal(keys[2], (N, 6, DIM))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 @pytest.mark.parametrize("op", daily(["mean", "sum"], ["mean"]))
 def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
     layers, x = inputs()
@@ -72,9 +74,12 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
         assert np.any(np.asarray(own) != 0)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("remat", daily([True, False], [True]))
+WAYS = [*itertools.product([True, False], repeat=3)]
+
+
+@pytest.mark.parametrize(
+    ("check_vma", "scanned", "remat"), daily(WAYS, [(True, True, True), (False, False, True)])
+)
 def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
     layers, x = inputs()
 
@@ -93,15 +98,13 @@ def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
 
 def test_layers_are_compressed_with_noise_of_their_own():
     layers, x = inputs()
-    method = dq.Compression(
-        dq.DynamiQ(), min_leaf_size=4096, min_bucket_size=1
-    )  # the bias travels exactly
+    method = dataclasses.replace(METHOD, min_leaf_size=4096)  # the bias travels exactly
     each = partial(dq.reduce_in_backward, axis_name="data", method=method)
     found = mapped(jax.grad(partial(model, each=each)), True)(layers, x)["kernel"][0]
     own = [own_gradient(layers, x[i])["kernel"] for i in range(N)]
     exact = np.mean(own, axis=0)
     errors = [float(vnmse(found[i], exact[i])) for i in range(LAYERS)]
-    assert all(1e-4 < error < 4e-2 for error in errors), errors
+    assert all(1e-4 < error < 6e-2 for error in errors), errors
 
 
 def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
@@ -154,15 +157,15 @@ def test_leaves_that_have_no_gradient_pass():
     np.testing.assert_allclose(kernel[1], exact, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("mapping", ["vmap", "pmap"])
+@pytest.mark.parametrize("mapping", daily(["vmap", "pmap"], ["vmap"]))
 def test_other_maps(mapping):
     layers, x = inputs()
     each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT)
     grad = jax.grad(partial(model, each=each))
     options = {"axis_name": "data", "in_axes": (None, 0)}
-    found = jax.vmap(grad, **options) if mapping == "vmap" else jax.pmap(grad, **options)
+    mapped = jax.jit(jax.vmap(grad, **options)) if mapping == "vmap" else jax.pmap(grad, **options)
     exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
-    np.testing.assert_allclose(found(layers, x)["kernel"][2], exact, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(mapped(layers, x)["kernel"][2], exact, rtol=2e-5, atol=1e-7)
 
 
 def test_values_are_the_parameters():
@@ -213,7 +216,7 @@ def test_an_axis_that_is_not_mapped_is_named():
         dq.reduce_in_backward(inputs()[0], "data")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_there_are_no_second_derivatives(check_vma):
     layers, x = inputs()
     each = partial(dq.reduce_in_backward, axis_name="data", method=EXACT)
@@ -271,8 +274,10 @@ def test_a_pytree_that_refuses_none_may_hold_integers():
     assert np.all(np.isfinite(found[0])) and np.any(np.asarray(found[0]) != 0)
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
-@pytest.mark.parametrize("averaged", ["inside", "outside"])
+OUTSIDE = [*itertools.product([False, True], ["inside", "outside"])]
+
+
+@pytest.mark.parametrize(("in_scan", "averaged"), daily(OUTSIDE, OUTSIDE[1:3]))
 def test_a_gradient_from_outside_of_the_map_is_refused_where_it_would_be_too_small(
     in_scan, averaged
 ):

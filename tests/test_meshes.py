@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh, daily, gradient, small, wire_bits
+from cases import (
+    assert_copies_equal,
+    assert_same_bits,
+    auto_mesh,
+    daily,
+    gradient,
+    small,
+    wire_bits,
+)
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -71,16 +79,6 @@ def over_data(mesh, reduce, **options):
 def moved(function, *args):
     """Bytes of collectives over the model axis."""
     return crossing_bytes(function.lower(*args).compile().as_text(), (N, PARTS), MODEL)
-
-
-def assert_copies_equal(tree):
-    """All devices that hold the same part of an array hold the same bits."""
-    for leaf in jax.tree.leaves(tree):
-        first = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data)
-            assert_same_bits(data, first.setdefault(str(shard.index), data))
-        assert len(first) < len(leaf.addressable_shards)
 
 
 def assert_means(found):

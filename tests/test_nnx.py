@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, small
+from cases import CHEAP, assert_close, small
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -75,12 +75,6 @@ def trained(kind, value_and_grad, wrt, axis_name=None, **options):
         placed = [jax.device_put(batch, P("data")) for batch in batches()]
         found = [step(model, optimizer, batch) for batch in placed]
     return jax.device_get((nnx.state(model, nnx.Not(nnx.RngKey)), found))
-
-
-def assert_close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=2e-4, atol=2e-5)
 
 
 @functools.cache

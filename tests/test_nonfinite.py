@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EVERY_METHOD,
-    assert_replicas_equal,
-    daily,
-    first_state,
-    gradient,
-    stepper,
-)
+from cases import EVERY_METHOD, assert_replicas_equal, daily, first_state, gradient, stepper
 
 from dynamiq_jax.methods.metrics import vnmse
 

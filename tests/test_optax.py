@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from cases import (
+    assert_close,
     assert_same_bits,
     auto_mesh,
     compilations,
@@ -98,12 +99,7 @@ def plain(optimizer, steps):
     return params
 
 
-def assert_close(found, expected, rtol=1e-4, atol=2e-6):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("kind", daily(["auto", "explicit", "unchecked"], ["auto", "explicit"]))
+@pytest.mark.parametrize("kind", daily(["auto", "explicit", "unchecked"], ["auto"]))
 def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
     mesh = jax.make_mesh((N,), ("data",)) if kind == "explicit" else auto_mesh()
     optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
@@ -112,7 +108,10 @@ def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
     assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
 
 
-@pytest.mark.parametrize("method", [MEMORY, small(dq.comparators.MXFP8(rounding="stochastic"))])
+RANDOM = small(dq.comparators.MXFP8(rounding="stochastic"))
+
+
+@pytest.mark.parametrize("method", daily([MEMORY, RANDOM], [MEMORY]))
 def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
     method = as_compression(method, None if method == MEMORY else dq.Direct())
     options = {"op": "sum", "metrics": True, "method": method}
@@ -226,7 +225,9 @@ def test_multi_steps_of_optax_serve_when_they_say_which_is_the_last():
 
 
 def poison(step):
-    return lambda i, x: x.at[5, 0].set(jnp.nan) if i == step else x  # one worker's alone
+    return lambda i, x: (
+        jnp.asarray(x).at[5, 0].set(jnp.nan) if i == step else x
+    )  # one worker's alone
 
 
 def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
@@ -254,6 +255,7 @@ def test_the_wrong_order_does_not_compile():
         train(careful(optax.chain(MX, ADAM)), 1)
 
 
+@pytest.mark.release
 def test_muon_gets_the_mean():
     muon = promoting(optax.contrib.muon(1e-2))
     optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), muon)

@@ -99,7 +99,7 @@ def test_rounds_of_an_all_reduce(topology, count):
         assert rounds_taken == count
         return found, reduce(x)
 
-    found, expected = jax.vmap(both, axis_name="data")(x)
+    found, expected = jax.jit(jax.vmap(both, axis_name="data"))(x)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -117,7 +117,7 @@ def test_what_is_ready_can_be_exchanged():
         assert progress.done
         return progress.result
 
-    found = jax.vmap(doubled, axis_name="data")(x)
+    found = jax.jit(jax.vmap(doubled, axis_name="data"))(x)
     np.testing.assert_array_equal(found, np.full(N, 2 * (6 + N) + 5.0))
 
 
@@ -141,7 +141,7 @@ def test_what_only_shapes_the_result_is_left_to_it():
         return progress.result
 
     x = jnp.arange(N * 6, dtype=jnp.float32).reshape(N, 6)
-    square, rest, own = jax.vmap(run, axis_name="data")(x)
+    square, rest, own = jax.jit(jax.vmap(run, axis_name="data"))(x)
     whole = 2 * np.sum(x, axis=0) + 1
     np.testing.assert_array_equal(square, np.broadcast_to(whole[:4].reshape(2, 2), (N, 2, 2)))
     np.testing.assert_array_equal(rest, np.broadcast_to(whole[4:], (N, 2)))
@@ -155,7 +155,7 @@ def test_two_calls_of_one_function_have_values_of_their_own():
     def run(x):
         return rounds(lambda x, y: total(x) * total(2 * x + y), x, x)[0]
 
-    found = jax.vmap(run, axis_name="data")(jnp.arange(N, dtype=jnp.float32))
+    found = jax.jit(jax.vmap(run, axis_name="data"))(jnp.arange(N, dtype=jnp.float32))
     np.testing.assert_array_equal(found, np.full(N, (6 + 1) * (18 + 1.0)))
 
 
@@ -219,6 +219,6 @@ def test_equal_views_of_an_array_are_one_value():
     found = []
     mapped = jax.vmap(lambda x: found.append(one(x)) or found[-1][0], axis_name="data")
     batch = np.stack([x, 2 * x])
-    expected = jax.vmap(f, axis_name="data")(batch)
-    np.testing.assert_allclose(mapped(batch), expected)
+    expected = jax.jit(jax.vmap(f, axis_name="data"))(batch)
+    np.testing.assert_allclose(jax.jit(mapped)(batch), expected)
     assert found[0][1] == 1

@@ -147,6 +147,7 @@ def test_at_most_three_lines_change_and_every_recipe_has_a_test():
     assert tested | {"jit", "checkpoint", "budget", "metrics"} == set(NAMES)
 
 
+@pytest.mark.release
 def test_a_trainer_written_for_jit(execute, run):
     """With 5 bits it trains as with exact sums of the same steps."""
     found = run("jit")

@@ -9,6 +9,7 @@ import pytest
 from cases import (
     CHEAP,
     EVERY_METHOD,
+    OnHost,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -38,7 +39,7 @@ def reducer(method, topology, **options):
             tree, "data", method=method, topology=topology, key=key, state=state, **options
         )
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data"))
+    return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data")))
 
 
 class TestMetrics:

@@ -74,6 +74,9 @@ def dealt(rows, fmt):
     return found
 
 
+jitted_words = jax.jit(noise_words, static_argnums=3)
+
+
 def noise_of(chunk, seed, tile):
     """The noise words of the coordinates of a tile, group after group: uint32[R, S]."""
     rows = TILE_ROWS * tile + np.arange(TILE_ROWS, dtype=np.uint32)[:, None, None]
@@ -81,7 +84,7 @@ def noise_of(chunk, seed, tile):
     quad = rows * np.uint32(quads) + np.arange(quads, dtype=np.uint32)[:, None]
     rotation = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None]
     row = pk.Noise(*chunk.noise(seed))
-    return np.asarray(noise_words(jnp.asarray(quad), rotation, row, chunk.fmt.rounding))
+    return np.asarray(jitted_words(jnp.asarray(quad), rotation, row, chunk.fmt.rounding))
 
 
 @pytest.mark.parametrize(

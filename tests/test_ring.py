@@ -12,6 +12,7 @@ from cases import (
     CHEAP,
     LOOP,
     METHODS,
+    TWO_WIDTHS,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
-DEFAULT = METHODS["default"]
+METHOD = TWO_WIDTHS
 UNROLLED = dq.Ring(unroll_up_to=16)
 N = 4
 STREAMS = dq.Ring(streams=3, unroll_up_to=1, balance=0.0)
@@ -54,7 +55,7 @@ def plan_is_exact(n, size, seed=0):
 @pytest.fixture(scope="module")
 def on_one_device():
     x = plan_is_exact(N, 2 * 8 * N * 256 - 100)
-    result = np.asarray(vmapped(DEFAULT, UNROLLED)(x, jax.random.key(3)))
+    result = np.asarray(vmapped(METHOD, UNROLLED)(x, jax.random.key(3)))
     assert_replicas_equal(result)
     assert 1e-4 < relative_error(result[0], x) < 0.1  # far from exact: rounding is compared
     return x, result
@@ -63,7 +64,7 @@ def on_one_device():
 @pytest.mark.release
 def test_unchecked_shard_map_gives_the_bits_of_vmap(on_one_device):
     x, expected = on_one_device
-    result = sharded(DEFAULT, UNROLLED, n=N)(x, jax.random.key(3))
+    result = sharded(METHOD, UNROLLED, n=N)(x, jax.random.key(3))
     assert len({shard.device for shard in result.addressable_shards}) == N
     assert_same_bits(np.asarray(result), expected)
 
@@ -72,7 +73,7 @@ def test_shard_map_gives_the_bits_of_vmap_and_one_result(on_one_device):
     x, expected = on_one_device
 
     def one(x, key):
-        return dq.psum(x[0], "data", method=DEFAULT, topology=UNROLLED, key=key)
+        return dq.psum(x[0], "data", method=METHOD, topology=UNROLLED, key=key)
 
     checked = jax.shard_map(one, mesh=auto_mesh(N), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))
@@ -85,14 +86,14 @@ def test_shard_map_gives_the_bits_of_vmap_and_one_result(on_one_device):
 @pytest.mark.release
 def test_pmap_gives_them_too(on_one_device):
     x, expected = on_one_device
-    reduce = functools.partial(dq.psum, axis_name="data", method=DEFAULT, topology=UNROLLED)
+    reduce = functools.partial(dq.psum, axis_name="data", method=METHOD, topology=UNROLLED)
     mapped = jax.pmap(lambda x, key: reduce(x, key=key), axis_name="data", in_axes=(0, None))
     assert_same_bits(np.asarray(mapped(x, jax.random.key(3))), expected)
 
 
 def test_looped_ring_gives_the_bits_of_the_unrolled_one(on_one_device):
     x, expected = on_one_device
-    looped = np.asarray(vmapped(DEFAULT, dq.Ring(unroll_up_to=2))(x, jax.random.key(3)))
+    looped = np.asarray(vmapped(METHOD, dq.Ring(unroll_up_to=2))(x, jax.random.key(3)))
     assert_same_bits(looped, expected)
 
 
@@ -100,7 +101,7 @@ def test_looped_ring_gives_the_bits_of_the_unrolled_one(on_one_device):
 def test_shard_map_replicas_agree_on_any_data():
     """With rounded statistics, too, all devices hold the same plan and result."""
     x = gradient(1, 8, 2 * 8 * 8 * 256 - 100)
-    result = np.asarray(sharded(DEFAULT, UNROLLED)(x, jax.random.key(0)))
+    result = np.asarray(sharded(METHOD, UNROLLED)(x, jax.random.key(0)))
     assert_replicas_equal(result)
     assert relative_error(result[0], x) < 0.05
 
@@ -152,7 +153,7 @@ def test_low_precision_gradients(dtype):
 def program(ring, n):
     """The program of a ring of n workers."""
     x = jax.ShapeDtypeStruct((n, 8 * 256 * n), jnp.float32)
-    return vmapped(DEFAULT, ring).lower(x, None).as_text()
+    return vmapped(METHODS["default"], ring).lower(x, None).as_text()
 
 
 def operations(text):

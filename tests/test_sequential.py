@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, daily, local, mapped, small
+from cases import CHEAP, assert_same_bits, daily, local, mapped, once, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -35,8 +35,9 @@ def head(w, x):
     return jnp.mean((x[0] @ w["kernel"] - x[1][:, None].astype(jnp.float32)) ** 2)
 
 
-def model(n_layers):
-    """Functions, their parameters, every worker's tokens."""
+@once
+def arrays(n_layers):
+    """The parameters of every function, and every worker's tokens."""
     keys = jax.random.split(jax.random.key(0), 4)
     layers = {
         "kernel": jax.random.normal(keys[0], (n_layers, DIM, DIM)) / DIM**0.5,
@@ -45,13 +46,17 @@ def model(n_layers):
     own = [{name: w[i] for name, w in layers.items()} for i in range(n_layers)]
     table = jax.random.normal(keys[2], (32, DIM))
     tokens = jax.random.randint(keys[3], (N, 6), 0, 32)
-    params = [{"table": table}, *own, {"kernel": layers["kernel"][0]}]
-    return [embed, *[block] * n_layers, head], params, tokens
+    return [{"table": table}, *own, {"kernel": layers["kernel"][0]}], tokens
+
+
+def model(n_layers):
+    """Functions, their parameters, every worker's tokens."""
+    return [embed, *[block] * n_layers, head], *arrays(n_layers)
 
 
 def stacked(params):
     """Stacks the parameters of all layers along a leading axis."""
-    return [params[0], jax.tree.map(lambda *w: jnp.stack(w), *params[1:-1]), params[-1]]
+    return [params[0], jax.tree.map(lambda *w: np.stack(w), *params[1:-1]), params[-1]]
 
 
 def plain(functions, params, x):
@@ -66,17 +71,11 @@ def grad(functions, params, x, **options):
     return jax.value_and_grad(run)(params)
 
 
-AFTER_GRAD = [
-    (METHOD, True),
-    (MINMAX, True),
-    (small(dq.comparators.PermK()), False),
-]
+AFTER_GRAD = [(METHOD, True), (MINMAX, True), (small(dq.comparators.PermK()), False)]
 
 
 @pytest.mark.parametrize(
-    ("method", "check_vma"),
-    daily(AFTER_GRAD, AFTER_GRAD[1:2]),
-    ids=["dynamiq", "minmax", "perm-k"],
+    ("method", "check_vma"), daily(AFTER_GRAD, AFTER_GRAD[1:2]), ids=["dynamiq", "minmax", "perm-k"]
 )
 def test_it_has_the_bits_of_reductions_after_grad(method, check_vma):
     functions, params, tokens = model(3)
@@ -169,24 +168,21 @@ FULL = [dq.Direct(), dq.Ring(unroll_up_to=N)]
 @pytest.mark.parametrize("topology", daily(FULL, FULL[:1]))
 def test_loops_of_any_length_after_anything_keep_their_layers_in_order(topology, last):
     """A pipeline that other reductions leave full, half full or empty, of two and four rounds."""
-    head = {"kernel": jnp.eye(8) + 1}
-    tokens = jnp.zeros((N, 2), jnp.int32)
-    x = jax.random.normal(jax.random.key(1), (N, 2, 8))
+    rng, head = np.random.default_rng(1), {"kernel": np.eye(8, dtype=np.float32) + 1}
+    tokens, x = np.zeros((N, 2), np.int32), np.float32(rng.standard_normal((N, 2, 8)))
 
-    def layers(n, seed):
-        return {
-            "kernel": jax.random.normal(jax.random.key(seed), (n, 8, 8)),
-            "bias": jnp.ones((n, 8)),
-        }
+    def layers(n):
+        kernel = np.float32(rng.standard_normal((n, 8, 8)))
+        return {"kernel": kernel, "bias": np.ones((n, 8), np.float32)}
 
     ends = {
         "head": ([lambda w, x: jnp.mean((x[0] @ w["kernel"]) ** 2)], [head]),
         "none": ([lambda w, x: jnp.mean(x[0] ** 2)], [{}]),
-        "loop": ([dq.Scanned(block), lambda w, x: jnp.mean(x[0] ** 2)], [layers(3, 2), {}]),
+        "loop": ([dq.Scanned(block), lambda w, x: jnp.mean(x[0] ** 2)], [layers(3), {}]),
     }
     for n_layers in (1, 2, 5):
         functions = [dq.Scanned(block), *ends[last][0]]
-        params = [layers(n_layers, 3), *ends[last][1]]
+        params = [layers(n_layers), *ends[last][1]]
 
         def both(x, tokens, functions=functions, params=params):
             options = {"method": as_compression(EXACT, topology)}
@@ -244,8 +240,9 @@ def test_a_loop_keeps_one_copy_of_what_layers_share():
         x, _ = lax.scan(lambda x, w: (masked(w, x), None), x, params)
         return jnp.mean(x["h"] ** 2)
 
-    found = jax.vmap(jax.grad(loss), (None, 0), axis_name="data")(layers, mask[None])
-    pairs = zip(*map(jax.tree.leaves, (found, jax.grad(plainly)(layers, mask))), strict=True)
+    found = jax.jit(jax.vmap(jax.grad(loss), (None, 0), axis_name="data"))(layers, mask[None])
+    expected = jax.jit(jax.grad(plainly))(layers, mask)
+    pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
     for own, other in pairs:
         np.testing.assert_allclose(own[0], other, rtol=1e-4, atol=1e-6)
 
@@ -324,7 +321,8 @@ def test_it_has_the_exact_mean_with_f32(remat):
     functions, params, tokens = model(3)
     functions = [jax.checkpoint(f) for f in functions] if remat else functions
     _, found = mapped(partial(grad, functions, method=EXACT))(params, tokens)
-    own = [jax.grad(partial(plain, functions))(params, tokens[i]) for i in range(N)]
+    each = jax.jit(jax.grad(partial(plain, functions)))
+    own = [each(params, tokens[i]) for i in range(N)]
     exact = jax.tree.map(lambda *g: np.mean(g, axis=0), *own)
     for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         for worker in range(N):

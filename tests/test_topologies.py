@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import (
     CHEAP,
-    METHODS,
     TOPOLOGIES,
+    TWO_WIDTHS,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -104,14 +104,14 @@ def test_several_axes_count_as_one(name):
     assert_same_bits(np.asarray(found).reshape(N, -1), expected)
 
 
-DEFAULT = METHODS["default"]
+METHOD = TWO_WIDTHS
 WHOLE = 4096 * 256 - 100
 
 
 @functools.cache
 def of_eight(name):
     """jit of (x, key) -> every worker's result, for eight workers and five bits."""
-    return vmapped(DEFAULT, TOPOLOGIES[name][0])
+    return vmapped(METHOD, TOPOLOGIES[name][0])
 
 
 LEAST = [("ring", 0.0013), ("butterfly", 0.0012), ("direct", 0.0008)]
@@ -153,7 +153,7 @@ def on_one_device(name):
 @pytest.mark.release
 def test_unchecked_shard_map_gives_the_bits_of_vmap():
     x, expected = on_one_device("butterfly")
-    result = sharded(DEFAULT, TOPOLOGIES["butterfly"][0])(x, jax.random.key(3))
+    result = sharded(METHOD, TOPOLOGIES["butterfly"][0])(x, jax.random.key(3))
     assert len({shard.device for shard in result.addressable_shards}) == 8
     assert_same_bits(np.asarray(result), expected)
 
@@ -163,7 +163,7 @@ def test_checked_shard_map_gives_one_result_of_the_same_bits(name):
     x, expected = on_one_device(name)
 
     def one(x, key):
-        return dq.psum(x[0], "data", method=DEFAULT, topology=TOPOLOGIES[name][0], key=key)
+        return dq.psum(x[0], "data", method=METHOD, topology=TOPOLOGIES[name][0], key=key)
 
     checked = jax.shard_map(one, mesh=auto_mesh(), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))

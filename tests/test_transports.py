@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, gradient, small
+from cases import CHEAP, daily, gradient, small
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -56,7 +56,7 @@ def test_a_step_to_all_becomes_permutations_of_the_same_encodings(n):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", daily([2, 4], [4]))
 def test_permutes_bring_exact_sums_to_all(topology, n):
     x = jax.random.randint(jax.random.key(n), (n, SIZE), -99, 99).astype(jnp.float32)
     route = topology(transport="permutes", **STREAMS)
@@ -97,11 +97,13 @@ def test_dynamiq_by_permutes_is_the_same_on_all_workers_and_as_accurate():
     assert results["permutes"] == pytest.approx(results["collectives"], rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [small(dq.ErrorFeedback(CHEAP.method)), small(dq.comparators.MXFP4(sum="shared-scale"))],
-    ids=["own to each worker", "the same on all"],
-)
+STATES = [
+    small(dq.ErrorFeedback(CHEAP.method)),  # of each worker
+    small(dq.comparators.MXFP4(sum="shared-scale")),  # the same on all
+]
+
+
+@pytest.mark.parametrize("method", daily(STATES, STATES[:1]), ids=["each", "same"])
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), {}
     for transport in ("collectives", "permutes"):

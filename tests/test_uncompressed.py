@@ -77,12 +77,7 @@ def test_every_hop_of_a_ring_rounds_to_the_nearest_bf16():
 
 @pytest.mark.parametrize(
     ("method", "topology", "bits"),
-    [
-        (BF16, None, 16),
-        (F32, None, 32),
-        (BF16, dq.Ring(streams=2), 16),
-        (F32, dq.Direct(), 32),
-    ],
+    [(BF16, None, 16), (F32, None, 32), (BF16, dq.Ring(streams=2), 16), (F32, dq.Direct(), 32)],
 )
 def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
     n, size = 3, 12_345
@@ -107,7 +102,7 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
         bound = chunk_codec(v, codec, layout, dtype=v.dtype, divisor=2)
         return reduce_scatter(topology, bound, Axis(("data",)), streams)[0].reshape(-1)
 
-    found = np.asarray(jax.vmap(one, axis_name="data")(x))
+    found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
     cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)
     own = np.asarray(x).reshape(n, n, size)
     for me in range(n):
@@ -123,7 +118,7 @@ def over_two_levels(method, x, inner=None):
     def one(v):
         return dq.psum(v, ("node", "gpu"), method=method, topology=topology)
 
-    return jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")(x)
+    return jax.jit(jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node"))(x)
 
 
 @pytest.mark.parametrize("method", [BF16, F32])

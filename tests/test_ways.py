@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_same_bits, auto_mesh, daily
+from cases import CHEAP, assert_copies_equal, auto_mesh, daily
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,15 +128,6 @@ def train(way: ways.Way, step: Any) -> tuple[list[float], Any, Any]:
         return losses, *way.read(state)
 
 
-def assert_replicas_equal(tree: Any) -> None:
-    """Devices that hold the same part of an array hold the same bits."""
-    for x in jax.tree.leaves(tree):
-        first = {}
-        for shard in x.addressable_shards:
-            data = np.asarray(shard.data)
-            assert_same_bits(first.setdefault(str(shard.index), data), data)
-
-
 def distances(way: ways.Way, params: Any, expected: Any) -> list[float]:
     """How far every leaf is from where it should be, by how far it went."""
     trees = params, way.model.split(expected), way.model.split(start())
@@ -155,7 +146,7 @@ def check_exact(way: ways.Way, step: Any, t: ways.Training, within: float) -> No
     assert np.ptp(expected) > 0.1  # it trains
     np.testing.assert_allclose(losses, expected, rtol=max(within / 10, 2e-6))
     assert max(distances(way, params, last)) < within
-    assert_replicas_equal((params, copies))
+    assert_copies_equal((params, copies))
     if copies is not None:
         apart = 1e-6 if t.dtype == jnp.float32 else 2.0**-8  # relative, as roundings are
         for copy, master in zip(*map(jax.tree.leaves, (copies, params)), strict=True):
@@ -169,7 +160,7 @@ def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
     expected, last = plain(t.dtype, t.mesh.size)
     losses, params, copies = train(way, step)
     np.testing.assert_allclose(losses, expected, rtol=1e-2)
-    assert_replicas_equal((params, copies))
+    assert_copies_equal((params, copies))
     for far, shape in zip(
         distances(way, params, last), jax.tree.leaves(way.model.shapes), strict=True
     ):

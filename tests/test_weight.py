@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, EIGHT, assert_same_bits, auto_mesh, daily, gradient, small
+from cases import CHEAP, EIGHT, OnHost, assert_same_bits, auto_mesh, daily, gradient, small
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -37,7 +37,7 @@ def mapped(check_vma=True, **options):
     specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
     if not check_vma:
         specs["out_specs"] = P("data")
-    return jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs))
+    return OnHost(jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs)))
 
 
 def expected(x, weights=WEIGHTS):

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import daily, low, small, wire_bits
+from cases import TWO_WIDTHS, daily, low, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -90,68 +90,34 @@ TREE = {
     "step": jax.ShapeDtypeStruct((), jnp.int32),
     "phase": jax.ShapeDtypeStruct((7, 2), jnp.complex64),
 }
-LOW_LIMITS = {"min_leaf_size": 1000, "min_bucket_size": 1000}
-ONE = [jax.ShapeDtypeStruct((12_345,), jnp.float32)]
-HALVES = {"collective-permute", "all-gather"}
+
+
+def flat_of(size, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct((size,), dtype)]
+
+
+FIVE, ONE = small(dq.DynamiQ()), flat_of(12_345)
+FEW = small(dq.DynamiQ(bits=3.5, floor=None, format=dq.Format(group_scale="bf16")))
+TWO = low(TWO_WIDTHS.method)
+HALVES, SCATTERED = {"collective-permute", "all-gather"}, {"all-to-all", "all-gather"}
 CASES = {
     "tree": (TREE, (4,), low(dq.DynamiQ()), dq.Ring(balance=0), HALVES),
     "tree_exactly": (TREE, (4,), dq.DynamiQ(), None, set()),
-    "eight_workers": (ONE, (8,), small(dq.DynamiQ()), dq.Ring(), HALVES),
-    "six_workers": (
-        [jax.ShapeDtypeStruct((50_000,), jnp.float16)],
-        (6,),
-        small(
-            dq.DynamiQ(bits=3.5, floor=None, format=dq.Format(group_scale="bf16", group_size=32))
-        ),
-        dq.Ring(),
-        HALVES,
-    ),
-    "streams": (
-        [jax.ShapeDtypeStruct((70_000,), jnp.float32)],
-        (3,),
-        small(dq.DynamiQ(bits=6)),
-        dq.Ring(streams=2),
-        HALVES,
-    ),
-    "butterfly": (ONE, (8,), small(dq.DynamiQ()), dq.Butterfly(balance=0.5), HALVES),
-    "butterfly, streams": (
-        ONE,
-        (4,),
-        small(dq.DynamiQ()),
-        dq.Butterfly(streams=2),
-        HALVES,
-    ),
-    "direct": (TREE, (4,), low(dq.DynamiQ()), None, {"all-to-all", "all-gather"}),
-    "direct, streams": (
-        ONE,
-        (3,),
-        small(dq.DynamiQ()),
-        dq.Direct(streams=2, balance=0.5),
-        {"all-to-all", "all-gather"},
-    ),
-    "flat": (ONE, (2, 4), small(dq.DynamiQ()), dq.Butterfly(), HALVES),
-    "hierarchy": (
-        TREE,
-        (2, 4),
-        low(dq.DynamiQ()),
-        dq.Hierarchical(),
-        {"reduce-scatter", *HALVES},
-    ),
-    "hierarchy, f32": (
-        TREE,
-        (2, 4),
-        low(dq.F32()),
-        dq.Hierarchical(),
-        {"reduce-scatter", *HALVES},
-    ),
+    "eight_workers": (ONE, (8,), FIVE, dq.Ring(), HALVES),
+    "six_workers": (flat_of(50_000, jnp.float16), (6,), FEW, dq.Ring(), HALVES),
+    "streams": (flat_of(70_000), (3,), small(dq.DynamiQ(bits=6)), dq.Ring(streams=2), HALVES),
+    "butterfly": (ONE, (8,), FIVE, dq.Butterfly(balance=0.5), HALVES),
+    "butterfly, streams": (ONE, (4,), FIVE, dq.Butterfly(streams=2), HALVES),
+    "direct": (TREE, (4,), TWO, None, SCATTERED),
+    "direct, streams": (ONE, (3,), FIVE, dq.Direct(streams=2, balance=0.5), SCATTERED),
+    "flat": (ONE, (2, 4), FIVE, dq.Butterfly(), HALVES),
+    "hierarchy": (TREE, (2, 4), TWO, dq.Hierarchical(), {"reduce-scatter", *HALVES}),
+    "hierarchy, f32": (TREE, (2, 4), low(dq.F32()), dq.Hierarchical(), {"reduce-scatter", *HALVES}),
     "hierarchy, compressed inside": (
-        ONE,
-        (2, 4),
-        small(dq.DynamiQ()),
-        dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring()),
+        ONE, (2, 4), FIVE, dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring()),
         {"all-to-all", *HALVES},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", daily(CASES, ["direct", "hierarchy"]))

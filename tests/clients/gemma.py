@@ -36,9 +36,7 @@ VARIANTS = {
     "FSDP": OWN,
     "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
     "FSDP × TP": dataclasses.replace(
-        OWN,
-        mesh="4 fsdp × 2 tensor, Explicit",
-        options={"fsdp": 4, "tensor": 2},
+        OWN, mesh="4 fsdp × 2 tensor, Explicit", options={"fsdp": 4, "tensor": 2}
     ),
 }
 MODEL = {

@@ -20,10 +20,7 @@ OPTIONS = "has_aux=True, axis_name='data', method=METHOD"
 EXPLICIT = dataclasses.replace(
     OWN,
     mesh="8 data, Explicit",
-    patch=(
-        IMPORT,
-        Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, {OPTIONS})\n"),
-    ),
+    patch=(IMPORT, Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, {OPTIONS})\n")),
     options={"explicit": True},
     exclude="conv",  # JAX has no rule for convolutions by what is typed as reduced
 )

@@ -14,9 +14,7 @@ OWN = Client(
     step="jit_step",
     patch=(
         Change(
-            FILE,
-            f"{ABOVE}@jax.shard_map(out_specs=P())\n",
-            f"{ABOVE}import dynamiq_jax as dq\n",
+            FILE, f"{ABOVE}@jax.shard_map(out_specs=P())\n", f"{ABOVE}import dynamiq_jax as dq\n"
         ),
         Change(
             FILE,
@@ -37,11 +35,7 @@ def grad_dp(params, local_batch):
 OUTSIDE = dataclasses.replace(
     OWN,
     patch=(
-        Change(
-            FILE,
-            f"{ABOVE}@jax.shard_map",
-            f"{ABOVE}import dynamiq_jax as dq\n@jax.shard_map",
-        ),
+        Change(FILE, f"{ABOVE}@jax.shard_map", f"{ABOVE}import dynamiq_jax as dq\n@jax.shard_map"),
         Change(
             FILE,
             "  return jax.lax.pmean(local_loss, 'batch')\n\n\n# -\n\n# We can",

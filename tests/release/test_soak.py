@@ -17,15 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import (
-    EVERY_METHOD,
-    METHODS,
-    OVER,
-    SMALL,
-    assert_replicas_equal,
-    auto_mesh,
-    compilations,
-)
+from cases import EVERY_METHOD, METHODS, OVER, SMALL, assert_replicas_equal, auto_mesh, compilations
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
