@@ -196,8 +196,10 @@ def one_chunk(bound: Bound, size: int) -> Bound:
     assert layout.chunks_per_worker == 1
     if isinstance(layout, ChunkLayout):
         return bound._replace(layout=dataclasses.replace(layout, size=size, n_workers=1))
-    sizes = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    return bound._replace(layout=_OneChunk(**sizes | {"size": size}))
+    names = (field.name for field in dataclasses.fields(layout))
+    fields: dict[str, Any] = {name: getattr(layout, name) for name in names}
+    fields["size"] = size
+    return bound._replace(layout=_OneChunk(**fields))
 
 
 class Totals(NamedTuple):
