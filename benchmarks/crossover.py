@@ -12,13 +12,15 @@ travel natively (`Compression.min_bucket_bytes`).
 import json
 import math
 import pathlib
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import jax
 import typer
 from rich import print
 
-from dynamiq_jax.commands.bench import all_reduce, contenders, tables
+import dynamiq_jax as dq
+from dynamiq_jax.commands.bench import all_reduce, contenders, tables, timing
 from dynamiq_jax.methods.dynamiq import crossover as taken
 
 FILE = pathlib.Path(taken.__file__).with_name("crossover.json")
@@ -56,21 +58,27 @@ def crossover_bytes(points: list[Point]) -> int:
 
 def measure(collective: str, repeats: int) -> list[Point]:
     """Speed-ups over the native collective at all sizes."""
-    route = contenders.parse_topology("direct")
-    method = contenders.parse_method("dynamiq:5", route, collective)
+    method = dq.Compression(dq.DynamiQ(), topology=dq.Direct(), min_bucket_size=0)
+    options = {} if collective == "psum" else {"tiled": True}
+    pair = [
+        contenders.Contender(name, partial(f, **options), replicated=collective == "psum")
+        for name, f in (
+            ("native", getattr(jax.lax, collective)),
+            ("compressed", partial(getattr(dq, collective), method=method)),
+        )
+    ]
+    mesh, found = all_reduce.make_mesh(jax.devices()), []
     unit = MIB if jax.device_count() == 2 else 2 * MIB
-    rows = all_reduce.bench_all_reduce(
-        [size * unit for size in SIZES[collective]],
-        [method],
-        contenders.uncompressed(collective),
-        devices=jax.devices(),
-        repeats=repeats,
-        iterations=16,  # at all sizes alike: programs of one collective would wait for the host
-    )
-    print(f"{collective}: {rows[1].method}, {rows[1].transport}")
-    for row in rows[1::2]:
-        print(f"  {row.size_bytes // MIB} MiB: {row.time_us:.0f} µs, {row.speedup:.2f}x")
-    return [Point(row.size_bytes, row.speedup) for row in rows[1::2]]
+    print(f"{collective}: {method}")
+    for size in SIZES[collective]:
+        data = all_reduce.heavy_tailed_gradients(mesh, size * unit // 2)
+        # As many at all sizes: programs of one collective would wait for the host.
+        programs = [all_reduce.timed_program(mesh, contender, 16) for contender in pair]
+        calls = timing.compile_calls(programs, data)
+        native, ours = timing.time_calls(calls, repeats=repeats, iterations=16)
+        found.append(Point(size * unit, native.time_us / ours.time_us))
+        print(f"  {size * unit // MIB} MiB: {ours.time_us:.0f} µs, {found[-1].speedup:.2f}x")
+    return found
 
 
 def main(

@@ -157,5 +157,3 @@ def test_the_benchmark_knows_the_names():
     assert eight_bits == 2 * 7 * 8.25 / 8 * 2**20 / 8
     with pytest.raises(ValueError, match="bf16 has no choice of bits: write bf16"):
         contenders.parse_method("bf16:5", dq.Ring())
-    with pytest.raises(ValueError, match="'mxfp4' does not do psum_scatter"):
-        contenders.parse_method("mxfp4", dq.Ring(), "psum_scatter")

@@ -60,9 +60,8 @@ def known_contender(label, errors=ERRORS, traced=None):
         seed = jax.random.key_data(key)[1]
         return jax.lax.psum(x, axis_name) + jnp.stack([by_leaf(e) for e in errors])[seed]
 
-    return contenders.Contender(
-        label, "psum", partial(reduce, errors=errors), lambda size, sizes: 2 * size, "xla"
-    )
+    reduce = partial(reduce, errors=errors)
+    return contenders.Contender(label, reduce, lambda size, sizes: 2 * size)
 
 
 def measured(label="known", leaves: error.Leaves | None = LEAVES, **options):

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
-from dynamiq_jax.commands.bench.contenders import Collective, Contender
+from dynamiq_jax.commands.bench.contenders import Contender
 from dynamiq_jax.commands.bench.timing import (
     Announce,
     TimedRow,
@@ -126,18 +126,14 @@ def bench_all_reduce(
     """
     mesh, platform = make_mesh(devices, nodes), devices[0].platform
     contenders, n, rows = [baseline, *methods], len(devices), []
-    passes = (2 if baseline.collective == "psum" else 1) * (n - 1) / n
-    quality = quality_program(mesh, baseline.collective)
+    quality = quality_program(mesh)
     for size_bytes in sizes_bytes:
         coords = size_bytes // 2
         counts = repetitions(size_bytes, platform, iterations)
         data = heavy_tailed_gradients(mesh, coords)
         programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
         calls = compile_calls(programs, data, announce)
-        if baseline.collective == "psum":
-            checked = [quality(data, replicas_of(call(), data)) for call in calls]
-        else:
-            checked = [quality(data, call()) for call in calls]
+        checked = [quality(data, replicas_of(call(), data)) for call in calls]
         timings = time_calls(calls, repeats=repeats, **counts)
         for contender, timing, (error, wrong) in zip(contenders, timings, checked, strict=True):
             sent = contender.wire_bytes(coords, mesh.devices.shape)
@@ -145,7 +141,7 @@ def bench_all_reduce(
                 AllReduceRow(
                     size_bytes=size_bytes,
                     method=contender.label,
-                    busbw_gb_per_s=passes * size_bytes / timing.time_us / 1e3,
+                    busbw_gb_per_s=2 * (n - 1) / n * size_bytes / timing.time_us / 1e3,
                     wire_gb_per_s=sent / timing.time_us / 1e3,
                     wire_bytes=sent,
                     speedup=timings[0].time_us / timing.time_us,
@@ -195,9 +191,7 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
     """
     axes = mesh.axis_names
     rows = PartitionSpec(axes)
-    # Results of a psum are replicated, those of all else are every worker's own.
-    results = PartitionSpec() if contender.collective == "psum" else rows
-    specs = {"in_specs": rows, "out_specs": results}
+    specs = {"in_specs": rows, "out_specs": PartitionSpec() if contender.replicated else rows}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
     @partial(jit, compiler_options=contender.options)
@@ -210,12 +204,12 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
 
 
 def quality_program(
-    mesh: Mesh, collective: Collective
+    mesh: Mesh,
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
 
     ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
-    `replicas_of`, of a psum_scatter its slice. A program of its own, since one that also computed
+    `replicas_of`. A program of its own, since one that also computed
     the result could take replicas for equal.
     """
     axes = mesh.axis_names
@@ -228,11 +222,6 @@ def quality_program(
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
     def quality(data: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if collective == "psum_scatter":
-            flat = data.reshape(-1).astype(jnp.float32)
-            exact = lax.psum_scatter(flat, axes, tiled=True)
-            error = lax.psum(jnp.sum((own.astype(jnp.float32) - exact) ** 2), axes)
-            return error / lax.psum(jnp.sum(exact**2), axes), jnp.int32(0)
         exact = lax.psum(data.astype(jnp.float32), axes)
         bits = lax.bitcast_convert_type(own, jnp.uint16).astype(jnp.uint32)
         differ = lax.pmax(bits, axes) != lax.pmin(bits, axes)

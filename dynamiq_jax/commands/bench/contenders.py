@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.native import MatrixMethod
 from dynamiq_jax.core.xla import known
-from dynamiq_jax.methods import ShardedMethod
 from pallas_kernels import resolve_backend
 
 _ANY_SIZE: dict[str, Any] = {"min_leaf_size": 0, "min_bucket_size": 0}
@@ -135,22 +134,20 @@ NATIVE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """XLA's options for one psum, off by default: NCCL's kernels for symmetric buffers, and a kernel of
 XLA in the place of NCCL's for small arrays."""
 
-Collective = Literal["psum", "psum_scatter", "exchange"]
-"""The last one moves data and sums nothing."""
-
 
 class Contender(NamedTuple):
-    """One way to reduce the leaf."""
+    """One way to reduce or to move the leaf."""
 
     label: str
-    collective: Collective
     reduce: Callable[..., Any]
     """(leaf or tree, axis name or names, key=None) -> what one worker ends with."""
-    wire_bytes: Callable[[int, tuple[int, ...]], int]
+    wire_bytes: Callable[[int, tuple[int, ...]], int] = lambda *_: 0
     """Bytes one worker sends for a leaf of (coordinates, sizes of the axes)."""
-    backend: str
+    backend: str = "xla"
     topology: Any = None
     """`None`: native collectives."""
+    replicated: bool = True
+    """Whether all workers end with the same."""
     remembers: bool = False
     """Whether it has memory from step to step, and `reduce` is that of a first step."""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -266,31 +263,23 @@ def make_method(
     return known[name](**options)
 
 
-def parse_method(text: str, topology: Any, collective: Collective = "psum") -> Contender:
+def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
     topology = None if native_only(text) else topology
     request = dq.Compression(method, topology=topology, **_ANY_SIZE)
     matrices = isinstance(method, MatrixMethod)
-    if collective == "psum_scatter" and not isinstance(method, ShardedMethod):
-        raise ValueError(f"method {text!r} does not do psum_scatter: pass for example dynamiq:5")
 
     def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
-        if collective == "psum_scatter":
-            (n_workers,) = sizes
-            part = coords // n_workers
-            return method.sharded_wire_bits(part, n_workers, topology) // 8
         # Methods of matrices get rows of COLUMNS, the last one padded.
         shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
         leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         return round(request.explain(leaf, sizes, verbose=False).wire_bytes)
 
     reduce = _first_step if method.needs_state else dq.psum
-    reduce = reduce if collective == "psum" else partial(dq.psum_scatter, tiled=True)
     reduce = partial(_folded, reduce) if matrices else reduce
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
-        collective=collective,
         reduce=partial(reduce, method=request),
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
@@ -323,23 +312,17 @@ def _folded(reduce: Callable[..., Any], x: jax.Array, axis_name: Any, **options)
     return reduce(matrix, axis_name, **options).reshape(-1)[: x.size]
 
 
-def uncompressed(collective: Collective = "psum") -> Contender:
-    """The baseline: `lax.psum` or `lax.psum_scatter` with bf16 on the wire."""
-    dtype = jnp.dtype(jnp.bfloat16)
-    exact = {"psum": lax.psum, "psum_scatter": partial(lax.psum_scatter, tiled=True)}[collective]
-    passes = 2 if collective == "psum" else 1
+def uncompressed() -> Contender:
+    """The baseline: `lax.psum` with bf16 on the wire."""
+
+    def exact(x: jax.Array, axis_name: Any, key: Any = None) -> jax.Array:
+        return lax.psum(x.astype(jnp.bfloat16), axis_name).astype(x.dtype)
 
     def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
         n_workers = math.prod(sizes)
-        return passes * (n_workers - 1) * coords * dtype.itemsize // n_workers
+        return 2 * (n_workers - 1) * coords * 2 // n_workers
 
-    return Contender(
-        label=f"bf16 {collective}",
-        collective=collective,
-        reduce=lambda x, axis_name, key=None: exact(x.astype(dtype), axis_name).astype(x.dtype),
-        wire_bytes=wire_bytes,
-        backend="xla",
-    )
+    return Contender("bf16 psum", exact, wire_bytes)
 
 
 def tuned() -> list[Contender]:

@@ -154,19 +154,14 @@ def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
 
     def permute(label: str, axis: Any, steps: Sequence[tuple[int, int]]) -> Contender:
         move = lambda x, axis_name: lax.ppermute(x, axis, steps)  # noqa: E731
-        return Contender(label, "exchange", move, lambda *_: 0, "xla")
+        return Contender(label, move, replicated=False)
 
     def neighbours(axis: str) -> Contender:
         steps = [(i, (i + 1) % mesh.shape[axis]) for i in range(mesh.shape[axis])]
         return permute(f"to the next on axis {axis}", axis, steps)
 
-    everyone = Contender(
-        "all to all",
-        "exchange",
-        lambda x, axis_name: lax.all_to_all(x, axis_name, 0, 0, tiled=True),
-        lambda *_: 0,
-        "xla",
-    )
+    swap = lambda x, axis_name: lax.all_to_all(x, axis_name, 0, 0, tiled=True)  # noqa: E731
+    everyone = Contender("all to all", swap, replicated=False)
     exchanges = [neighbours(axis) for axis in axes if mesh.shape[axis] > 1] + [everyone]
     exchanges.append(permute("from the last to the first", axes, [(n - 1, 0)]))
     sent = [size_bytes * (n - 1) // n if move is everyone else size_bytes for move in exchanges]
@@ -205,9 +200,7 @@ def bench_settings(
         return jax.tree.map(lambda x: psum.reduce(x, axis_name), tree)
 
     contenders = [psum._replace(reduce=native)]
-    for s in chosen:
-        reduce = partial(dq.psum, method=s)
-        contenders.append(Contender("", "psum", reduce, lambda *_: 0, ""))
+    contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
     timings = _time(mesh, contenders, data, size_bytes, repeats, announce)
