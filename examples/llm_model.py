@@ -310,25 +310,16 @@ class Stages(NamedTuple):
         return x
 
 
-def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Stages:
+def make_stages(config: Config, scanned: bool = False) -> Stages:
     """Cuts the loss of `make_loss` into functions, which compute it from ``tokens``.
 
     Args:
         config: of the model.
         scanned: whether the blocks are one function that runs in a loop, their parameters a stack.
-        together: blocks to a function, whose gradients are reduced together.
 
     Raises:
-        ValueError: the head is the embedding: two functions would use it; ``together`` is no
-            positive number; or the blocks of a loop are not a multiple of it.
+        ValueError: the head is the embedding: two functions would use it.
     """
-    if together < 1:
-        raise ValueError(f"together={together} must be at least 1 block to a function")
-    if scanned and config.n_layers % together:
-        raise ValueError(
-            f"n_layers={config.n_layers} blocks in a loop with {together} at a time: pass a "
-            "together that divides them"
-        )
     if config.tied:
         raise ValueError("tied=True: the head is the embedding; pass a model with its own head")
     whole = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
@@ -352,18 +343,10 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
 
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
-        groups = [tuple(blocks[i : i + together]) for i in range(0, config.n_layers, together)]
         if scanned:
-            groups = [jax.tree.map(lambda *layers: jnp.stack(layers), *groups)]
-        return params["embed"], *groups, {name: params[name] for name in ("norm", "head")}
+            blocks = [jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)]
+        return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
 
     one = jax.checkpoint(block) if config.remat else block
-
-    def several(params: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        for own in params:
-            carry = one(own, carry)
-        return carry
-
-    count = -(-config.n_layers // together)
-    middles = [dq.Scanned(several)] if scanned else [several] * count
+    middles = [dq.Scanned(one)] if scanned else [one] * config.n_layers
     return Stages((embed, *middles, head), split)
