@@ -20,7 +20,7 @@ Errors are averaged over the measured steps. The worst leaf is the largest relat
 leaf's mean gradient, where vNMSE is that of all leaves together. The loss follows the worst leaf
 more closely, since Adam takes equal steps in leaves of large and of small gradients.
 
-The curves (PNG) and all numbers (JSON; a CSV file for every method) land in ``runs/``. Losses
+The curves (PNG) and all numbers (JSON) land in ``runs/``. Losses
 depend a little on the Python version, whose standard library is the training text, and DynamiQ's on
 the processor: the noise follows from the last bits of the gradients. On x86-64 with other
 instruction sets DynamiQ ended at 1.991 to 2.006, and f32 always at 2.0131. ``--init unit`` starts
@@ -41,7 +41,6 @@ Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
 
-import csv
 import os
 
 # Eight virtual CPU devices, unless the caller chose a number; GPUs are not affected.
@@ -60,7 +59,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,7 @@ import optax
 import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_data import Corpus, Tokenizer, load_corpus, train_batch, validation_batches
+from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from llm_model import (
     CONFIGS,
     INITS,
@@ -546,19 +545,6 @@ def plot(results: Sequence[Result], title: str, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def save_curves(results: Sequence[Result], folder: Path) -> None:
-    """A CSV file for every method, a row for every step."""
-    for r in results:
-        cost = {"bits_per_coord": r.bits_per_coord, "wire_bytes": r.wire_bytes}
-        errors = {"vnmse": r.vnmse, "worst_leaf": r.worst_leaf}
-        with (folder / f"{r.method}.csv").open("w", newline="") as file:
-            log = csv.DictWriter(file, ["step", "loss", *errors, *cost])
-            log.writeheader()
-            for i, loss in enumerate(r.losses):
-                known = {name: at.get(i, float("nan")) for name, at in errors.items()}
-                log.writerow({"step": i, "loss": loss, **known, **cost})
-
-
 def environment() -> dict[str, str]:
     """Hardware and versions, for the printout and the JSON."""
     packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
@@ -659,9 +645,6 @@ def main(
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
     mesh: Annotated[str | None, typer.Option(help="as data=4,model=2 or replica=2,fsdp=4")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=256, help="256 is bytes")] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="pieces, or bpe: byte pair encoding, made once and kept")
-    ] = "pieces",
     attention: Annotated[
         str, typer.Option(help="xla, or cudnn: flash attention on NVIDIA GPUs, not tiny")
     ] = "xla",
@@ -677,7 +660,6 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(init, INITS, "--init")
     check_choice(attention, get_args(AttentionKernel), "--attention")
-    check_choice(tokenizer, get_args(Tokenizer), "--tokenizer")
     chosen = choose(method, bits, topology, config_file)
     recipe = RECIPES[model]
     recipe = recipe._replace(
@@ -718,7 +700,7 @@ def main(
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
     loss_fn = make_loss(config)
-    corpus = load_corpus(config.vocab_size, tokenizer=cast(Tokenizer, tokenizer))
+    corpus = load_corpus(config.vocab_size)
     run = Run(
         model=config, recipe=recipe, corpus=corpus, mesh=devices,
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, devices), seed=seed,
@@ -744,7 +726,7 @@ def main(
     route = chosen.compression.topology
     record = {
         "environment": where, "model": model, "n_params": n_params, "recipe": recipe._asdict(),
-        "init": init, "tokenizer": tokenizer, "attention": attention, "mesh": dict(devices.shape),
+        "init": init, "attention": attention, "mesh": dict(devices.shape),
         "seq_len": config.seq_len, "seed": seed,
         "bits": getattr(chosen.compression.method or dq.DynamiQ(), "bits", None),
         "topology": route and type(route).__name__.lower(),
@@ -753,7 +735,6 @@ def main(
     name = f"{model}-{'compare' if compare else chosen.method}"
     name += f"-{mesh.replace('=', '').replace(',', '-')}" if mesh else ""
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
-    save_curves(results, out / name)
     plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
     console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
 
