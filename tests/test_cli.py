@@ -178,7 +178,8 @@ class TestKernels:
         assert kernel_rows["copy"]["moved_bytes"] == 2 * 2 * 2**14
 
     def test_moved_bytes_are_gradient_codes_and_plan(self, kernel_rows):
-        layout = kernels.single_chunk(2**14, dq.DynamiQ())
+        whole = dq.DynamiQ(dither=True).bind(2**17, 8, dq.Direct(streams=1))
+        layout = simulate.one_chunk(whole, 2**14).layout
         plan = layout.super_groups * (4 + 4) + layout.super_groups // TILE_ROWS * 4
         sent, gathered = (4 * words for words in layout.payload_words)
         for name, codes in (

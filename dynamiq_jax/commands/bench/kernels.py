@@ -11,7 +11,7 @@ leaves* brings 20 leaves into one array, as the leaves of a bucket.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -24,12 +24,13 @@ from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
+from dynamiq_jax.commands.simulate import one_chunk
 from dynamiq_jax.executors import Arrived, Encoder
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.dynamiq.codec import chunk_codec, shared_plan
-from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
+from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, pack_statistics
-from dynamiq_jax.topologies import Direct, Stage
+from dynamiq_jax.topologies import Direct
 from dynamiq_jax.tree.leaves import joined
 from pallas_kernels import Backend, resolve_backend, statistics
 
@@ -107,7 +108,8 @@ def bench_kernels(
     scale = jnp.exp(1.2 * jax.random.normal(key_size, (rows, 1)))
     x = (scale * jax.random.normal(key_value, (rows, 256))).astype(jnp.bfloat16)
     x = x.reshape(-1)[:coords]
-    layout = single_chunk(coords, DynamiQ(bits=bits, dither=dither))
+    among_eight = DynamiQ(bits=bits, dither=dither).bind(8 * coords, 8, Direct(streams=1))
+    layout = one_chunk(among_eight, coords).layout
     sums = partial(statistics, super_group_size=layout.super_group_size, backend=ran)
     mean, sqnorm = jax.jit(sums)(x)
     plan = partial(order_and_tiles, layout=layout, backend=ran)
@@ -138,21 +140,6 @@ def bench_kernels(
         )
         for case, timing, speed in zip(cases, timings, speeds, strict=True)
     ]
-
-
-def single_chunk(coords: int, method: DynamiQ) -> Layout:
-    """The layout of one chunk that holds all coordinates and passes through two stages."""
-    stages = (Stage(1, range(1), 1.0), Stage(1, range(1, 2), 1.0))
-    layout = make_layout(
-        coords,
-        2,
-        stages,
-        bits=len(stages) * method.bits,
-        allocation=method.allocation(8, Direct()),
-        stats_per_super_group=len(stages),
-        collective="all_gather",
-    )
-    return replace(layout, n_workers=1)
 
 
 def _coding_cases(x: jax.Array, stats: jax.Array, layout: Layout, backend: Backend) -> list[_Case]:
