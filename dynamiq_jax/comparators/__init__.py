@@ -3,6 +3,12 @@
 They take the places of `DynamiQ` in every function of this library::
 
     grads = dq.psum(grads, "data", method=dq.comparators.MXFP4())
+
+A NaN or infinity on any worker makes all that it is encoded with NaN on all workers: its block of
+`MXFP8` and its kin, its bucket of `MinMax`, its piece of `GlobalQSGD` and `THC`, its block, row,
+chunk or leaf of methods that sum a part, the n coordinates that `PermK` draws together. Sums of
+what is finite end at the largest bf16 number. `THC`, `PermK` and methods that sum a part run on
+XLA's own collectives and serve ``topology=None`` only.
 """
 
 from dynamiq_jax.comparators.arc_top_k import ARCTopK

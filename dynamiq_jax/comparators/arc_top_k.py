@@ -36,9 +36,7 @@ from dynamiq_jax.topologies import Topology
 class ARCTopK(MatrixMethod):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
-    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
-    its whole row NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only.
+    Biased: what is left out is lost without `ErrorFeedback`.
 
     Attributes:
       density: the part of rows that is sent, above 0 up to 1.

@@ -36,9 +36,8 @@ MAX_CHUNK = 256
 class CLTK(NativeMethod, TellsLosses):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
-    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
-    its whole chunk NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only. Without state the first worker always leads.
+    Biased: what is left out is lost without `ErrorFeedback`. Without state the first worker always
+    leads.
 
     Attributes:
       density: the part of every chunk that is sent, above 0 up to 1; 24 bits per coordinate times

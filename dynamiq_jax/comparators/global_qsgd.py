@@ -43,8 +43,7 @@ class QSGDShared(NamedTuple):
 class GlobalQSGD(PlainMethod):
     """All-reduce of codes with a scale that all workers share: b bits per coordinate.
 
-    Unbiased. A NaN or infinity on any worker makes its whole piece NaN on all; sums of what is
-    finite end at the largest bf16 number.
+    Unbiased.
 
     Attributes:
       bits: of a code with its sign, 3 to 8.

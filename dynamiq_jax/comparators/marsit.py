@@ -3,8 +3,7 @@
 Worker i has y_i = x_i + c_i, its gradient and its compensation, and encodes the signs of y_i. A
 partial result that stands for a workers meets the bit of one that stands for b: where the two
 differ, a coin keeps the former with probability a / (a + b). So the finished bit is the sign of a
-worker drawn uniformly, for every coordinate by itself, whatever the order: its expectation is the
-mean of the workers' signs, exactly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g.
+worker drawn uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g.
 Every ``period``-th round is in full precision: its result is the mean of the y_i, and the c_i
 become zero.
 
@@ -67,14 +66,11 @@ class MarsitShared(NamedTuple):
 class Marsit(PlainMethod):
     """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
 
-    Unbiased for the mean sign, not for the gradient. Up to the rounding of f32, the results (as
-    sums) of all steps and the compensations of all workers add up to all gradients, and after a
-    full round the results alone do. Where workers' gradients differ for long, the result of a full
-    round may be as large as ``period`` gradients.
-
-    A NaN or infinity on any worker makes its whole block NaN on all, and leaves the block's
-    compensation as it was. Compensations have the gradients' unit, and take 4 bytes per coordinate
-    on every worker. One program serves both kinds of rounds.
+    Unbiased for the mean sign, not for the gradient. The results (as sums) of all steps and the
+    compensations of all workers add up to all gradients, and after a full round the results alone
+    do. Where workers' gradients differ for long, the result of a full round may be as large as
+    ``period`` gradients. A block that is not finite leaves its compensation as it was.
+    Compensations take 4 bytes per coordinate on every worker.
 
     Attributes:
       period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.

@@ -30,10 +30,10 @@ from dynamiq_jax.topologies import Topology
 class MinMax(PlainMethod, ShardedMethod):
     """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
 
-    Every encoding of a partial sum has extremes of its own. A NaN or infinity on any worker makes
-    its whole bucket NaN on all; values beyond 2^126 are cut. Zero is not a level in general: a
-    bucket that holds more than zeros moves its zeros. Flash Communication is ``rounding="nearest"``
-    over `Direct`; QSDP is ``bits=8, bucket_size=1024``, for weights with ``rounding="shift"``.
+    Every encoding of a partial sum has extremes of its own; values beyond 2^126 are cut. Zero is
+    not a level in general: a bucket that holds more than zeros moves its zeros. Flash Communication
+    is ``rounding="nearest"`` over `Direct`; QSDP is ``bits=8, bucket_size=1024``, for weights with
+    ``rounding="shift"``.
 
     Attributes:
       bits: of a code, 1 to 8; on the wire 32 / ``bucket_size`` more.

@@ -182,8 +182,8 @@ class _MX(PlainMethod):
 class MXFP8(_MX):
     """All-reduce of 8-bit floats in blocks of 32 with a power-of-two scale: 8.25 bits per value.
 
-    A NaN or infinity on any worker makes its whole block NaN on all, and does not touch the state.
-    With shared scales, sums whose nearest value exceeds f32 become infinities.
+    A block that is not finite does not touch the state. With shared scales, sums whose nearest
+    value exceeds f32 become infinities.
 
     Attributes:
       element: "e4m3" or "e5m2", by bits of exponent and mantissa.

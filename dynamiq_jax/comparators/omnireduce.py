@@ -41,9 +41,7 @@ class OmniReduceState(NamedTuple):
 class OmniReduce(BlockMethod):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
-    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
-    its whole block NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only.
+    Biased: what is left out is lost without `ErrorFeedback`.
 
     Attributes:
       density: the part of blocks that is sent, above 0 up to 1; 16 bits per coordinate times this.

@@ -24,9 +24,7 @@ from dynamiq_jax.topologies import Topology
 class PermK(NativeMethod):
     """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
 
-    Unbiased, but for rounding to bf16. A NaN or infinity on any worker makes all coordinates NaN
-    that its n neighbours are drawn for together, on all workers; what is finite ends at the largest
-    bf16 number. Serves ``topology=None`` only.
+    Unbiased, but for rounding to bf16.
     """
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:

@@ -41,10 +41,9 @@ class PowerSGDState(NamedTuple):
 class PowerSGD(MatrixMethod):
     """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
 
-    Biased: what is not in the factors is lost without `ErrorFeedback`. A NaN or infinity on any
-    worker makes its whole leaf NaN on all, and leaves the factor as it was; sums of what is finite
-    end at the largest bf16 number. Serves ``topology=None`` only. Without state every
-    step starts from a factor at random, which the key decides on.
+    Biased: what is not in the factors is lost without `ErrorFeedback`. A leaf that is not finite
+    leaves the factor as it was. Without state every step starts from a factor at random, which the
+    key decides on.
 
     Attributes:
       rank: columns of both factors; a leaf takes ``rank`` (1 / rows + 1 / columns) numbers for each

@@ -52,9 +52,8 @@ class SIDCoState(NamedTuple):
 class SIDCo(BlockMethod):
     """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
 
-    Biased: what is left out is lost without `ErrorFeedback`. A NaN or infinity on any worker makes
-    its whole block NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only. Without state the number of stages stays `FIRST_STAGES`.
+    Biased: what is left out is lost without `ErrorFeedback`. Without state the number of stages
+    stays `FIRST_STAGES`.
 
     Attributes:
       density: the part of blocks that is to be above the threshold, above 0 up to 1.

@@ -53,9 +53,8 @@ STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 class THC(NativeMethod, TellsLosses):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
-    Unbiased but for clipping, whatever the ``rounding``. A NaN or infinity on any worker makes its
-    whole piece NaN on all; sums of what is finite end at the largest bf16 number. Serves
-    ``topology=None`` only. Without state the rounding is new only where the caller's key is.
+    Unbiased but for clipping, whatever the ``rounding``. Without state the rounding is new only
+    where the caller's key is.
 
     Attributes:
       bits: of an index, 1 to 8: ``2**bits`` levels.

@@ -1,7 +1,6 @@
 """THC: codes whose table values can be added as integers (tensor homomorphic compression).
 
-Numerics of "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic Compression"
-(Li et al., NSDI 2024), as pure functions. A worker's gradient passes through
+The numerics of `thc`, as pure functions. A worker's gradient passes through
 
 1. `hadamard.cut`: pieces of ``D`` = 2^k coordinates, the last one filled with zeros;
 2. `standardize`: x / M; M is the largest root mean square that any worker's piece has (the
