@@ -393,7 +393,7 @@ class TestData:
         mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
         data = np.ones((len(jax.devices()), 10), jnp.bfloat16)
         replicas = len(data) * data
-        quality = all_reduce.quality_program(mesh, "psum")
+        quality = all_reduce.quality_program(mesh)
         assert [float(value) for value in quality(data, replicas)] == [0.0, 0.0]
         replicas[:, 2] = 0.0
         replicas[-1, 2] = -0.0  # other bits, same value
