@@ -46,7 +46,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from dynamiq_jax.commands.bench import contenders, tables
-from dynamiq_jax.commands.bench.all_reduce import make_mesh, transport
+from dynamiq_jax.commands.bench.all_reduce import make_mesh, payloads_by
 from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.request.ways import bytes_per_second
 
@@ -365,7 +365,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
     return Row(
         model=run.model, tokens=per_worker, method=text,
         topology=type(route).__name__.lower() if route else "native",
-        transport=transport(t.mesh.devices.flat[0].platform, route),
+        transport=payloads_by(route, t.mesh.devices.shape),
         n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
         exposed_ms=None if alone_ms is None else median - alone_ms,
         mfu=flops / (median / 1e3) / peak if flops and peak else None,

@@ -253,7 +253,7 @@ class TestCommand:
         assert plain(check([SettingRow(**row) for row in found])) in said
         assert said.count("Checked, not measured: bf16 psum and 1 setting(s) ran.") == 1
         assert not re.search("Do not bother|Use DynamiQ|dq.pmean", said)
-        for expected in ("links of 8 CPU device(s)", "over cpu", "bf16 psum", "DynamiQ at 5 bits"):
+        for expected in ("links of 8 CPU device(s)", "bf16 psum", "DynamiQ at 5 bits"):
             assert expected in output
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
@@ -346,7 +346,7 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], ends
     assert "links of 2 CPU device(s) of one machine" in ends[0][0]
-    assert "2 process(es), over cpu" in ends[0][0]
+    assert "2 process(es)" in ends[0][0]
     assert "everything would travel natively" in ends[0][0]
     assert "links" not in ends[1][0] and "natively" not in ends[1][0]
     assert [file.name for file in tmp_path.iterdir()] == ["0.json"]

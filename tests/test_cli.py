@@ -446,27 +446,9 @@ def test_sizes():
     assert [tables.format_size(size) for size in (2**24, 2**30)] == ["16MiB", "1GiB"]
 
 
-SYMMETRIC = "--xla_enable_nccl_symmetric_buffers_for_collectives=AllGather,AllToAll"
-PERMUTES, COLLECTIVES = (dq.Direct(transport=t) for t in ("permutes", "collectives"))
-SOCKET = {"NCCL_NET": "Socket"}
-
-
-@pytest.mark.parametrize(
-    ("topology", "told", "label"),
-    [
-        (None, {}, "p2p, NCCL"),
-        (None, {"NCCL_HOSTID": "node0"} | SOCKET, "p2p, NCCL + socket"),
-        (None, {"NCCL_HOSTID": "node0", "NCCL_P2P_DISABLE": "1"}, "shm + net"),
-        (COLLECTIVES, {"NCCL_P2P_DISABLE": "1"}, "shm"),
-        (None, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} | SOCKET, "socket"),
-        (COLLECTIVES, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "net"),
-        (PERMUTES, {}, "p2p, copy engines"),
-        (COLLECTIVES, {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "p2p, NCCL copy engines"),
-        (None, {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "p2p, NCCL"),
-        (COLLECTIVES, {"NCCL_CTA_POLICY": "2"}, "p2p, NCCL"),
-    ],
-)
-def test_transport_label(topology, told, label, monkeypatch):
-    monkeypatch.setattr(all_reduce, "copy_engines", lambda: "they are there")
-    assert all_reduce.transport("gpu", topology, told) == label
-    assert all_reduce.transport("cpu", topology, told) == "cpu"
+def test_payloads_travel_as_the_library_would_send_them(monkeypatch):
+    by = all_reduce.payloads_by
+    assert [by(None, (8,)), by(dq.Ring(), (8,))] == ["xla", "collectives"]
+    assert by(dq.Direct(transport="permutes"), (8,)) == "permutes"
+    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
+    assert [by(dq.Direct(), (8,)), by(dq.Hierarchical(), (4, 2))] == ["permutes"] * 2

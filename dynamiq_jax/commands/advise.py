@@ -74,11 +74,10 @@ def command(
     routes = _routes(topology, mesh, nodes)
     repeats = repeats or (5 if on_cpu else 20)
     links = settings.bench_links(mesh, 2**20 if on_cpu else 2**26, repeats=repeats)
-    carrier = all_reduce.transport(workers[0].platform)
     title = f"links of {options.workers_text(workers)}, {jax.process_count()} process(es)"
     first = jax.process_index() == 0
     if first:
-        tables.print_table(links, tables.LINK_COLUMNS, f"{title}, over {carrier}")
+        tables.print_table(links, tables.LINK_COLUMNS, title)
     dithers = [False] if on_cpu else [False, True]
     tried = tried or ([5, 4] if on_cpu else [5, 4, 3.5])
     chosen = settings.settings(leaves, mesh.devices.shape, tried, routes, dithers)

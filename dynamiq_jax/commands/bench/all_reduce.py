@@ -14,8 +14,7 @@ Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
 * wrong = coordinates that are not the same bits on all workers; anything but 0 is a defect.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -40,9 +39,9 @@ from dynamiq_jax.commands.bench.timing import (
 )
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.core.xla import compiled_by, compiler_options, copy_engines, jit
+from dynamiq_jax.core.xla import compiled_by, compiler_options, jit
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.topologies import with_transport
+from dynamiq_jax.request.compression import Compression
 
 AXES = ("node", "gpu")
 """The axes of the mesh; one node has the last of them alone."""
@@ -69,27 +68,13 @@ class AllReduceRow(TimedRow):
     transport: str
 
 
-def transport(platform: str, topology: Any = None, environ: Mapping[str, str] = os.environ) -> str:
-    """The links that carry the bytes of a topology, or of native collectives.
-
-    Of NCCL it says what the environment has told it: which links, and whether its copy engines or
-    its kernels send. Where NCCL takes processes for several hosts, both links are named.
-    """
-    if platform == "cpu":
-        return "cpu"
-    if topology is not None:
-        with compiled_by(compiler_options()):
-            filled, _ = with_transport(topology, n_workers=jax.device_count())
-            if getattr(filled, "transport", None) == "permutes" and copy_engines():
-                return "p2p, copy engines"
-    net = "socket" if environ.get("NCCL_NET", "").lower() == "socket" else "net"
-    if environ.get("NCCL_P2P_DISABLE", "0") == "1":
-        inside = "shm" if environ.get("NCCL_SHM_DISABLE", "0") != "1" else net
-    else:
-        symmetric = "nccl_symmetric_buffers" in environ.get("XLA_FLAGS", "")
-        engines = environ.get("NCCL_CTA_POLICY") == "2" and symmetric and topology is not None
-        inside = "p2p, NCCL copy engines" if engines else "p2p, NCCL"
-    return f"{inside} + {net}" if environ.get("NCCL_HOSTID") and inside != net else inside
+def payloads_by(topology: Any, sizes: tuple[int, ...]) -> str:
+    """How the payloads of a topology travel on axes of these sizes, see `Topology.transport`."""
+    if topology is None:
+        return "xla"
+    with compiled_by(compiler_options()):
+        route: Any = Compression(topology=topology).route(sizes).topology
+    return route.levels(sizes).outer.transport
 
 
 IN_FLIGHT_BYTES = 128 * 2**20
@@ -150,7 +135,7 @@ def bench_all_reduce(
                     n_workers=n,
                     iterations=counts["iterations"],
                     backend=contender.backend,
-                    transport=transport(platform, contender.topology),
+                    transport=payloads_by(contender.topology, mesh.devices.shape),
                     **timing._asdict(),
                 )
             )

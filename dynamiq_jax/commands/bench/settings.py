@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench.all_reduce import (
     heavy_tailed_gradients,
+    payloads_by,
     repetitions,
     timed_program,
 )
@@ -217,7 +218,6 @@ def bench_settings(
     for setting, timing in zip(chosen, timings[1:], strict=True):
         with compiled_by(options):
             said = setting.explain(leaves, sizes, verbose=False)
-            route: Any = setting.route(sizes).topology
         rows.append(
             SettingRow(
                 setting=setting,
@@ -225,7 +225,7 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=route.levels(sizes).outer.transport,
+                transport=payloads_by(setting.topology, sizes),
                 **timing._asdict(),
             )
         )

@@ -22,7 +22,7 @@ PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
 
 TEXTS = (
-    "method", "kernel", "topology", "backend", "transport", "worst leaf", "exchange", "setting",
+    "method", "kernel", "topology", "backend", "worst leaf", "exchange", "setting",
     "payloads by",
 )  # fmt: skip
 """Titles of columns that are aligned to the left."""
@@ -50,7 +50,7 @@ ALL_REDUCE_COLUMNS = (
     Column("vNMSE", lambda r: f"{r.vnmse:.2e}"),
     Column("#wrong", lambda r: str(r.wrong)),
     Column("backend", lambda r: r.backend),
-    Column("transport", lambda r: r.transport),
+    Column("payloads by", lambda r: r.transport),
 )
 
 KERNEL_COLUMNS = (
