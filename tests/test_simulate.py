@@ -17,7 +17,6 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands import cli
 from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.simulate import (
-    Case,
     Given,
     Source,
     add_exactly,
@@ -25,6 +24,7 @@ from dynamiq_jax.commands.simulate import (
     shared_by_all,
     simulate,
     worker_gradient,
+    workers_of,
 )
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
@@ -121,14 +121,14 @@ def test_a_chunk_of_the_library_bit_for_bit(name):
 @pytest.mark.parametrize("n", TOPOLOGIES, ids=str)
 def test_error_is_that_of_the_library(n):
     """Each of its chunks holds what is simulated; the data are others."""
-    case = Case(n_workers=n, super_groups=SUPER_GROUPS, method=METHOD, topology=TOPOLOGIES[n])
+    workers = workers_of(METHOD, TOPOLOGIES[n], n, SUPER_GROUPS)
     ratios = []
     for seed in range(12):
         x = rows_of(repeated_source(n, seed), n)
         exact = np.sum(np.asarray(x, np.float64), axis=0)
         total = library(METHOD, TOPOLOGIES[n], n)(x, jnp.array([seed, 1], jnp.uint32))[0][0]
         expected = np.sum((np.asarray(total, np.float64) - exact) ** 2) / np.sum(exact**2)
-        ratios.append(simulate(case, jax.random.key(seed)) / expected)
+        ratios.append(simulate(workers, jax.random.key(seed)) / expected)
     assert np.mean(np.log(ratios)) == pytest.approx(0, abs=0.05)
 
 
@@ -144,10 +144,8 @@ def test_sums_keep_what_f32_rounds_off():
 
 def most_alive(monkeypatch, topology, n):
     """The most bytes of arrays that are alive when a worker has encoded, beyond those before."""
-    case = Case(
-        n_workers=n, super_groups=SUPER_GROUPS, method=dq.comparators.MXFP8(), topology=topology
-    )
-    workers, source = case.workers(), mixture_source(jax.random.key(0), SUPER_GROUPS)
+    workers = workers_of(dq.comparators.MXFP8(), topology, n, SUPER_GROUPS)
+    source = mixture_source(jax.random.key(0), SUPER_GROUPS)
     given = Given(source, shared_by_all(workers, worker_gradient(source, 0), None, SEED))
     monkeypatch.setattr(sequential, "SYNC_EVERY", 1)
     alive = []
@@ -156,7 +154,7 @@ def most_alive(monkeypatch, topology, n):
         alive.append(sum(x.nbytes for x in jax.live_arrays()))
 
     before = sum(x.nbytes for x in jax.live_arrays())
-    reduce_chunk(case.topology, n, workers, given, note)
+    reduce_chunk(topology, n, workers, given, note)
     assert len(alive) == n
     return max(alive) - before
 
@@ -171,8 +169,7 @@ def test_memory_is_the_same_for_any_number_of_workers(monkeypatch, topology):
 @pytest.mark.parametrize("bits", [5.0, 8.5])
 def test_wire_bits_are_the_budget(kind, bits):
     method, topology = dq.DynamiQ(bits=bits, widths=(2, 4, 8, 16)), kind(streams=1)
-    case = Case(n_workers=8192, super_groups=32768, method=method, topology=topology)
-    layout = case.workers().bound.layout
+    layout = workers_of(method, topology, 8192, 32768).bound.layout
     assert (layout.chunks, layout.super_groups, layout.rows) == (1, 32768, 32768)
     coords = 2 * 8191 / 8192 * 8192 * layout.size  # that pass through every worker
     used = (layout.payload_bits + 8192 * layout.stats_bits) / coords

@@ -66,10 +66,11 @@ def command(
     super_groups = super_groups or (256 if options.on_cpu(device) else 32768)
     cases = {}
     for text in contenders.parts(methods):
+        method = checked("--methods", contenders.make_method, text)
         for name in contenders.parts(topology):
             route = checked("--topology", contenders.parse_topology, name)
-            told = text, route, workers, super_groups
-            cases[text, name] = checked("--methods --topology --workers", make_case, *told)
+            told = method, route, workers, super_groups
+            cases[text, name] = checked("--methods --topology --workers", workers_of, *told)
     rows = [study(case, names, seeds) for names, case in cases.items()]
     title = f"vNMSE of one all-reduce, {super_groups} super-groups, {seeds} seed(s), on one "
     title += device[0].device_kind
@@ -128,52 +129,22 @@ class Workers:
         return self.method.codec(x, given.shared, self.bound, dtype=jnp.float32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One simulated all-reduce of so many super-groups of 256 coordinates per worker.
-
-    Payloads travel in one stream.
-    """
-
-    n_workers: int
-    super_groups: int
-    method: HopMethod
-    topology: Topology
-    """One of a single stream."""
-
-    @property
-    def size(self) -> int:
-        """Coordinates of every worker in the all-reduce whose chunks are as large as this one."""
-        return self.n_workers * self.super_groups * SUPER_GROUP
-
-    @property
-    def bits_per_coord(self) -> float:
-        """Bits on the wire per coordinate."""
-        n = self.n_workers
-        return self.method.wire_bits(self.size, n, self.topology) / (2 * (n - 1) / n * self.size)
-
-    def workers(self) -> Workers:
-        """The static facts of the workers."""
-        bound = self.method.bind(self.size, self.n_workers, self.topology)
-        return Workers(self.method, one_chunk(bound, self.super_groups * SUPER_GROUP))
-
-
-def make_case(method: str, topology: Topology, n_workers: int, super_groups: int) -> Case:
-    """The case of a method by its name on the command line.
+def workers_of(method: Any, topology: Topology, n_workers: int, super_groups: int) -> Workers:
+    """The workers of a simulation, whose payloads travel in one stream.
 
     Raises:
-      ValueError: the method is not known, or the topology does not serve so many workers.
+      ValueError: the topology does not serve so many workers.
       NotImplementedError: the method does not run over topologies, or has memory.
     """
-    made = contenders.make_method(method)
-    if not isinstance(made, HopMethod) or made.needs_state:
+    if not isinstance(method, HopMethod) or method.needs_state:
         raise NotImplementedError(
-            f"{method}: one step of a method over topologies and without memory is "
-            "simulated; pass for example dynamiq:5 or mxfp8"
+            f"{method!r}: one step of a method over topologies and without memory is simulated; "
+            "pass for example dynamiq:5 or mxfp8"
         )
     topology.check(n_workers)
-    topology = dataclasses.replace(topology, streams=1)
-    return Case(n_workers=n_workers, super_groups=super_groups, method=made, topology=topology)
+    size = super_groups * SUPER_GROUP
+    one_stream: Any = dataclasses.replace(topology, streams=1)
+    return Workers(method, one_chunk(method.bind(n_workers * size, n_workers, one_stream), size))
 
 
 class _OneChunk(Layout):
@@ -251,11 +222,11 @@ def shared_by_all(workers: Workers, x: Values, message: Message, seed) -> Shared
     return method.share(message, seed, bound)
 
 
-def simulate(case: Case, key: Array, progress: Progress = lambda done, of: None) -> float:
+def simulate(workers: Workers, key: Array, progress: Progress = lambda done, of: None) -> float:
     """The vNMSE of one all-reduce, |estimate - sum|² / |sum|², of data that follow from the key."""
-    workers, route, n = case.workers(), case.topology, case.n_workers
+    layout, route, n = workers.bound
     data_key, seed_key = jax.random.split(key)
-    source = mixture_source(data_key, case.super_groups)
+    source = mixture_source(data_key, layout.size // SUPER_GROUP)
     totals = survey(workers, source)
     seed = jax.random.bits(seed_key, (2,), jnp.uint32)
     given = Given(source, shared_by_all(workers, totals.high, totals.message, seed))
@@ -266,12 +237,14 @@ def simulate(case: Case, key: Array, progress: Progress = lambda done, of: None)
     return float(np.sum(error**2) / np.sum(exact**2))
 
 
-def study(case: Case, names: tuple[str, str], seeds: int) -> ErrorRow:
+def study(workers: Workers, names: tuple[str, str], seeds: int) -> ErrorRow:
     """`simulate` for every seed, which says how far it is at every tenth of the workers."""
 
     def show(done: int, of: int) -> None:
         if 10 * done // of > 10 * (done - SYNC_EVERY) // of:
             announce(f"{' '.join(names)}: {done} of {of} workers")
 
-    found = [simulate(case, jax.random.key(seed), show) for seed in range(seeds)]
-    return ErrorRow.of(*names, case.n_workers, case.bits_per_coord, found)
+    found = [simulate(workers, jax.random.key(seed), show) for seed in range(seeds)]
+    layout, route, n = workers.bound
+    sent = workers.method.wire_bits(n * layout.size, n, route)
+    return ErrorRow.of(*names, n, sent / (2 * (n - 1) * layout.size), found)
