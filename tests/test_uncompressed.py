@@ -22,7 +22,6 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors import reduce_scatter
-from dynamiq_jax.methods.plain import PlainCodec, chunk_codec, chunk_layout
 
 BF16, F32 = small(dq.BF16()), small(dq.F32())
 SIZE = 1000 - 3
@@ -91,16 +90,12 @@ def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
     """`ChunkCodec.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
     n, streams, size = 4, 2, 96
     topology = dq.Direct(streams=streams)
-    layout = chunk_layout(n * size, n, topology)
-    codec = PlainCodec(
-        encode=lambda values, chunk, slot: values.astype(jnp.bfloat16),
-        decode=lambda payload, chunk: payload.astype(jnp.float32),
-    )
+    sizes = dq.BF16().bind(n * size, n, topology)
     x = gradient(6, n, n * size)
 
     def one(v):
-        bound = chunk_codec(v, codec, layout, dtype=v.dtype, divisor=2)
-        return reduce_scatter(topology, bound, Axis(("data",)), streams)[0].reshape(-1)
+        codec = dq.BF16().codec(v, (), sizes, dtype=v.dtype, divisor=2)
+        return reduce_scatter(topology, codec, Axis(("data",)), streams)[0].reshape(-1)
 
     found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
     cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)

@@ -77,81 +77,6 @@ class Kept(NamedTuple):
     order."""
 
 
-def chunk_layout(size: int, n_workers: int, topology: Topology, *, unit: int = 1) -> ChunkLayout:
-    """Equal chunks of a multiple of ``unit`` coordinates."""
-    streams = topology.chunks_per_worker(size)
-    units = max(1, -(-size // (n_workers * streams * unit)))
-    return ChunkLayout(
-        size=size, n_workers=n_workers, chunks_per_worker=streams, chunk_size=units * unit
-    )
-
-
-def chunk_codec(
-    x: Float[Array, " d"],
-    codec: PlainCodec,
-    layout: ChunkLayout,
-    *,
-    dtype,
-    divisor: int = 1,
-    keep_error: bool = False,
-) -> ChunkCodec:
-    """Binds a codec to one worker's gradient.
-
-    Args:
-      x: the flat gradient, in the units of ``codec``; with or without its padding.
-      codec: encodes and decodes chunks.
-      layout: static sizes.
-      dtype: of the result, which is [C, m], or [chunks_per_worker, m] from `ChunkCodec.finish`.
-      divisor: the restored sum is divided by this (n for a mean).
-      keep_error: whether the carry is `Kept`.
-    """
-    own = jnp.pad(x, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
-
-    def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
-        if total is None:
-            total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
-        for inputs in arrived:
-            total = _with(codec, total, inputs, chunks)
-        return total
-
-    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
-        del skip  # encoding what nobody needs does no harm
-        values = add(arrived, chunks, total)
-        payloads = jax.vmap(lambda v, chunk: codec.encode(v, chunk, encoder.slot))(values, chunks)
-        if keep_error:
-            lost = values - jax.vmap(codec.decode)(payloads, chunks)
-            if codec.restore is not None:
-                lost = jax.vmap(codec.restore)(lost, chunks)
-            # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
-            kept = carry.lost.at[chunks].set(lost, unique_indices=True, mode="promise_in_bounds")
-            carry = carry._replace(lost=kept)
-        return payloads, carry
-
-    def write(values, chunks, rows, into, n_rows: int):
-        if codec.restore is not None:
-            values = jax.vmap(codec.restore)(values, chunks)
-        values = (values / divisor if divisor != 1 else values).astype(dtype)
-        if into is None:
-            into = jnp.zeros((n_rows, layout.chunk_size), dtype)
-        return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
-
-    def decode(payloads, chunks, encoders, into, carry: Carry):
-        values = jax.vmap(codec.decode)(payloads, chunks)
-        if codec.tally is not None:
-            found = jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
-            carry = carry._replace(carry=carry.carry + found) if keep_error else carry + found
-        return write(values, chunks, chunks, into, layout.chunks), carry
-
-    def finish(arrived, chunks, into, carry: Carry):
-        streams = layout.chunks_per_worker
-        return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
-
-    carry = () if codec.tally is None else jnp.int32(0)
-    if keep_error:
-        carry = Kept(carry, jnp.zeros(own.shape, jnp.float32))
-    return ChunkCodec(encode, add, decode, finish, carry)
-
-
 def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
     """The total with what arrived, one after the other: the order decides about last bits."""
 
@@ -201,8 +126,11 @@ class PlainMethod(HopMethod):
         return 0
 
     def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        return Bound(chunk_layout(size, n_workers, topology, unit=self.unit), topology, n_workers)
+        """Equal chunks, each of whole units."""
+        streams = topology.chunks_per_worker(size)
+        units = max(1, -(-size // (n_workers * streams * self.unit)))
+        sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}
+        return Bound(ChunkLayout(**sizes, chunk_size=units * self.unit), topology, n_workers)
 
     def codec(
         self,
@@ -214,11 +142,53 @@ class PlainMethod(HopMethod):
         divisor: int = 1,
         keep_error: bool = False,
     ) -> ChunkCodec:
-        """See `HopMethod`."""
+        """See `HopMethod`; results are [C, m], or of `finish` [chunks_per_worker, m]."""
         own, codec = self.operations(x, shared, bound)
-        return chunk_codec(
-            own, codec, bound.layout, dtype=dtype, divisor=divisor, keep_error=keep_error
-        )
+        layout: ChunkLayout = bound.layout
+        own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
+        decoded = jax.vmap(codec.decode)
+        restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
+
+        def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
+            if total is None:
+                total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
+            for inputs in arrived:
+                total = _with(codec, total, inputs, chunks)
+            return total
+
+        def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+            del skip  # encoding what nobody needs does no harm
+            values = add(arrived, chunks, total)
+            payloads = jax.vmap(codec.encode, (0, 0, None))(values, chunks, encoder.slot)
+            if keep_error:
+                lost = restored(values - decoded(payloads, chunks), chunks)
+                # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
+                at = carry.lost.at[chunks]
+                kept = at.set(lost, unique_indices=True, mode="promise_in_bounds")
+                carry = carry._replace(lost=kept)
+            return payloads, carry
+
+        def write(values, chunks, rows, into, n_rows: int):
+            values = restored(values, chunks)
+            values = (values / divisor if divisor != 1 else values).astype(dtype)
+            if into is None:
+                into = jnp.zeros((n_rows, layout.chunk_size), dtype)
+            return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
+
+        def decode(payloads, chunks, encoders, into, carry: Carry):
+            if codec.tally is not None:
+                found = jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
+                carry = carry._replace(carry=carry.carry + found) if keep_error else carry + found
+            return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks), carry
+
+        def finish(arrived, chunks, into, carry: Carry):
+            streams = layout.chunks_per_worker
+            return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
+
+        carry = () if codec.tally is None else jnp.int32(0)
+        if keep_error:
+            carry = Kept(carry, jnp.zeros(own.shape, jnp.float32))
+        return ChunkCodec(encode, add, decode, finish, carry)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
