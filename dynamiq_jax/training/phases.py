@@ -133,7 +133,6 @@ def cut(closed: Any, shapes: Any) -> Traced:
     rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
     operations: list[Operation] = []
     constants: dict[Slot, Any] = {}
-    viewed: dict[Any, list[Slot]] = {}
 
     def fresh(round_number: int) -> Slot:
         slot = next(numbers)
@@ -155,12 +154,10 @@ def cut(closed: Any, shapes: Any) -> Traced:
             moves = _moves(equation)
             if moves and (called := _called(equation)) is not None:
                 made = walk(called, own)
-            elif (made := viewed.get(view := _view(equation, own))) is None:
+            else:
                 number = max((rounds[slot] for slot in slots(own)), default=0)
                 made = [fresh(number + moves) for _ in equation.outvars]
                 operations.append(Operation(equation, own, tuple(made), number, moves))
-                if view is not None:
-                    viewed[view] = made
             known.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -177,15 +174,6 @@ def _computations(traced: Traced) -> Iterator[Computation]:
         own = [op for op in traced.operations if (op.round, op.moves) == (number, False)]
         others = (op.takes for op in traced.operations if (op.round, op.moves) != (number, False))
         yield Computation.of(own, slots(itertools.chain(*others, traced.sources)))
-
-
-def _view(equation: JaxprEqn, own: tuple[Slot | Literal, ...]) -> Any:
-    """A key that equal views of one array share; `None` for what computes something.
-
-    A loop carries every slot, and an array with four equal views would be carried four times.
-    """
-    name = equation.primitive.name
-    return (name, own, str(equation.params)) if name in VIEWS else None
 
 
 def _without_views(
@@ -244,17 +232,6 @@ class Progress:
         """How many more calls of `exchange` there are."""
         return self._traced.rounds - self._round
 
-    @property
-    def values(self) -> dict[Slot, Array]:
-        """The values that later operations still need; before `exchange`."""
-        at = self._round, True
-        return self._known(op for op in self._traced.operations if (op.round, op.moves) >= at)
-
-    def with_values(self, values: Mapping[Slot, Array]) -> "Progress":
-        """Another call that has come as far as this one, whose `values` these are."""
-        constants = self._traced.constants
-        return Progress(self._traced, {**constants, **values}, self._waits, self._round)
-
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call, whose `payload` this is: its last kernels have not run."""
         values = {**self._traced.constants, **payload}
@@ -265,7 +242,9 @@ class Progress:
         computed = self._now(moves=False)
         self.done = not self.rounds_left
         if self.done:
-            self.payload = self._known(computed)
+            wanted = {*self._traced.sources, *(slot for op in computed for slot in slots(op.takes))}
+            known = wanted & self._values.keys() - self._traced.constants.keys()
+            self.payload = {slot: self._values[slot] for slot in sorted(known)}
         computation = self._traced.computations[self._round]
         made = computation.run({slot: self._values[slot] for slot in computation.takes})
         self._values.update(made)
@@ -280,12 +259,6 @@ class Progress:
         run(self._now(moves=True), self._values)
         self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
         self._round += 1
-
-    def _known(self, later: Iterable[Operation]) -> dict[Slot, Array]:
-        """The values, constants aside, that these operations and the results take."""
-        wanted = {*self._traced.sources, *(slot for op in later for slot in slots(op.takes))}
-        known = wanted & self._values.keys() - self._traced.constants.keys()
-        return {slot: self._values[slot] for slot in sorted(known)}
 
     def _now(self, *, moves: bool) -> list[Operation]:
         return [
