@@ -153,7 +153,7 @@ def make_training(
     *,
     steps: int | None = None,
     learning_rate: float | None = None,
-    make_model: Callable[[bool, bool], ways.Model],
+    make_model: Callable[[bool], ways.Model],
     **options: Any,
 ) -> ways.Training:
     """The training of a model by its recipe: AdamW, norms clipped, functions in bf16."""
@@ -439,7 +439,7 @@ def main(
     make_model = partial(ways.llama, config)
     if model_tree:
         shapes = tree_model(model_tree)
-        make_model = lambda scan, checkpoint: shapes  # noqa: E731
+        make_model = lambda checkpoint: shapes  # noqa: E731
     xla: dict[str, Any] = {}
     try:
         xla = parse_options(option or ())

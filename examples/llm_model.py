@@ -20,8 +20,6 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-import dynamiq_jax as dq
-
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
 AttentionKernel = Literal["xla", "cudnn"]
@@ -310,25 +308,19 @@ class Stages(NamedTuple):
         return x
 
 
-def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Stages:
+def make_stages(config: Config, together: int = 1) -> Stages:
     """Cuts the loss of `make_loss` into functions, which compute it from ``tokens``.
 
     Args:
         config: of the model.
-        scanned: whether the blocks are one function that runs in a loop, their parameters a stack.
         together: blocks to a function, whose gradients are reduced together.
 
     Raises:
-        ValueError: the head is the embedding: two functions would use it; ``together`` is no
-            positive number; or the blocks of a loop are not a multiple of it.
+        ValueError: the head is the embedding: two functions would use it; or ``together`` is
+            not a positive number.
     """
     if together < 1:
         raise ValueError(f"together={together} must be at least 1 block to a function")
-    if scanned and config.n_layers % together:
-        raise ValueError(
-            f"n_layers={config.n_layers} blocks in a loop with {together} at a time: pass a "
-            "together that divides them"
-        )
     if config.tied:
         raise ValueError("tied=True: the head is the embedding; pass a model with its own head")
     whole = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
@@ -353,8 +345,6 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
         groups = [tuple(blocks[i : i + together]) for i in range(0, config.n_layers, together)]
-        if scanned:
-            groups = [jax.tree.map(lambda *layers: jnp.stack(layers), *groups)]
         return params["embed"], *groups, {name: params[name] for name in ("norm", "head")}
 
     one = jax.checkpoint(block) if config.remat else block
@@ -365,5 +355,4 @@ def make_stages(config: Config, scanned: bool = False, together: int = 1) -> Sta
         return carry
 
     count = -(-config.n_layers // together)
-    middles = [dq.Scanned(several)] if scanned else [several] * count
-    return Stages((embed, *middles, head), split)
+    return Stages((embed, *[several] * count, head), split)

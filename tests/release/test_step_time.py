@@ -127,22 +127,17 @@ class TestStepTime:
         assert "bf16-zero failed: RuntimeError: out of luck" in plain(ran.output)
         assert "bf16-psum  " in ran.stdout and "bf16-zero  " not in ran.stdout
 
-    @pytest.mark.parametrize(("scanned", "together", "count"), [(False, 3, 2), (True, 2, 1)])
-    def test_blocks_of_one_function_compute_what_each_would(self, scanned, together, count):
+    def test_blocks_of_one_function_compute_what_each_would(self):
         config = dataclasses.replace(LAYER, n_layers=4)
         shapes = jax.eval_shape(partial(llm_model.init_params, config), jax.random.key(0))
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = step_time.random_params(shapes, one)
         tokens = jax.random.randint(jax.random.key(1), (2, LAYER.seq_len + 1), 0, 256)
-        alone, grouped = (
-            llm_model.make_stages(config, *choice) for choice in ((), (scanned, together))
-        )
+        alone, grouped = (llm_model.make_stages(config, together) for together in (1, 3))
         assert len(alone.functions) == 4 + 2
-        assert len(grouped.functions) == count + 2
+        assert len(grouped.functions) == 2 + 2
         losses = [stages.loss(stages.split(params), tokens) for stages in (alone, grouped)]
         np.testing.assert_allclose(*losses, rtol=1e-6)
-        with pytest.raises(ValueError, match="n_layers=4 blocks in a loop with 3 at a time"):
-            llm_model.make_stages(config, True, 3)
         with pytest.raises(ValueError, match="together=0 must be at least 1"):
             llm_model.make_stages(config, together=0)
 
