@@ -417,21 +417,20 @@ class Compression(Options):
         } | agreement.described(options)
 
     def save(self, file: str | Path) -> None:
-        """Writes this request for `load`: JSON or TOML, by the file's suffix.
+        """Writes this request for `load`, as JSON.
 
         Raises:
-          ValueError: another suffix, a function by path, a method or topology that is not this
-            library's, or a field that is `None` and could not be said in TOML.
+          ValueError: another suffix than .json, a function by path, or a method or topology that is
+            not this library's.
         """
         configuration.write(file, self)
 
     @classmethod
     def load(cls, file: str | Path) -> "Compression":
-        """Reads a request from a JSON or TOML file, as `save` writes it.
+        """Reads a request from a JSON file, as `save` writes it.
 
         Raises:
-          ValueError: the file is neither JSON nor TOML, or has names, fields or values that do not
-            exist.
+          ValueError: the file is not JSON, or has names, fields or values that do not exist.
         """
         return cls(**configuration.read(file))
 
