@@ -159,11 +159,8 @@ def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
     whole = jnp.moveaxis(blocks, 0, at)
-    shape = list(blocks.shape[1:])
-    if not tiled:
-        return whole
-    shape[at] *= len(blocks)
-    return whole.reshape(shape)
+    shape = blocks.shape[1:]
+    return whole.reshape(*shape[:at], -1, *shape[at + 1 :]) if tiled else whole
 
 
 class Cut(NamedTuple):
@@ -220,10 +217,7 @@ def _scatter_bucket(
 # Buckets of the same size are traced and lowered once, as in `buckets`.
 _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
 
-_scatter_compiled = inlined(
-    _scatter_leaves,
-    static_argnames=("grouping", "axis", "cut", "op"),
-)
+_scatter_compiled = inlined(_scatter_leaves, static_argnames=("grouping", "axis", "cut", "op"))
 
 
 def all_gather(
@@ -340,10 +334,7 @@ def _gather_bucket(
 
 
 _gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
-_gather_compiled = inlined(
-    _gather_leaves,
-    static_argnames=("grouping", "axis", "cut", "to"),
-)
+_gather_compiled = inlined(_gather_leaves, static_argnames=("grouping", "axis", "cut", "to"))
 
 
 def begin(

@@ -137,17 +137,9 @@ class Sum:
         return dataclasses.replace(self, splits=splits, others=others, opened=opened)
 
     def of_shards(self, params: Any, specs: Any) -> tuple["Sum", Any]:
-        """The sum of gradients of ``params``, of which some leaves are one worker's shards.
+        """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
 
-        Returns the shapes and dtypes of whole leaves, too.
-
-        Args:
-          params: as they are inside of a map.
-          specs: over the axis, which tells of shards, and over others as for `psum`.
-
-        Raises:
-          ValueError: a spec does not fit its leaf, the leaf is known to be the same on all workers,
-            or a dimension is split over other axes within the data axes' parts.
+        Leaves whose ``specs`` name the axis are one worker's shards.
         """
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}

@@ -63,11 +63,7 @@ def check_axis(
 
 
 def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]:
-    """Workers on every axis; groups count as one axis.
-
-    Raises:
-      NameError: an axis is not mapped where ``collective`` is called.
-    """
+    """Workers on every axis, which are mapped where ``collective`` runs; groups count as one."""
     if axis.groups is not None:
         return (axis.size,)
     try:

@@ -94,16 +94,12 @@ def _makers(functions: Iterable[Any]) -> set[str]:
 
 
 class _Value(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-      data: this worker's slice, one entry of a uniform value, or a whole array.
-      spec: how mesh axes split a sliced value, else `None`.
-      uniform: whether all entries are equal.
-    """
+    """A value of the program."""
 
     data: Any
+    """This worker's slice, one entry of a uniform value, or a whole array."""
     spec: P | None = None
+    """How mesh axes split a sliced value."""
     uniform: bool = False
 
     def full(self, shape: tuple[int, ...]) -> Array:
@@ -120,13 +116,7 @@ def _value(x: Any, spec: P | None = None) -> _Value:
 
 
 def whole_arrays(tree: Any, specs: Sequence[P], sizes: Mapping[str, int]) -> Any:
-    """The shapes and dtypes of whole arrays.
-
-    Args:
-      tree: slices of them.
-      specs: how mesh axes split the leaves, one for each.
-      sizes: the number of slices along every mesh axis.
-    """
+    """The shapes and dtypes of whole arrays, from a tree of slices; see `on_slices`."""
     leaves, treedef = jax.tree.flatten(tree)
     whole = []
     for x, spec in zip(map(jax.typeof, leaves), specs, strict=True):
@@ -143,19 +133,10 @@ def on_slices(
     result_specs: Sequence[P],
     sizes: Mapping[str, int],
 ) -> Any:
-    """Slices of what ``function`` returns for whole arrays.
+    """Slices of what ``function`` returns for whole arrays, of which ``args`` are slices.
 
-    Args:
-      function: takes and returns trees of arrays.
-      args: slices of its arguments.
-      specs: how mesh axes split the leaves of ``args``, one for each.
-      results: a tree of the whole results' shapes.
-      result_specs: how mesh axes split the leaves of ``results``, one for each.
-      sizes: the number of slices along every mesh axis.
-
-    Raises:
-      ValueError: a primitive needs more of an array than a slice, or a result is not split as
-        ``result_specs`` say.
+    Specs say how mesh axes split each leaf, ``results`` which shapes whole results have, and
+    ``sizes`` how many slices there are along every axis.
     """
     closed, made = jax.make_jaxpr(function, return_shape=True)(*whole_arrays(args, specs, sizes))
     if jax.tree.structure(made) != jax.tree.structure(results):

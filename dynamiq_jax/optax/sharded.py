@@ -408,8 +408,7 @@ class _Update(NamedTuple):
     def _are_slices(self, terms: list[Array], masters: list[Array], params: Any) -> bool:
         """Whether gradients are reduced already, and as large as this worker's masters.
 
-        Where no leaf is split this cannot be seen. They are reduced then, which leaves the mean of
-        equal ones as it is.
+        Where no leaf is split they count as terms: the mean leaves equal ones as they are.
         """
         leaves = describe_leaves(params)
         found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))

@@ -42,12 +42,7 @@ _checks: collections.Counter[Any] = collections.Counter()
 
 
 def check(tell: Callable[[], dict[str, str]]) -> None:
-    """Compares what ``tell`` says on all processes, outside of jit; see `check_agreement`.
-
-    Raises:
-      RuntimeError: names what differs, on which processes, and both values.
-      ValueError, NotImplementedError: what ``tell`` raises, on the processes where it does.
-    """
+    """Compares what ``tell`` says on all processes, outside of jit; see `check_agreement`."""
     facts, refusal = versions() | {"arguments": "accepted"}, None
     try:
         facts |= tell()

@@ -125,11 +125,7 @@ class Compression(Options):
         return callable(self.method) and not isinstance(self.method, type | Method)
 
     def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
-        """The method of every leaf; `None` for leaves that are excluded.
-
-        Raises:
-          ValueError: the function by path returns something else.
-        """
+        """The method of every leaf; `None` for leaves that are excluded."""
 
         def method_of(leaf: Leaf) -> Method | None:
             if self.exclude is not None and re.search(self.exclude, leaf.path):
@@ -154,14 +150,8 @@ class Compression(Options):
     ) -> Route:
         """The route of one method (default: this request's) among workers on axes of ``sizes``.
 
-        Args:
-          sizes: workers on every axis, the outermost first.
-          method: `None` is the request's own, or ``DynamiQ()`` where that goes by path.
-          hierarchies: whether they can serve.
-          here: whether the workers are JAX's devices; else the choice is `assumed`'s.
-
-        Raises:
-          ValueError, NotImplementedError: method, topology and workers do not go together.
+        ``hierarchies`` says whether they can serve, and ``here`` whether workers are JAX's devices;
+        else the choice is `assumed`'s.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -201,15 +191,10 @@ class Compression(Options):
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
     ) -> Grouping:
-        """Sorts leaves into buckets, each with its route, and exact ones.
+        """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
 
-        Args:
-          leaves: as one device holds them.
-          sizes: workers on every axis, the outermost first.
-          without: indices of leaves that belong to neither; `Grouping.apart` has the large ones.
-          limits_of: the limits of a route.
-          bits_of: the wire bits per coordinate of a bucket, of which bf16 takes 16.
-          options: as for `route`.
+        Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. Of the wire
+        bits that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -436,11 +421,7 @@ class Compression(Options):
 
 
 def as_compression(method: Any, topology: AnyTopology | None = None) -> Compression:
-    """The request that ``method=`` and ``topology=`` of a collective stand for.
-
-    Raises:
-      ValueError: both name a topology, or one of them is of the wrong kind.
-    """
+    """The request that ``method=`` and ``topology=`` of a collective stand for."""
     if not isinstance(method, Compression):
         return Compression(method, topology=topology)
     if topology is None:

@@ -37,7 +37,7 @@ def methods() -> dict[str, Any]:
 
 
 def read(file: str | Path) -> dict[str, Any]:
-    """The fields of a `Compression`, from a file that `write` wrote; see `parse` for errors."""
+    """The fields of a `Compression`, from a file that `write` wrote."""
     try:
         return parse(json.loads(_checked(file).read_text()))
     except RecursionError:
@@ -62,11 +62,7 @@ def _checked(file: str | Path) -> Path:
 
 
 def parse(values: Any) -> dict[str, Any]:
-    """The fields of a `Compression`, from what a file holds: ``{"method": {...}, ...}``.
-
-    Raises:
-      ValueError: there is no such method, topology or field, or a value does not fit.
-    """
+    """The fields of a `Compression`, from what a file holds: ``{"method": {...}, ...}``."""
     _check_keys("the configuration", values, ("method", "topology", *PLAIN))
     classes = {"method": methods(), "topology": TOPOLOGIES}
     built = {
@@ -76,11 +72,7 @@ def parse(values: Any) -> dict[str, Any]:
 
 
 def describe(compression: Any) -> dict[str, Any]:
-    """The fields that are not at their defaults, as JSON's types.
-
-    Raises:
-      ValueError: the method or the topology is not this library's.
-    """
+    """The fields that are not at their defaults, as JSON's types."""
     found = {
         "method": _describe("method", compression.method, methods()),
         "topology": _describe("topology", compression.topology, TOPOLOGIES),

@@ -101,12 +101,9 @@ class Explanation:
         return "\n".join([title, "", *_table(body, feet), "", *caption])
 
     def at_rate(self, rate: str, per_second: float, fewer: Mapping[str, Self]) -> Self:
-        """The explanation with the wire's times and the fastest way.
+        """The explanation with the wire's times at a rate, ``per_second`` in bytes.
 
-        Args:
-          rate: of the link, as the caller spells it.
-          per_second: the same in bytes.
-          fewer: explanations of the same tree with fewer bits, by their names.
+        ``fewer`` are explanations of the same tree with fewer bits, by their names.
         """
 
         def ms(sent: float) -> float:
@@ -133,13 +130,7 @@ def explain_grouping(
     routes: Sequence[Route],
     assumed: str | None = None,
 ) -> Explanation:
-    """Explains the reduction of what one device holds of a tree.
-
-    Args:
-      grouping: the buckets, and the leaves that travel exactly.
-      routes: those of the buckets, or the default one where there is no bucket.
-      assumed: what the routes take for granted.
-    """
+    """Explains a grouping, of ``routes`` or the default one, under what these assume."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
     rows = {}

@@ -50,24 +50,14 @@ class Route:
         limits: Limits,
         reason: str,
     ) -> Self:
-        """The route of a method over a topology of one level or of two.
-
-        Raises:
-          ValueError, NotImplementedError: the method does not go with these.
-        """
+        """The route of a method over a topology of one level or of two; refuses what cannot be."""
         runner = method
         if topology is not None:
             inner, outer, n_inner = topology.levels(sizes)
             if n_inner > 1:
                 runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
-        route = cls(
-            method=method,
-            topology=topology,
-            sizes=sizes,
-            runner=runner,
-            limits=limits,
-            reason=reason,
-        )
+        told = {"limits": limits, "reason": reason}
+        route = cls(method=method, topology=topology, sizes=sizes, runner=runner, **told)
         runner.check(route.n_workers, route.flat)
         return route
 
@@ -113,11 +103,7 @@ class Route:
         return bits / share if share else 0.0
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
-        """The method and the topology for the halves of an all-reduce.
-
-        Raises:
-          NotImplementedError: the method has no halves, or keeps a state.
-        """
+        """The method and the topology for the halves of an all-reduce."""
         method = with_halves(self.method, "psum_scatter and all_gather")
         if method.needs_state:
             raise NotImplementedError(

@@ -56,11 +56,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """Splits ``data`` into what is known while programs are compiled, and its arrays.
-
-        Raises:
-          ValueError: a constant has no hash.
-        """
+        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, ARRAYS) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
@@ -71,8 +67,9 @@ class Told(NamedTuple):
                     "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
                     "or close the loss over it"
                 )
+        sign = lambda x: repr(x) if isinstance(x, float | complex) else ""  # noqa: E731
         constants = tuple(
-            (type(x), "", None) if array else (type(x), _sign(x), x) for x, array in pairs
+            (type(x), "", None) if array else (type(x), sign(x), x) for x, array in pairs
         )
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
@@ -81,11 +78,6 @@ class Told(NamedTuple):
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
         return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
-
-
-def _sign(x: Any) -> str:
-    """A number's text, which tells zeros apart."""
-    return repr(x) if isinstance(x, float | complex) else ""
 
 
 class Known(NamedTuple):
@@ -160,10 +152,7 @@ class Mapped:
     def __call__(
         self, params: Any, data: Any, *, key: Array | None = None, state: State | None = None
     ) -> Callable[[], Any]:
-        """Checks the arguments, and returns the function that runs.
-
-        That returns the value and the gradients, as `value_and_grad` does; see there for errors.
-        """
+        """Checks the arguments, and returns the function that runs."""
         axes, shape = self.axis.names, self.mesh.shape
         told, arrays = Told.of(data)
         split, folded = _specs_of(data, self.batch_specs, self.axis)

@@ -41,13 +41,8 @@ from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, s
 class Deferred(NamedTuple):
     """How to differentiate a loss of global arrays, and how to sum its gradients.
 
-    Attributes:
-      mesh: a mesh of Explicit axes.
-      total: the sum over the data axes: which leaves are compressed, and how.
-      has_aux: whether the loss comes with more.
-      metrics: whether gradients come with `Metrics`.
-      reduces: whether gradients are summed; else those of deferred leaves stay unreduced.
-      gathers: whether leaves that data axes shard are gathered before the loss.
+    If it does not reduce, gradients of deferred leaves stay unreduced. If it gathers, leaves that
+    data axes shard are whole in the loss.
     """
 
     mesh: AbstractMesh
@@ -71,19 +66,7 @@ class Deferred(NamedTuple):
         key: Array | None = None,
         state: State | None = None,
     ) -> tuple[Any, Any]:
-        """The value and the gradients of ``loss(params, data)``.
-
-        Args:
-          loss: ``(params, data) -> loss`` or ``-> (loss, aux)``.
-          params: all that is differentiated.
-          data: the other arguments of the loss.
-          key: as for `psum`.
-          state: `Compression.init_state`'s with ``stacked=True``.
-
-        Returns:
-          The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
-          their place with metrics or a state.
-        """
+        """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         large = large_leaves(self.total, params, placed, self.mesh)

@@ -172,11 +172,7 @@ class Reducer:
         self._axis, self._caller, self.specs = total.axis, caller, specs
 
     def moving(self, gradients: Any) -> Any:
-        """The gradients but for those of integers, which are float0.
-
-        Raises:
-          ValueError: they are those of a map's result, which JAX sums over the axis by itself.
-        """
+        """The gradients but for those of integers, which are float0."""
         if self._axis.tracked and transposes_a_map():
             raise ValueError(
                 f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "

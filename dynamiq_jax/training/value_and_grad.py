@@ -327,11 +327,7 @@ def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
 
 
 def mesh_around(params: Any) -> Mesh | AbstractMesh:
-    """The mesh of `jax.set_mesh`, or that of the parameters.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The mesh of `jax.set_mesh`, or that of the parameters; refuses that there is none."""
     for x in jax.tree.leaves(params) if get_abstract_mesh().empty else ():
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):

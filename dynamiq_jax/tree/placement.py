@@ -131,10 +131,7 @@ def placed_leaves(
 ) -> tuple[list[Leaf], dict[str, int]]:
     """The part of every leaf that one device holds, and the sizes of axes that may be split.
 
-    Args:
-      tree: whole leaves; inside `jax.shard_map`, whole but for its manual axes.
-      mesh: `None` is the surrounding one.
-      specs: PartitionSpecs over axes that are not reduced over, or `None`.
+    Inside `jax.shard_map` leaves are whole but for its manual axes. Default: the mesh around.
     """
     leaves = describe_leaves(tree)
     if specs is None:
@@ -243,11 +240,7 @@ def n_parts(axes: Collection[str], sizes: Mapping[str, int]) -> int:
 
 
 def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
-    """The shard of a leaf that one device holds.
-
-    Raises:
-      ValueError: a dimension is missing, or does not divide by the axes that split it.
-    """
+    """The shard of a leaf that one device holds; refuses a spec that does not fit."""
     shape = list(leaf.shape)
     if len(spec) > len(shape):
         raise ValueError(
