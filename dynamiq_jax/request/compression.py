@@ -23,7 +23,7 @@ from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route
-from dynamiq_jax.request.ways import bytes_per_second, fewer_bits
+from dynamiq_jax.request.ways import bytes_per_second
 from dynamiq_jax.topologies import (
     AnyTopology,
     Transport,
@@ -309,12 +309,7 @@ class Compression(Options):
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
         explanation = explain_grouping(grouping, routes, elsewhere)
         if per_second:
-            where = {"mesh": mesh, "specs": specs, "verbose": False}
-            fewer = {
-                name: dataclasses.replace(self, method=method).explain(tree, n_workers, **where)
-                for name, method in fewer_bits(self.method or DynamiQ()).items()
-            }
-            explanation = explanation.at_rate(str(rate), per_second, fewer)
+            explanation = explanation.at_rate(str(rate), per_second)
         if verbose:
             print(explanation)
         return explanation

@@ -1,7 +1,5 @@
 """Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
-import contextlib
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,19 +52,6 @@ def bytes_per_second(rate: str) -> float:
             f"rate={rate!r}: give a text of a number and a unit, as in 20mbit, 2.5gbit, 25gbit"
         )
     return float(found[1]) * units[found[2]] / 8
-
-
-def fewer_bits(method: object) -> dict[str, DynamiQ]:
-    """The methods that `explain` compares with DynamiQ in a sentence about bits, by their names."""
-    if not isinstance(method, DynamiQ):
-        return {}
-    found = {}
-    for bits, dither in ((4.0, False), (3.5, True)):
-        with contextlib.suppress(ValueError):  # its widths do not serve them
-            if bits < method.bits:
-                name = f"{bits:g} bits{' with dither' if dither else ''}"
-                found[name] = dataclasses.replace(method, bits=bits, dither=dither)
-    return found
 
 
 def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, ...]:
