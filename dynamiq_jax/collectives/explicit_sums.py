@@ -113,7 +113,7 @@ def reduce_unreduced(
     in_specs = [moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]), P()]
     scatters = any(own.splits)
     if scatters:
-        _check_scatter(axis, state, metrics)
+        own.check_scatter(state, metrics)
         run: Any = own.scatter  # which `Sum.reduce` would call, too
         out_specs: Any = moving([scattered_spec(spec, axis) for spec in targets])
     else:
@@ -155,15 +155,6 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
         "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
         "axes"
     )
-
-
-def _check_scatter(axis: Axis, state: State | None, metrics: bool) -> None:
-    if state is not None or metrics:
-        raise NotImplementedError(
-            f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
-            "state and has no metrics; pass metrics=False, no state, and a method without memory, "
-            "or replicate the parameters over these axes"
-        )
 
 
 def large_leaves(total: Sum, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:

@@ -101,7 +101,8 @@ def scattering(
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
     fixed = fixed_leaves(leaves, values, axis)
-    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, fixed=fixed)
+    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n), route.flat)  # noqa: E731
+    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
@@ -291,7 +292,8 @@ def gather_over(
         check_axis_of(leaf, "axis", dimension, more=not tiled)
     check_key(key, axis)
     n, fixed = math.prod(sizes), fixed_leaves(leaves, values, axis)
-    grouping = group_parts(compression, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
+    bits_of = lambda route, bucket: route.half_bits(bucket.size, None)  # noqa: E731
+    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     run = _gather_leaves if axis.several_vmapped else _gather_compiled
     options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}

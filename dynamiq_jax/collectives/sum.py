@@ -157,6 +157,15 @@ class Sum:
             shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
         return total.placed(told, opened=opened), treedef.unflatten(shapes)
 
+    def check_scatter(self, state: State | None, metrics: bool) -> None:
+        """Refuses what sums that are scattered cannot have."""
+        if metrics or state is not None:
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {self.axis.names}, and scattering "
+                "their gradients keeps no state and has no metrics; pass metrics=False, no state, "
+                "and a method without memory, or replicate the parameters over these axes"
+            )
+
     def some(self, places: Collection[int]) -> "Sum":
         """The sum of some leaves, by their numbers."""
         names = ("splits", "others") if self.opened is None else ("splits", "others", "opened")

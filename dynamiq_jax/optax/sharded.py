@@ -362,7 +362,9 @@ class _Update(NamedTuple):
         held = jax.tree.leaves(state.masters)
         self._check_copies(params, held, total)
         own = [_own(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
-        self._compare(copies, state.step)
+        if self.check_every:
+            compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
+            lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
         state = _begun(state, treedef.unflatten(own))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
@@ -378,7 +380,14 @@ class _Update(NamedTuple):
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
         sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
-        steps, inner = _updated(self.inner, gradients, state, sizes, extra)
+        steps, inner = on_slices(
+            lambda g, s, p: self.inner.update(g, s, p, **extra),
+            (gradients, state.inner, state.masters),
+            (*placed, *state.splits[len(placed) :], *placed),
+            whole_arrays((state.masters, state.inner), state.splits, sizes),
+            state.splits,
+            sizes,
+        )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
@@ -389,12 +398,6 @@ class _Update(NamedTuple):
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
         return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
-
-    def _compare(self, copies: list[Array], step: Array) -> None:
-        if self.check_every:
-            options = {"axis": self.total.axis, "what": "the copy"}
-            compare = functools.partial(assert_same_on_workers, **options)
-            lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
@@ -465,25 +468,6 @@ class _Update(NamedTuple):
             gathered = total.some(own).gather(_some(masters, own), key)
         whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
-
-
-def _updated(
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: Any,
-    state: ShardedState,
-    sizes: Mapping[str, int],
-    extra: Mapping[str, Any],
-) -> Any:
-    """The inner optimizer's updates and next state, of slices of which axes have so many."""
-    placed = jax.tree.leaves(state.specs().masters)
-    return on_slices(
-        lambda g, s, p: inner.update(g, s, p, **extra),
-        (gradients, state.inner, state.masters),
-        (*placed, *state.splits[len(placed) :], *placed),
-        whole_arrays((state.masters, state.inner), state.splits, sizes),
-        state.splits,
-        sizes,
-    )
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

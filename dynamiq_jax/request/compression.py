@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import Op, axis_counts, check_axis
+from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
@@ -350,27 +350,17 @@ class Compression(Options):
           ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
             would; the others say so as well, and wait for nobody.
         """
-        options = {"key": key, "op": op, "weight": weight, "specs": specs}
-        agreement.check(lambda: self.facts_on(mesh, axis_name, tree, **options))
 
-    def facts_on(
-        self, mesh: Mesh, axis_name: AxisName, tree: Any, *, key: Any = None, **options: Any
-    ) -> dict[str, str]:
-        """`facts` outside of a map, where the mesh and the key's value are known, too."""
-        axis = check_axis(axis_name)
-        missing = [name for name in axis.names if name not in mesh.shape]
-        if missing:
-            raise ValueError(
-                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
-            )
-        sizes = tuple(mesh.shape[name] for name in axis.names)
-        leaves = describe_leaves(tree)
-        told = self.facts(axis, sizes, leaves, **options)
-        told["topology"] += f" ({self.route(sizes).reason})"
-        words = key_words(key)
-        told["key"] = "none" if words is None else str(np.asarray(words).tolist())
-        devices = [device.id for device in mesh.devices.flat]
-        return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
+        def tell() -> dict[str, str]:
+            axis, words = check_axis(axis_name), key_words(key)
+            sizes = sizes_on(mesh, axis)
+            told = self.facts(axis, sizes, describe_leaves(tree), op=op, weight=weight, specs=specs)
+            told["topology"] += f" ({self.route(sizes).reason})"
+            told["key"] = "none" if words is None else str(np.asarray(words).tolist())
+            devices = [device.id for device in mesh.devices.flat]
+            return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
+
+        agreement.check(tell)
 
     def facts(
         self,

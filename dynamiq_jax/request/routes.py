@@ -86,21 +86,13 @@ class Route:
         share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
-    def scattered_bits(self, bucket: Bucket) -> float:
-        """Wire bits per coordinate of a bucket that is reduce-scattered, of which bf16 takes 16."""
-        method, topology = self.halves()
-        part = -(-bucket.size // self.n_workers)
-        return self._of_slices(method.sharded_wire_bits(part, self.n_workers, topology), part)
+    def half_bits(self, part: int, topology: Topology | None) -> float:
+        """Wire bits per coordinate of a scatter, or without a topology of a gather; bf16 takes 16.
 
-    def gathered_bits(self, bucket: Bucket) -> float:
-        """Wire bits per coordinate of a bucket of shards that is all-gathered; bf16 takes 16."""
-        method, _ = self.halves()
-        bits = method.sharded_wire_bits(bucket.size, self.n_workers, None)
-        return self._of_slices(bits, bucket.size)
-
-    def _of_slices(self, bits: int, size: int) -> float:
-        share = (self.n_workers - 1) * size
-        return bits / share if share else 0.0
+        Every worker has a slice of ``part`` coordinates.
+        """
+        method, share = self.halves()[0], (self.n_workers - 1) * part
+        return method.sharded_wire_bits(part, self.n_workers, topology) / share if share else 0.0
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
         """The method and the topology for the halves of an all-reduce."""

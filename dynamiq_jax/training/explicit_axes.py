@@ -83,14 +83,32 @@ class Deferred(NamedTuple):
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
         found = functools.partial(_inputs_from, first, program)
-        self._check_maps(params, found(_in_maps, alone=True, ends="reshard") & gathered)
+        if taken := found(_in_maps, alone=True, ends="reshard") & gathered:
+            raise ValueError(
+                f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"
+                f" which are gathered over axis {self.axis.name!r} before the loss. Pass "
+                "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
+                "or jax.reshard them in the loss before the map, which then takes whole ones"
+            )
         if own:
             split = {*several(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
-            self._warn_of_native(params, (own & large) - found(gathers) - mapped)
+            if alone := (own & large) - found(gathers) - mapped:
+                warnings.warn(
+                    f"{_listed(params, alone, 'sharded parameters')} do not pass "
+                    "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+                    "Call it for these, too, in the place of jax.reshard, or exclude them "
+                    "by Compression(exclude=...)",
+                    stacklevel=3,
+                )
         if native := found(self._untyped):
-            self._warn_of_untyped(params, native)
+            warnings.warn(
+                f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
+                f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
+                "are whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
+                stacklevel=3,
+            )
         if native & chosen:  # summed by JAX they would be compressed on top
             chosen -= native
             with explained(chosen):
@@ -154,37 +172,6 @@ class Deferred(NamedTuple):
                 "with gather=False it gets shards"
             )
             raise
-
-    def _check_maps(self, params: Any, numbers: Collection[int]) -> None:
-        """Refuses gathered leaves that a map in the loss would have taken as shards."""
-        if numbers:
-            leaves = _listed(params, numbers, "sharded parameters")
-            raise ValueError(
-                f"a jax.shard_map in the loss takes {leaves}, which are gathered over axis "
-                f"{self.axis.name!r} before the loss. Pass value_and_grad(gather=False), and "
-                "the map takes shards, such as those of experts; or jax.reshard them in "
-                "the loss before the map, which then takes whole ones"
-            )
-
-    def _warn_of_native(self, params: Any, numbers: Collection[int]) -> None:
-        """Warns of large shards that neither a gather nor a map over all data axes takes."""
-        if numbers:
-            warnings.warn(
-                f"{_listed(params, numbers, 'sharded parameters')} do not pass "
-                "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
-                "Call it for these, too, in the place of jax.reshard, or exclude them "
-                "by Compression(exclude=...)",
-                stacklevel=4,
-            )
-
-    def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
-        """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
-        warnings.warn(
-            f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
-            f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They are "
-            "whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
-            stacklevel=4,
-        )
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""

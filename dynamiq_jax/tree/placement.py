@@ -193,18 +193,16 @@ def flat_specs(
 
 def misfit_of(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     """Where a tree that is no prefix of ``tree`` differs from it first."""
-    told = [path for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-    def covers(short: tuple, path: tuple) -> bool:
-        return path[: len(short)] == short
-
-    for path in told:
-        if not any(covers(path, leaf) for leaf in leaves):
-            return f"the entry {jax.tree_util.keystr(path)} is that of no leaf"
-    for leaf in leaves:
-        if not any(covers(path, leaf) for path in told):
-            return f"leaf {jax.tree_util.keystr(leaf)} has no entry"
+    told, leaves = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(x, is_leaf=f)]
+        for x, f in ((prefix, is_leaf), (tree, None))
+    )
+    for own in told:
+        if not any(path[: len(own)] == own for path in leaves):
+            return f"the entry {jax.tree_util.keystr(own)} is that of no leaf"
+    for path in leaves:
+        if not any(path[: len(own)] == own for own in told):
+            return f"leaf {jax.tree_util.keystr(path)} has no entry"
     return f"it is {jax.tree.structure(prefix, is_leaf=is_leaf)} for {jax.tree.structure(tree)}"
 
 
