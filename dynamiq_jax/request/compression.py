@@ -22,7 +22,7 @@ from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
-from dynamiq_jax.request.routes import Route
+from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import bytes_per_second
 from dynamiq_jax.topologies import (
     AnyTopology,
@@ -173,13 +173,15 @@ class Compression(Options):
             reason = f"{reason}; {how}" if how else reason
         fast = here and fast_links()
         method = method.over_fast_links() if fast else method
-        return Route.over(
-            method,
-            topology,
-            sizes,
-            limits=method.limits(self.limits, n_workers, fast_links=fast),
-            reason=reason,
-        )
+        runner = method
+        if topology is not None:
+            inner, outer, n_inner = topology.levels(sizes)
+            if n_inner > 1:
+                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
+        limits = method.limits(self.limits, n_workers, fast_links=fast)
+        route = Route(method, topology, sizes, runner, limits, reason)
+        runner.check(n_workers, route.flat)
+        return route
 
     def group(
         self,

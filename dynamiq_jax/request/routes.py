@@ -20,46 +20,20 @@ UNIT = 1024
 """Coordinates that stay together in a slice: whole super-groups and blocks of every method."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Route:
-    """How buckets are reduced: a method, a topology, and how many workers there are.
-
-    Attributes:
-      method: the method that the caller chose.
-      topology: how payloads travel; `None`: by XLA's own collectives.
-      sizes: workers on every axis, the outermost first.
-      runner: the method that runs: ``method``, or `TwoLevels` around it.
-      limits: which leaves the method takes, and how they become buckets.
-      reason: why this topology serves.
-    """
+    """How buckets are reduced: a method, a topology, and how many workers there are."""
 
     method: Method
     topology: AnyTopology | None
+    """`None`: payloads travel by XLA's own collectives."""
     sizes: tuple[int, ...]
+    """Workers on every axis, the outermost first."""
     runner: Method
+    """The method that runs: ``method``, or `TwoLevels` around it."""
     limits: Limits
     reason: str = field(compare=False)
-
-    @classmethod
-    def over(
-        cls,
-        method: Method,
-        topology: AnyTopology | None,
-        sizes: tuple[int, ...],
-        *,
-        limits: Limits,
-        reason: str,
-    ) -> Self:
-        """The route of a method over a topology of one level or of two; refuses what cannot be."""
-        runner = method
-        if topology is not None:
-            inner, outer, n_inner = topology.levels(sizes)
-            if n_inner > 1:
-                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
-        told = {"limits": limits, "reason": reason}
-        route = cls(method=method, topology=topology, sizes=sizes, runner=runner, **told)
-        runner.check(route.n_workers, route.flat)
-        return route
+    """Why this topology serves."""
 
     @property
     def n_workers(self) -> int:
@@ -134,11 +108,7 @@ def with_halves(method: Method, what: str) -> ShardedMethod:
 class TwoLevels(Method):
     """A method over `Hierarchical`: the inner axis scatters, the outer reduces, the inner gathers.
 
-    Attributes:
-      method: what compresses on the outer axis, and on the inner one where that has a topology.
-      inner: the topology of the last axis; `None`: native collectives.
-      outer: the topology of all other axes together.
-      n_inner: workers on the last axis.
+    It compresses on the outer axes, and on the inner one where that has a topology.
     """
 
     method: Method

@@ -106,7 +106,8 @@ class Deferred(NamedTuple):
             warnings.warn(
                 f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
                 f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
-                "are whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
+                "are whole already; leave jax.reshard out, or exclude them by "
+                "Compression(exclude=...)",
                 stacklevel=3,
             )
         if native & chosen:  # summed by JAX they would be compressed on top
