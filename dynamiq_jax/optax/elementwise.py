@@ -12,12 +12,9 @@ ones. `on_slices` refuses all other uses of sliced values, and effects, which co
 """
 
 import functools
-import inspect
 import math
 import os
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,41 +53,6 @@ REMEDY = (
     "An update must depend on its own coordinate alone; for other optimizers (Muon, Adafactor, "
     "LAMB) use dq.optax.all_reduce, and max_norm= is the clip by norm"
 )
-
-
-CLIPS = "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip"
-"""Transformations that clip by a norm."""
-
-
-def warn_of_clip() -> None:
-    """Warns if an `optax.chain` around has clipped by a norm: every worker by its own.
-
-    No argument says so. The chain's function is on the stack, with what ran before.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        told = frame.f_locals if frame.f_code.co_qualname == "chain.<locals>.update_fn" else {}
-        before = told.get("update_fns", ())[: len(told.get("new_state", ()))]
-        for name in _makers(before) & {*CLIPS}:
-            warnings.warn(
-                f"{name} comes before dq.optax.sharded in an optax.chain, and clips every worker's "
-                "gradients by that worker's own norm, before their mean. Pass max_norm= to "
-                "dq.optax.sharded in the place of it",
-                stacklevel=3,
-            )
-        frame = frame.f_back
-
-
-def _makers(functions: Iterable[Any]) -> set[str]:
-    """The names of the functions that made these, and those which they call."""
-    found, open_ones = set(), [*functions]
-    while open_ones:
-        function = open_ones.pop()
-        if inspect.isfunction(function) and function not in found:
-            found.add(function)
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
-            open_ones.extend(jax.tree.leaves(cells))
-    return {function.__qualname__.partition(".")[0] for function in found}
 
 
 class _Value(NamedTuple):

@@ -28,7 +28,7 @@ from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
-from dynamiq_jax.optax.elementwise import on_slices, warn_of_clip, whole_arrays
+from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, known_sizes, product
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
@@ -85,14 +85,14 @@ def sharded(
 ) -> optax.GradientTransformationExtraArgs:
     """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
-    A clip by norm before it would clip every worker's gradients by this worker's own norm; in an
-    `optax.chain` inside a map a warning says so. Every worker runs the optimizer for its slices of
-    the parameters. The transformation stands in the place of `all_reduce` and the optimizer after
-    it. ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
-    mean, updates the masters of this worker's slices, gathers differences of parameters, and
-    returns updates for `optax.apply_updates`, with the same bits on all workers. After the first
-    update nothing else may change the parameters; until then masters follow. Masters and the inner
-    state take 1/n of the memory, and the update 1/n of the work.
+    A clip by norm before it would clip every worker's gradients by this worker's own norm. Every
+    worker runs the optimizer for its slices of the parameters. The transformation stands in the
+    place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own gradients
+    and the parameters. It scatters the gradients' mean, updates the masters of this worker's
+    slices, gathers differences of parameters, and returns updates for `optax.apply_updates`, with
+    the same bits on all workers. After the first update nothing else may change the parameters;
+    until then masters follow. Masters and the inner state take 1/n of the memory, and the update
+    1/n of the work.
 
     A leaf is split along the first dimension that divides by the number of workers; a leading one
     of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
@@ -171,7 +171,6 @@ def sharded(
             )
         step = _Update(inner, total, max_norm, key, check_every)
         if axis.mapped:
-            warn_of_clip()
             moved = [True] * len(jax.tree.leaves(updates))
             return step(updates, state, params, extra, op="mean", moved=moved)
         if not is_outside(axis, (updates, params)):
