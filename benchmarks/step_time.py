@@ -151,7 +151,7 @@ def make_training(
     model: str,
     mesh: Mesh,
     *,
-    make_model: Callable[[bool, bool], ways.Model],
+    make_model: Callable[[bool], ways.Model],
     limits: dict[str, Any],
     topology: Any,
 ) -> ways.Training:
@@ -434,7 +434,7 @@ def main(
     make_model = partial(ways.llama, config)
     if model_tree:
         shapes = tree_model(model_tree)
-        make_model = lambda scan, checkpoint: shapes  # noqa: E731
+        make_model = lambda checkpoint: shapes  # noqa: E731
     xla: dict[str, Any] = {}
     try:
         xla = parse_options(option or ())

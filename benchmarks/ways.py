@@ -1,11 +1,11 @@
 """Every way to train, by name: `make_way` gives its first state and its step.
 
-A name is ``WAY[-scan][-checkpoint][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS`
-lists the ways. ``scan`` makes the blocks one loop over stacked parameters, ``checkpoint`` computes
-each block again in the backward pass. GRADIENTS says how gradients travel. OTHERS says it of
-parameters' differences (zero) or of parameters (fsdp). Each is a number of bits of DynamiQ,
-with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error`` (``mxfp8``, ``f32``).
-Differences always have dither. A method alone (``dynamiq:5``) means ``dp:`` with it.
+A name is ``WAY[-checkpoint][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS` lists the
+ways. ``checkpoint`` computes each block again in the backward pass. GRADIENTS says how gradients
+travel. OTHERS says it of parameters' differences (zero) or of parameters (fsdp). Each is a number
+of bits of DynamiQ, with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error``
+(``mxfp8``, ``f32``). Differences always have dither. A method alone (``dynamiq:5``) means ``dp:``
+with it.
 
 ``f32`` turns each way into its exact twin: `tests/test_ways.py` compares these with plain JAX.
 """
@@ -68,9 +68,9 @@ class Model(NamedTuple):
         return self._replace(functions=(first, *self.functions[1:]))
 
 
-def llama(config: Config, scan: bool = False, checkpoint: bool = False) -> Model:
-    """The example's model: the embedding, every block (or a loop of them), the head and loss."""
-    stages = make_stages(dataclasses.replace(config, remat=checkpoint), scan)
+def llama(config: Config, checkpoint: bool = False) -> Model:
+    """The example's model: the embedding, every block, the head and loss."""
+    stages = make_stages(dataclasses.replace(config, remat=checkpoint))
     shapes = jax.eval_shape(lambda key: stages.split(init_params(config, key)), jax.random.key(0))
 
     def first_on_explicit(function: Any, axes: Any) -> Callable:
@@ -108,8 +108,8 @@ class Way(NamedTuple):
 class Training:
     """The model, optimizer and devices that all ways share."""
 
-    make_model: Callable[[bool, bool], Model]
-    """(scan, checkpoint) -> the model, its blocks in a loop, or computed again."""
+    make_model: Callable[[bool], Model]
+    """(checkpoint) -> the model, its blocks computed again or not."""
     optimizer: optax.GradientTransformation
     """An optimizer without a clip."""
     mesh: Mesh
@@ -210,13 +210,7 @@ def whole(params: Any) -> Any:
 
 def shards(t: Training, model: Model) -> Any:
     """Specs of parameters whose matrices are split by rows."""
-
-    def of_function(function: Any, own: Any) -> Any:
-        before = (None,) if isinstance(function, dq.Scanned) else ()
-        matrix = lambda w: w.ndim > 1 + len(before)  # noqa: E731
-        return jax.tree.map(lambda w: P(*before, t.axes) if matrix(w) else P(), own)
-
-    return tuple(map(of_function, model.functions, model.shapes))
+    return jax.tree.map(lambda w: P(t.axes) if w.ndim > 1 else P(), model.shapes)
 
 
 def explicit(t: Training) -> Mesh:
@@ -246,12 +240,12 @@ def data_parallel(
 
 
 def in_a_map(
-    t: Training, scan: bool, checkpoint: bool, text: str = "", *, how: str, options: Any = None
+    t: Training, checkpoint: bool, text: str = "", *, how: str, options: Any = None
 ) -> Way:
     """Data parallel by a map in which every worker differentiates its own loss."""
     request = t.request(text) if text else None
     again = checkpoint and how != "layers"
-    model, axes = t.make_model(scan, again), t.axes
+    model, axes = t.make_model(again), t.axes
     told = {"method": request}
 
     def pipeline(params: Any, tokens: Array) -> Array:
@@ -279,18 +273,13 @@ def in_layers(model: Model, axes: Any, checkpoint: bool, **options: Any) -> Call
 
     def run(number: int, own: Any, copies: Any, x: Any) -> Any:
         function, spec = model.functions[number], specs[number]
-        scanned = isinstance(function, dq.Scanned)
-        if scanned:
-            function = function.function
-            spec = None if spec is None else jax.tree.map(lambda p: P(*tuple(p)[1:]), spec)
 
-        def layer(x: Any, trees: Any) -> tuple[Any, None]:
-            own, copies = trees
+        def layer(x: Any, own: Any, copies: Any) -> Any:
             mine = dq.reduce_in_backward(own, axes, specs=spec, copies=copies, **options)
-            return function(mine, x), None
+            return function(mine, x)
 
         layer = jax.checkpoint(layer) if checkpoint and number in middle else layer
-        return lax.scan(layer, x, (own, copies))[0] if scanned else layer(x, (own, copies))[0]
+        return layer(x, own, copies)
 
     def loss(params: Any, x: Any, copies: Any = None) -> Array:
         for number, own in enumerate(params):
@@ -300,10 +289,10 @@ def in_layers(model: Model, axes: Any, checkpoint: bool, **options: Any) -> Call
     return loss
 
 
-def on_mesh(t: Training, scan: bool, checkpoint: bool, text: str, *, kind: str) -> Way:
+def on_mesh(t: Training, checkpoint: bool, text: str, *, kind: str) -> Way:
     """Data parallel by `dq.value_and_grad` on a mesh of Auto or Explicit axes."""
     mesh = explicit(t) if kind == "explicit" else t.mesh
-    model = t.make_model(scan, checkpoint)
+    model = t.make_model(checkpoint)
     model = model.on_explicit(t.axes) if kind == "explicit" else model
     told = {"axis_name": t.axes, "method": t.request(text), "mesh": mesh}
     value_and_grad = dq.value_and_grad(model.loss, **told)
@@ -313,12 +302,10 @@ def on_mesh(t: Training, scan: bool, checkpoint: bool, text: str, *, kind: str) 
 # --- Sharded updates (ZeRO-1): everybody holds a copy, and updates its slices ---------------------
 
 
-def sharded_updates(
-    t: Training, scan: bool, checkpoint: bool, text: str, differences: str, *, how: str
-) -> Way:
+def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, *, how: str) -> Way:
     """`dq.optax.sharded` after the backward pass, in it, or outside of maps."""
     mesh = explicit(t) if how == "explicit" else t.mesh
-    model, axes = t.make_model(scan, checkpoint and how != "layers"), t.axes
+    model, axes = t.make_model(checkpoint and how != "layers"), t.axes
     model = model.on_explicit(axes) if how == "explicit" else model
     told = {"method": t.request(text)}
     moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
@@ -364,9 +351,9 @@ def sharded_updates(
     return Way(model, mesh, init, like, step, read, compiler_options())
 
 
-def zero_by_hand(t: Training, scan: bool, checkpoint: bool) -> Way:
+def zero_by_hand(t: Training, checkpoint: bool) -> Way:
     """ZeRO-1 by `lax.psum_scatter` of gradients and `lax.all_gather` of parameters."""
-    model, axes, n = t.make_model(scan, checkpoint), t.axes, t.mesh.size
+    model, axes, n = t.make_model(checkpoint), t.axes, t.mesh.size
     specs = shards(t, model)
     of_inner = t.inner(model.shapes, specs)[1]
 
@@ -402,12 +389,10 @@ def zero_by_hand(t: Training, scan: bool, checkpoint: bool) -> Way:
 # --- FSDP (ZeRO-3): everybody holds shards --------------------------------------------------------
 
 
-def fsdp(
-    t: Training, scan: bool, checkpoint: bool, text: str = "", gather: str = "", *, how: str
-) -> Way:
+def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how: str) -> Way:
     """Shards that are gathered by a pipeline, in each layer, by `dq.value_and_grad`, or by XLA."""
     mesh = explicit(t) if how == "explicit" else t.mesh
-    model, axes = t.make_model(scan, checkpoint and how not in ("layers", "explicit")), t.axes
+    model, axes = t.make_model(checkpoint and how not in ("layers", "explicit")), t.axes
     specs = shards(t, model)
     model = model.on_explicit(axes) if how == "explicit" else model
     told: dict[str, Any] = {"method": t.request(text)} if text else {}
@@ -461,7 +446,7 @@ class Kind(NamedTuple):
     """A way without its methods."""
 
     build: Callable[..., Way]
-    """(training, scan, checkpoint, *methods) -> the way."""
+    """(training, checkpoint, *methods) -> the way."""
     methods: tuple[str, ...] = ()
     """The methods, where the name has none."""
     about: str = ""
@@ -497,7 +482,6 @@ class Parsed(NamedTuple):
     """A way's name, in parts."""
 
     kind: Kind
-    scan: bool
     checkpoint: bool
     methods: tuple[str, ...]
 
@@ -513,8 +497,8 @@ def parse(text: str, training: Training) -> Parsed:
       ValueError: there is no such way or method, or the name has more methods than the way.
     """
     name, _, rest = text.partition(":")
-    base, *options = re.split("-(?=scan|checkpoint)", name)
-    if base not in KINDS or {*options} - {"scan", "checkpoint"}:
+    base, *options = re.split("-(?=checkpoint)", name)
+    if base not in KINDS or {*options} - {"checkpoint"}:
         try:
             training.request(text)
         except ValueError as error:
@@ -530,13 +514,13 @@ def parse(text: str, training: Training) -> Parsed:
     for method in methods:
         training.request(method)
     methods += kind.methods[len(methods) :]
-    return Parsed(kind, "scan" in options, "checkpoint" in options, methods)
+    return Parsed(kind, "checkpoint" in options, methods)
 
 
 def make_way(text: str, training: Training) -> Way:
     """The way that a name means."""
-    kind, scan, checkpoint, methods = parse(text, training)
-    return kind.build(training, scan, checkpoint, *methods)
+    kind, checkpoint, methods = parse(text, training)
+    return kind.build(training, checkpoint, *methods)
 
 
 def jitted(way: Way, xla: dict[str, Any] | None = None) -> Any:

@@ -19,7 +19,6 @@ from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.request.compression import Compression, explain
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
-from dynamiq_jax.training.parts import Scanned
 from dynamiq_jax.training.pipeline import sequential
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
@@ -34,7 +33,6 @@ __all__ = [
     "Format",
     "Hierarchical",
     "Ring",
-    "Scanned",
     "all_gather",
     "all_to_all",
     "explain",

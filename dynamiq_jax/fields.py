@@ -31,10 +31,7 @@ def check_fields(options: Any) -> None:
 
     An int serves as a float, and a bool serves as neither. Scalars of NumPy become Python's, and
     lists and ranges become tuples, so that every field can be hashed and saved. Of annotations by
-    classes only dataclasses are checked.
-
-    Args:
-      options: a dataclass whose annotations are not strings.
+    classes only dataclasses are checked. Annotations must not be strings.
     """
     for field in dataclasses.fields(options):
         given = getattr(options, field.name)

@@ -56,21 +56,9 @@ def value_and_grad(
     on all workers there: pass `nnx.BatchNorm` its ``axis_name``. Every worker folds its number into
     the keys of random streams.
 
-    Args:
-      loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``.
-      axis_name: as for `dynamiq_jax.value_and_grad`.
-      argnums: the arguments that are differentiated: numbers for all `nnx.Param` of a module, and
-        `nnx.DiffState` for variables that pass a filter, such as `nnx.LoRAParam`.
-      has_aux: whether ``loss_fn`` returns more than the loss.
-      method: as for `dynamiq_jax.value_and_grad`, and so are the arguments after it.
-      mesh: see there.
-      metrics: see there.
-      op: see there.
-      reduce: see there.
-      gather: see there.
-      specs: see there.
-      weight: see there; it takes the arguments of ``loss_fn``.
-      aux: see there.
+    All arguments are those of `dynamiq_jax.value_and_grad`, but for ``argnums``: numbers stand for
+    all `nnx.Param` of a module, and `nnx.DiffState` for variables that pass a filter, such as
+    `nnx.LoRAParam`. ``weight`` takes the arguments of ``loss_fn``.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to

@@ -20,8 +20,6 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-import dynamiq_jax as dq
-
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
 AttentionKernel = Literal["xla", "cudnn"]
@@ -310,12 +308,11 @@ class Stages(NamedTuple):
         return x
 
 
-def make_stages(config: Config, scanned: bool = False) -> Stages:
+def make_stages(config: Config) -> Stages:
     """Cuts the loss of `make_loss` into functions, which compute it from ``tokens``.
 
     Args:
         config: of the model.
-        scanned: whether the blocks are one function that runs in a loop, their parameters a stack.
 
     Raises:
         ValueError: the head is the embedding: two functions would use it.
@@ -343,10 +340,7 @@ def make_stages(config: Config, scanned: bool = False) -> Stages:
 
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
-        if scanned:
-            blocks = [jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)]
         return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
 
     one = jax.checkpoint(block) if config.remat else block
-    middles = [dq.Scanned(one)] if scanned else [one] * config.n_layers
-    return Stages((embed, *middles, head), split)
+    return Stages((embed, *[one] * config.n_layers, head), split)

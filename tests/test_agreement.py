@@ -1,5 +1,6 @@
 """Workers that were told different things, or computed them: errors that say what and where."""
 
+import collections
 import copy
 import dataclasses
 import os
@@ -25,61 +26,131 @@ from dynamiq_jax.request.compression import as_compression
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 
 
-def facts(tree=TREE, axis_name="data", **options):
+class Service:
+    """JAX's coordination service, for threads that stand for processes."""
+
+    def __init__(self):
+        self.values, self.news = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.news:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.news:
+            if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+
+class Processes:
+    """Threads that stand for processes, on whose devices all of them trace."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.own = monkeypatch, threading.local()
+        monkeypatch.delenv("DYNAMIQ_JAX_AGREEMENT", raising=False)
+        monkeypatch.setattr(agreement, "_compared", set())
+        monkeypatch.setattr(agreement, "_checks", collections.Counter())
+        monkeypatch.setattr(agreement, "coordination_client", lambda: self.own.client)
+        monkeypatch.setattr(jax, "process_index", lambda: self.own.index)
+        monkeypatch.setattr(agreement, "warnings", SimpleNamespace(warn=self.warn))
+
+    def warn(self, text, stacklevel):
+        self.said[self.own.index] += f"warning: {text}"
+
+    def run(self, *functions, patience=20.0):
+        """Errors and warnings of each process; ``service`` carried their messages."""
+        self.service, self.said = Service(), [""] * len(functions)
+        self.monkeypatch.setattr(jax, "process_count", lambda: len(functions))
+        self.monkeypatch.setattr(agreement, "PATIENCE", patience)
+
+        def process(index, function):
+            self.own.index, self.own.client = index, copy.copy(self.service)
+            try:
+                function()
+            except Exception as error:
+                self.said[index] += f"{type(error).__name__}: {error}"
+
+        threads = [threading.Thread(target=process, args=pair) for pair in enumerate(functions)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.said
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    return Processes(monkeypatch)
+
+
+def check(tree=TREE, axis_name="data", **options):
+    """A function that compares what this process is told."""
     request = as_compression(options.pop("method", None), options.pop("topology", None))
-    given = {"op": "mean", "weight": None, "specs": None} | options
-    return agreement.complete(request.facts_on(auto_mesh(), axis_name, tree, **given))
+    return lambda: request.check_agreement(tree, auto_mesh(), axis_name, **options)
 
 
 def test_one_process_agrees_with_itself():
-    as_compression(None).check_agreement(TREE, auto_mesh(), "data", key=jax.random.key(1))
+    check(key=jax.random.key(1))()
 
 
+LONG = {f"layer_{i:04}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(400)}
 DIFFERENT = {
-    "method": facts(method=dq.DynamiQ(bits=4.0)),
-    "topology": facts(topology=dq.Ring()),
-    "limits": facts(method=dq.Compression(dq.DynamiQ(), min_leaf_size=5)),
-    "key": facts(key=jax.random.key(2)),
-    "op": facts(op="sum"),
-    "weight": facts(weight=1.0),
-    "specs": facts(specs={"w": P("data"), "b": None}),
-    "tree": facts({"w": jnp.ones((300, 401)), "b": TREE["b"]}),
-    "version of jax": facts() | {"version of jax": "0.0.1"},
-}
+    "method": (check(method=dq.DynamiQ(bits=4.0)), check()),
+    "topology": (check(topology=dq.Ring()), check()),
+    "limits": (check(method=dq.Compression(dq.DynamiQ(), min_leaf_size=5)), check()),
+    "key": (check(key=jax.random.key(2)), check(key=jax.random.key(1))),
+    "op": (check(op="sum"), check()),
+    "weight": (check(weight=1.0), check()),
+    "specs": (check(specs={"w": P("data"), "b": None}), check()),
+    "tree": (check({"w": jnp.ones((300, 401)), "b": TREE["b"]}), check()),
+    "end of a long tree": (
+        check(LONG | {"layer_0399": jax.ShapeDtypeStruct((7,), jnp.float32)}), check(LONG)
+    ),
+}  # fmt: skip
+"""What process 2 is told, and what the others are."""
 
 
-@pytest.mark.parametrize("fact", DIFFERENT)
-def test_what_differs_is_named_with_the_process_and_both_values(fact):
-    rows = [facts(), facts(), DIFFERENT[fact], facts()]
-    # What processes exchange is text of fixed length.
-    rows = [agreement._decode(agreement._encode(row), list(row)) for row in rows]
-    with pytest.raises(RuntimeError, match="would not reduce gradients alike") as error:
-        agreement.compare(rows)
-    message = str(error.value)
-    assert f"{fact}: process 0 has" in message
-    assert "process 2 has" in message
-    assert "on [2]" in message
-    agreement.compare([rows[0], rows[1], rows[3]])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_differs_is_named_with_the_process_and_both_values(processes, what):
+    odd, alike = DIFFERENT[what]
+    said = processes.run(alike, alike, odd, alike)
+    assert len({*said}) == 1
+    assert said[0].startswith("RuntimeError: workers would not reduce gradients alike")
+    assert f"{what.split()[-1]}: process 0 has" in said[0]
+    assert "process 2 has" in said[0]
+    assert "on [2]" in said[0]
+    assert processes.run(alike, alike, alike) == [""] * 3
 
 
-def test_long_trees_differ_by_their_hash():
-    long = {f"layer_{i:04}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(400)}
-    other = dict(long, layer_0399=jax.ShapeDtypeStruct((7,), jnp.float32))
-    rows = [facts(long), facts(other)]
-    rows = [agreement._decode(agreement._encode(row), list(row)) for row in rows]
-    with pytest.raises(RuntimeError, match="tree: process 0"):
-        agreement.compare(rows)
+def test_versions_are_compared():
+    rows = [agreement.versions(), agreement.versions() | {"version of jax": "0.0.1"}]
+    assert [*agreement.differences(rows)] == ["version of jax"]
 
 
-def test_values_of_weights_and_addresses_of_objects_may_differ():
+def test_what_one_process_refuses_is_an_error_on_all(processes):
+    said = processes.run(check(), check(axis_name="chip"))
+    assert said[0].startswith("RuntimeError: workers would not reduce gradients alike")
+    assert "arguments: process 0 has 'accepted', process 1 has \"ValueError: axis_name" in said[0]
+    assert "tree" not in said[0].partition("What differs: ")[2]
+    assert said[1].startswith("ValueError: axis_name='chip' is not in the mesh")
+
+
+def test_a_process_that_never_comes_is_named(processes, monkeypatch):
+    monkeypatch.setattr(agreement, "LONG_PATIENCE", 0.2)
+    said = processes.run(check(), lambda: None)
+    assert "What differs: process 1 did not come to one within 0.2 s" in said[0]
+
+
+def test_values_of_weights_and_addresses_of_objects_may_differ(processes):
     class Marked(dq.BF16):
         def __repr__(self):
             return f"Marked({object.__repr__(self)})"
 
-    methods = [Marked(), Marked()]
-    rows = [facts(weight=w, method=m) for w, m in zip((1.0, jnp.float32(2)), methods, strict=True)]
-    assert rows[0]["method"] != rows[1]["method"]
-    agreement.compare([agreement._decode(agreement._encode(row), list(row)) for row in rows])
+    pairs = zip((1.0, jnp.float32(2)), (Marked(), Marked()), strict=True)
+    assert processes.run(*(check(weight=w, method=m) for w, m in pairs)) == ["", ""]
 
 
 def test_axes_that_the_mesh_does_not_have_are_refused():
@@ -115,65 +186,6 @@ def test_debug_checks_change_nothing_where_workers_agree():
 
 
 # --- The first call of every process --------------------------------------------------------------
-
-
-class Service:
-    """JAX's coordination service, for threads that stand for processes."""
-
-    def __init__(self):
-        self.values, self.news = {}, threading.Condition()
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        with self.news:
-            assert allow_overwrite or key not in self.values
-            self.values[key] = value
-            self.news.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_in_ms):
-        with self.news:
-            if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
-                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
-            return self.values[key]
-
-
-class Processes:
-    """Threads that stand for processes, on whose devices all of them trace."""
-
-    def __init__(self, monkeypatch):
-        self.monkeypatch, self.own = monkeypatch, threading.local()
-        monkeypatch.delenv("DYNAMIQ_JAX_AGREEMENT", raising=False)
-        monkeypatch.setattr(agreement, "_compared", set())
-        monkeypatch.setattr(agreement, "coordination_client", lambda: self.own.client)
-        monkeypatch.setattr(jax, "process_index", lambda: self.own.index)
-        monkeypatch.setattr(agreement, "warnings", SimpleNamespace(warn=self.warn))
-
-    def warn(self, text, stacklevel):
-        self.said[self.own.index] += f"warning: {text}"
-
-    def run(self, *functions, patience=20.0):
-        """Errors and warnings of each process; ``service`` carried their messages."""
-        self.service, self.said = Service(), [""] * len(functions)
-        self.monkeypatch.setattr(jax, "process_count", lambda: len(functions))
-        self.monkeypatch.setattr(agreement, "PATIENCE", patience)
-
-        def process(index, function):
-            self.own.index, self.own.client = index, copy.copy(self.service)
-            try:
-                function()
-            except Exception as error:
-                self.said[index] += f"{type(error).__name__}: {error}"
-
-        threads = [threading.Thread(target=process, args=pair) for pair in enumerate(functions)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return self.said
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    return Processes(monkeypatch)
 
 
 CHEAP = {"method": dq.BF16(), "topology": dq.Direct()}

@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.tree.leaves import describe_leaves
 
 N = 4
 KEY = jax.random.key(0)
@@ -279,7 +281,7 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
 
 def test_processes_compare_the_methods_of_all_leaves():
     facts = [
-        small(choose).facts_on(auto_mesh(), "data", OWN)["method"]
+        small(choose).facts(Axis(("data",)), (8,), describe_leaves(OWN))["method"]
         for choose in (by_path, kernels_share, lambda path, leaf: by_path(path, leaf))
     ]
     assert facts[0] == facts[2] != facts[1]

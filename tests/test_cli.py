@@ -272,7 +272,7 @@ REFUSED = [
     (["error", "--json", "nowhere/a.json"], "--json", "cannot be written (No such file or dir"),
     (["error", "--json", "/proc/rows.json"], "--json", "cannot be written"),
     (["advise", "1M", "--config", "a.json", "--json", "a.json"], "--json", "is read or written"),
-    (["advise", "1M", "--config", "a.yaml"], "--config", "a.yaml must end in .json or .toml"),
+    (["advise", "1M", "--config", "a.yaml"], "--config", "a.yaml must end in .json"),
     # Long values.
     (["error", "--methods", LONG], "--methods", "is not known: pass one of dynamiq"),
     (["error", "--methods", "a " * 2000], "--methods", "powersgd, arc-top-k"),

@@ -49,14 +49,13 @@ def windows_of_optax(optimizer, every):
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 
-def make_step(optimizer, specs, mesh, *, check_vma=True, **extra):
+def make_step(optimizer, specs, mesh, *, check_vma=True):
     """jit of (params, opt_state, x) -> (params, opt_state), on the devices of a mesh."""
 
     def step(params, opt_state, x):
         local = jax.lax.pcast(params, "data", to="varying") if check_vma else params
         grads = jax.grad(loss_fn)(local, x)
-        given = {name: function(opt_state) for name, function in extra.items()}
-        updates, opt_state = optimizer.update(grads, opt_state, params, **given)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(
@@ -144,12 +143,12 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
 
 
 @functools.cache
-def moved(optimizer, check_vma=True, **extra):
+def moved(optimizer, check_vma=True):
     """Bits that all workers send in the entry of a step's program, and in its branches."""
     mesh, (params, batches) = auto_mesh(), problem(1)
     opt_state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(opt_state)
-    step = make_step(optimizer, specs, mesh, check_vma=check_vma, **extra)
+    step = make_step(optimizer, specs, mesh, check_vma=check_vma)
     hlo = step.lower(params, opt_state, batches[0]).compile().as_text()
     bodies = re.findall(r"^(ENTRY )?%?([\w.\-]+) \(.*?{$(.*?)^}", hlo, re.DOTALL | re.MULTILINE)
     names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", hlo)
@@ -159,36 +158,7 @@ def moved(optimizer, check_vma=True, **extra):
     return sum(sent.values()), branches
 
 
-def test_a_memory_waits_while_a_method_counts_for_itself():
-    """`CLTK` without error feedback counts steps, and the memory belongs to another type."""
-    rank = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD()), min_leaf_size=0)
-    ours = dq.optax.all_reduce("data", method=rank)
-    mesh, gradients = auto_mesh(N), jax.random.normal(jax.random.key(0), (N, 32, 64))
-    params = jnp.ones((32, 64))
-    first = dq.optax.init(ours, params, mesh)
-    specs = dq.optax.state_specs(first)
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def stepped(state, grads, chosen):
-        def one(state, grads):
-            return ours.update(grads[0], state, method=chosen)
-
-        maps = {"in_specs": (specs, P("data")), "out_specs": (P(), specs), "check_vma": False}
-        return jax.shard_map(one, mesh=mesh, **maps)(state, grads)
-
-    _, kept = stepped(first, gradients, rank)
-    _, after = stepped(kept, gradients, small(dq.comparators.CLTK()))
-    before = jax.tree.leaves(kept.memory)
-    for own, other in zip(jax.tree.leaves(after.memory), before, strict=True):
-        np.testing.assert_array_equal(own, other)
-    assert any(np.any(np.asarray(x) != 0) for x in before)
-
-
 MX = dq.optax.all_reduce("data", method=as_compression(small(dq.comparators.MXFP8()), dq.Direct()))
-
-
-def last_of(every):
-    return lambda opt_state: opt_state.mini_step == every - 1
 
 
 def test_a_window_of_multi_steps_sends_once():
@@ -198,10 +168,6 @@ def test_a_window_of_multi_steps_sends_once():
     assert (entry, branches) == (once, [])
     entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))
     assert (entry, branches) == (0, [0, once])
-    # optax's own calls the inner optimizer at every mini-step, which must be told.
-    theirs = windows_of_optax(optax.chain(MX, ADAM), 4)
-    assert moved(theirs, check_vma=False) == (once, [])
-    assert moved(theirs, check_vma=False, emit=last_of(4)) == (0, [0, once])
 
 
 @pytest.mark.parametrize(
@@ -214,14 +180,6 @@ def test_multi_steps_are_those_of_optax(every, windows, left):
     assert_close(params, plain(windows_of_optax(ADAM, every), steps))
     assert (int(state.gradient_step), int(state.mini_step)) == (windows, left)
     assert int(state.inner_opt_state[0].step) == windows
-
-
-def test_multi_steps_of_optax_serve_when_they_say_which_is_the_last():
-    reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
-    theirs = windows_of_optax(reduced, 3)
-    params, state = train(theirs, 6, check_vma=False, emit=last_of(3))
-    assert_close(params, plain(windows_of_optax(ADAM, 3), 6))
-    assert int(state.inner_opt_state[0].step) == 2
 
 
 def poison(step):

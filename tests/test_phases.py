@@ -197,28 +197,3 @@ def test_a_primitive_that_is_not_known_is_one_round_and_said_so():
     with pytest.warns(UserWarning, match="primitive 'linear_call' has collectives.* one round"):
         jax.make_jaxpr(one, axis_env=[("data", N)])(jnp.ones(3))
     assert counts == [1]
-
-
-def test_equal_views_of_an_array_are_one_value():
-    """A loop over layers carries every value: four views would be four copies."""
-
-    def f(x):
-        total = lax.psum(x.sum(), "data")
-        return total * x.reshape(3, 4) + jnp.tanh(total) * x.reshape(3, 4) + x.reshape(2, 6).sum()
-
-    x = np.arange(12, dtype=np.float32)
-
-    def one(x):
-        progress = Progress.start(trace(f, x), x)
-        progress.compute()
-        large = [v for v in progress.values.values() if v.size == 12]
-        progress.exchange()
-        progress.compute()
-        return progress.result, len(large)
-
-    found = []
-    mapped = jax.vmap(lambda x: found.append(one(x)) or found[-1][0], axis_name="data")
-    batch = np.stack([x, 2 * x])
-    expected = jax.jit(jax.vmap(f, axis_name="data"))(batch)
-    np.testing.assert_allclose(jax.jit(mapped)(batch), expected)
-    assert found[0][1] == 1

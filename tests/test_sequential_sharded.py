@@ -29,7 +29,7 @@ from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.training import interleaved
 from dynamiq_jax.training.phases import cut
 
-N, DIM, LAYERS = 4, 16, 8
+N, DIM, LAYERS = 4, 16, 3
 EXACT = dq.Compression(dq.F32(), min_leaf_size=DIM * DIM, min_bucket_size=0)
 SOME = dataclasses.replace(CHEAP, min_leaf_size=DIM * DIM)
 FULL = [True, False]
@@ -47,8 +47,7 @@ def head(w, x):
     return jnp.mean((x @ w["out"]).astype(jnp.float32) ** 2)
 
 
-FUNCTIONS = [embed, dq.Scanned(block), head]
-"""Layers as many as two for each worker: their axis divides by the workers, too."""
+FUNCTIONS = [embed, *[block] * LAYERS, head]
 
 
 def problem(dtype: Any = np.float32) -> Any:
@@ -57,7 +56,7 @@ def problem(dtype: Any = np.float32) -> Any:
     normal = lambda *shape: rng.standard_normal(shape) / 4  # noqa: E731
     params = [
         {"in": normal(32, DIM)},
-        {"kernel": normal(LAYERS, DIM, DIM), "bias": np.full((LAYERS, DIM), 0.1)},
+        *({"kernel": normal(DIM, DIM), "bias": np.full(DIM, 0.1)} for _ in range(LAYERS)),
         {"out": normal(DIM, 64)},
     ]
     scale = np.linspace(0.4, 8.0, 2 * N)[None, :, None]  # the later workers' are larger
@@ -71,23 +70,7 @@ def plain(params, x):
     return x
 
 
-def unrolled(params, x, **options):
-    """The loss by a pipeline whose layers are functions of their own."""
-
-    def split(tree):
-        if tree is None:
-            return [None] * (LAYERS + 2)
-        is_leaf = lambda s: isinstance(s, P)  # noqa: E731
-        one = lambda w, i: P(*w[1:]) if isinstance(w, P) else w[i]  # noqa: E731
-        layers = [jax.tree.map(lambda w, i=i: one(w, i), tree[1], is_leaf=is_leaf)
-                  for i in range(LAYERS)]  # fmt: skip
-        return [tree[0], *layers, tree[2]]
-
-    own = {name: split(options.pop(name)) for name in ("specs", "copies")}
-    return dq.sequential([embed, *[block] * LAYERS, head], split(params), x, **own, **options)
-
-
-def in_loop(params, x, **options):
+def in_pipeline(params, x, **options):
     return dq.sequential(FUNCTIONS, params, x, **options)
 
 
@@ -95,7 +78,7 @@ def at_once(params, x, **options):
     return plain(dq.reduce_in_backward(params, **options), x)
 
 
-WAYS = {"in a loop": in_loop, "unrolled": unrolled, "at once": at_once}
+WAYS = {"in a pipeline": in_pipeline, "at once": at_once}
 
 
 def make(method=EXACT, axes: Any = "data", **options):
@@ -138,13 +121,13 @@ def train(params, batches, optimizer, *args, **options):
 SGD = optax.sgd(0.5, momentum=0.9)
 
 
-CHECKED = [*zip(WAYS, (True, False, True), strict=True)]
+CHECKED = [("in a pipeline", True), ("in a pipeline", False), ("at once", True)]
 
 
 @pytest.mark.parametrize(("way", "check_vma"), daily(CHECKED, CHECKED[:1]))
 def test_with_exact_sums_a_step_is_that_of_sharded_alone(way, check_vma):
     params, batches = problem()
-    optimizer = make(rule=SGD, max_norm=0.05 if way == "in a loop" else None)
+    optimizer = make(rule=SGD, max_norm=0.05 if check_vma else None)
     found = train(params, batches, optimizer, WAYS[way], check_vma=check_vma)
     expected = train(params, batches, optimizer, check_vma=check_vma)
     assert_close(found, expected)
@@ -154,8 +137,12 @@ def test_with_exact_sums_a_step_is_that_of_sharded_alone(way, check_vma):
         assert np.max(np.abs(np.asarray(own) - first)) > 1e-4  # and the bound of closeness is 1e-5
 
 
-def test_layers_are_split_along_another_axis_than_theirs():
-    params, _ = problem()
+def test_stacked_layers_are_split_along_another_axis_than_theirs():
+    """Layers as many as two for each worker: their axis divides by the workers, too."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: np.float32(rng.standard_normal(shape))  # noqa: E731
+    layers = {"kernel": normal(8, DIM, DIM), "bias": normal(8, DIM)}
+    params = [{"in": normal(32, DIM)}, layers, {"out": normal(DIM, 64)}]
     specs = dq.optax.state_specs(dq.optax.init(make(), params, auto_mesh(N))).masters
     assert specs == [
         {"in": P(None, "data")},
@@ -168,13 +155,13 @@ def test_layers_are_split_along_another_axis_than_theirs():
 def test_compressed_copies_stay_equal_and_train():
     params, batches = problem()
     optimizer = make(SOME, rule=SGD)
-    found, state = train(params, batches, optimizer, in_loop, SOME)
-    expected, _ = train(params, batches, make(rule=SGD), in_loop)
+    found, state = train(params, batches, optimizer, in_pipeline, SOME)
+    expected, _ = train(params, batches, make(rule=SGD), in_pipeline)
     assert_copies_equal(found)
     for own, other, first in zip(*map(jax.tree.leaves, (found, expected, params)), strict=True):
         moved = np.linalg.norm(np.asarray(other) - first)
         assert 0 < np.linalg.norm(np.asarray(own) - np.asarray(other)) < 0.4 * moved
-    assert state.masters[1]["kernel"].addressable_shards[1].data.shape == (LAYERS, DIM // N, DIM)
+    assert state.masters[1]["kernel"].addressable_shards[1].data.shape == (DIM, DIM // N)
 
 
 @pytest.mark.release
@@ -183,30 +170,33 @@ def test_data_by_model():
     axes, rng = ("data", "model"), np.random.default_rng(0)
     devices = {"devices": jax.devices()[:N], "axis_types": (AxisType.Auto,) * 2}
     mesh = jax.make_mesh((2, 2), axes, **devices)
-    params = [
-        {"up": np.float32(rng.standard_normal((3, 8, 16))), "scale": np.ones((3, 8), np.float32)},
-        {},
+    layers = [
+        {"up": np.float32(rng.standard_normal((8, 16))), "scale": np.ones(8, np.float32)}
+        for _ in range(3)
     ]
-    of_params = [{"up": P(None, None, "model"), "scale": P()}, {}]
-    method = dq.Compression(dq.F32(), min_leaf_size=128, min_bucket_size=0)
+    params, of_params = [*layers, {}], [*[{"up": P(None, "model"), "scale": P()}] * 3, {}]
+    method = dq.Compression(dq.F32(), min_leaf_size=64, min_bucket_size=0)
     x = np.float32(rng.standard_normal((4, 8)))
 
     def layer(w, x):
         x = lax.all_gather(x @ w["up"] * 0.1, "model", axis=1, tiled=True)
         return x[:, :8] * w["scale"][None]
 
-    functions = [dq.Scanned(layer), lambda _, x: jnp.sum(x**2)]
+    functions = [*[layer] * 3, lambda _, x: jnp.sum(x**2)]
     optimizer = make(method, specs=of_params, rule=SGD)
     state = dq.optax.init(optimizer, params, mesh)
     splits = dq.optax.state_specs(state)
-    assert splits.masters[0]["up"] == P(None, "data", "model")
+    assert splits.masters[0]["up"] == P(None, ("model", "data"))
 
     def step(params, state, x, scatters):
         def loss(own):
             options = {"specs": splits.masters, "copies": params} if scatters else {}
             if scatters:
                 return dq.sequential(functions, own, x, "data", method=method, **options)
-            return functions[1]({}, functions[0](own[0], x))
+            found = x
+            for function, w in zip(functions, own, strict=True):
+                found = function(w, found)
+            return found
 
         grads = jax.grad(loss)(state.masters if scatters else params)
         updates, state = optimizer.update(grads, state, params)
@@ -223,8 +213,7 @@ def test_data_by_model():
     assert np.max(np.abs(np.asarray(found[0][0]["up"]) - params[0]["up"])) > 1e-4
 
 
-@pytest.mark.parametrize("way", ["in a loop", "unrolled"])
-def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(way, monkeypatch):
+def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(monkeypatch):
     """One less than an all-reduce; no gradient is gathered."""
     seen = []
 
@@ -235,14 +224,14 @@ def test_a_function_takes_a_round_of_statistics_and_one_of_payloads(way, monkeyp
     monkeypatch.setattr(interleaved, "cut", watched)
     method = dataclasses.replace(SOME, topology=dq.Direct())
     params, batches = problem()
-    state, step = stepper(make(method), params, WAYS[way], method)
+    state, step = stepper(make(method), params, in_pipeline, method)
     step.trace(params, state, batches[0])
     assert len(seen) == 3  # of the embedding, a layer, and the head
     for traced in seen:
-        moves = [op for op in traced.operations if op.moves]
-        names = [(op.round, op.equation.primitive.name.removesuffix("_invariant")) for op in moves]
+        moves = [(k, op) for k, ops in enumerate(traced.rounds) for op in ops]
+        names = [(k, op.equation.primitive.name.removesuffix("_invariant")) for k, op in moves]
         payloads = [own for own in names if own[0] == 1]
-        assert traced.rounds == 2 and payloads == [(1, "all_to_all")]
+        assert len(traced.rounds) == 2 and payloads == [(1, "all_to_all")]
         assert {*names} == {(0, "psum"), *payloads}
 
 
@@ -276,7 +265,7 @@ def test_what_cannot_be_is_refused():
             options = {"specs": splits.masters, "copies": params} | changes
             if way is not None:
                 return way(params, state, x)
-            return jax.grad(lambda m: in_loop(m, x, axis_name="data", **options))(state.masters)
+            return jax.grad(lambda m: in_pipeline(m, x, axis_name="data", **options))(state.masters)
 
         maps = {"in_specs": (P(), splits, P()), "out_specs": P(), "check_vma": False}
         jax.eval_shape(jax.shard_map(step, mesh=mesh, **maps), params, state, x)
@@ -288,15 +277,12 @@ def test_what_cannot_be_is_refused():
         tried(copies=jax.tree.map(jnp.int32, params))
     with pytest.raises(ValueError, match="copies are PyTreeDef.*the same structure"):
         tried(copies=[{}, *params[1:]])
-    with pytest.raises(ValueError, match="3 functions and 2 copies"):
+    with pytest.raises(ValueError, match="5 functions and 2 copies"):
         tried(copies=params[:2])
-    layers = [{"in": P(None, "data")}, {"kernel": P("data"), "bias": P()}, {"out": P(None, "data")}]
-    with pytest.raises(ValueError, match=r"functions\[1\].*specs split it.*exclude="):
-        tried(specs=layers)
 
     def differentiated(params, state, x):
         options = {"specs": dq.optax.state_specs(state).masters, "axis_name": "data"}
-        return jax.grad(lambda own: in_loop(state.masters, x, copies=own, **options))(params)
+        return jax.grad(lambda own: in_pipeline(state.masters, x, copies=own, **options))(params)
 
     with pytest.raises(ValueError, match="copies are differentiated.*jax.grad of the argument"):
         tried(differentiated)
@@ -306,7 +292,7 @@ def test_what_cannot_be_is_refused():
         return optimizer.update(grads, state, params)[0]
 
     message = (
-        r"gradients: leaf 1/kernel has shape \(8, 4, 16\).*\(8, 16, 16\)"
+        r"gradients: leaf 1/kernel has shape \(16, 4\).*\(16, 16\)"
         r".*leaf 0/in has \(32, 16\).*\(32, 4\)"
     )
     with pytest.raises(ValueError, match=message):
@@ -335,7 +321,9 @@ def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
 
     def both(params, half, x):
-        found = jax.grad(partial(in_loop, x=x, axis_name="data", method=EXACT, copies=half))(params)
+        found = jax.grad(partial(in_pipeline, x=x, axis_name="data", method=EXACT, copies=half))(
+            params
+        )
         own = jax.grad(plain)(lax.pcast(half, "data", to="varying"), x)
         return found, dq.pmean(own, "data", method=EXACT)
 
@@ -351,10 +339,10 @@ def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
 
 SHARDS: list = [
     {"in": P("data")},
-    {"kernel": P(None, "data"), "bias": P()},
+    *[{"kernel": P("data"), "bias": P()}] * LAYERS,
     {"out": P(None, "data")},
 ]
-REMAT = [embed, dq.Scanned(jax.checkpoint(block)), head]
+REMAT = [embed, *[jax.checkpoint(block)] * LAYERS, head]
 
 
 def fully_sharded(loss, check_vma=True, specs=SHARDS, axes="data", mesh=None):
@@ -387,20 +375,16 @@ def test_exact_shards_have_the_gradients_of_one_device(kind, check_vma):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("unrolled", daily([False, True], [False]))
-def test_payloads_that_stay_are_not_gathered_again(unrolled):
+@pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]))
+def test_payloads_that_stay_are_not_gathered_again(functions):
     """The gradients keep their bits."""
-    (params, batches), specs, functions = problem(), SHARDS, REMAT
-    if unrolled:
-        layers = [jax.tree.map(lambda w, i=i: w[i], params[1]) for i in range(LAYERS)]
-        params, functions = [params[0], *layers, params[2]], [embed, *[block] * LAYERS, head]
-        specs = [SHARDS[0], *[{"kernel": P("data"), "bias": P()}] * LAYERS, SHARDS[2]]
+    params, batches = problem()
 
     def traced(reshard):
-        options = {"method": EXACT, "gather": SOME, "specs": specs}
+        options = {"method": EXACT, "gather": SOME, "specs": SHARDS}
         options["reshard_after_forward"] = reshard
         loss = lambda p, x: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
-        maps = {"in_specs": (specs, P("data")), "out_specs": specs, "check_vma": False}
+        maps = {"in_specs": (SHARDS, P("data")), "out_specs": SHARDS, "check_vma": False}
         run = jax.shard_map(jax.grad(loss), mesh=auto_mesh(N), **maps)
         return jax.jit(run).trace(params, batches[0])
 
@@ -408,8 +392,7 @@ def test_payloads_that_stay_are_not_gathered_again(unrolled):
     found, expected = (own.lower().compile()(params, batches[0]) for own in (kept, again))
     assert_same_bits(jax.device_get(found), jax.device_get(expected))
     gathers, twice = (str(own.jaxpr).count(" all_gather[") for own in (kept, again))
-    begun = LAYERS + 2 if unrolled else 4  # the embedding, the first layer, the loop's, the head
-    assert gathers == 2 * begun and twice > gathers  # scales and payloads
+    assert gathers == 2 * len(functions) and twice == 2 * gathers  # scales and payloads
 
 
 def test_functions_may_return_more_or_fewer_arrays_than_they_take():
@@ -440,36 +423,20 @@ def test_functions_may_return_more_or_fewer_arrays_than_they_take():
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("n_layers", daily([1, 2, 4], [4]))
-@pytest.mark.parametrize("last", daily(["whole", "shards", "loop"], ["loop"]))
-def test_loops_of_shards_and_of_whole_parameters_take_turns(n_layers, last):
-    rng = np.random.default_rng(n_layers)
-    layers = lambda n: {"kernel": np.float32(rng.standard_normal((n, 8, 8)) / 4)}  # noqa: E731
+def test_shards_and_whole_parameters_take_turns():
+    rng = np.random.default_rng(0)
     layer = lambda w, x: jnp.tanh(x @ w["kernel"])  # noqa: E731
-    split = {"kernel": P(None, "data")}
-    ends = {
-        "whole": ([dq.Scanned(layer)], [layers(4)], [{"kernel": P()}]),
-        "shards": ([layer], [{"kernel": layers(1)["kernel"][0]}], [{"kernel": P("data")}]),
-        "loop": ([dq.Scanned(layer)], [layers(5)], [split]),
-    }
-    functions, params, specs = (
-        [*one, *two, *three]
-        for one, two, three in zip(
-            ([dq.Scanned(layer)], [layers(2)], [{"kernel": P()}]),
-            ([dq.Scanned(layer)], [layers(n_layers)], [split]),
-            ends[last],
-            strict=True,
-        )
-    )
+    params = [{"kernel": np.float32(rng.standard_normal((8, 8)) / 4)} for _ in range(5)]
+    specs = [{"kernel": own} for own in (P(), P("data"), P("data"), P(), P("data"))]
     options = {"method": EXACT, "gather": EXACT, "specs": specs}
     run = fully_sharded(
-        lambda p, x: jnp.mean(dq.sequential(functions, p, x, "data", **options) ** 2), specs=specs
+        lambda p, x: jnp.mean(dq.sequential([layer] * 5, p, x, "data", **options) ** 2), specs=specs
     )
     x = np.float32(rng.standard_normal((N, 8)))
 
     def alone(params, x):
-        for f, own in zip(functions, params, strict=True):
-            x = f(own, x)
+        for own in params:
+            x = layer(own, x)
         return jnp.mean(x**2)
 
     expected = jax.jit(jax.grad(alone))(params, x)
@@ -480,43 +447,27 @@ def test_loops_of_shards_and_of_whole_parameters_take_turns(n_layers, last):
 @pytest.mark.parametrize("key", daily([None, 7], [7]))
 def test_both_passes_gather_the_same_bits(key):
     """The gradient of a product with the parameters says what the backward pass has gathered."""
-    params = np.float32(np.random.default_rng(0).standard_normal((3, 8, 64)))
+    params = [np.float32(x) for x in np.random.default_rng(0).standard_normal((3, 8, 64))]
     key = None if key is None else jax.random.key(key)
-    square = dq.Scanned(jax.checkpoint(lambda w, x: x + jnp.sum(w**2) / 2))
-    seen = dq.Scanned(lambda w, x: (x[0].at[x[1]].set(w), x[1] + 1))
+    square = jax.checkpoint(lambda w, x: x + jnp.sum(w**2) / 2)
 
     def run(shards):
-        options = {"specs": [P(None, "data")], "gather": SOME, "method": EXACT, "key": key}
-        total = lambda w: dq.sequential([square], [w], jnp.float32(0), "data", **options)  # noqa: E731
-        start = jnp.zeros((3, 8, 64)), jnp.int32(0)
-        whole, _ = dq.sequential([seen], [shards], start, "data", **options)
-        return jax.grad(total)(shards), whole[None]
+        options = {"specs": [P("data")] * 3, "gather": SOME, "method": EXACT, "key": key}
+        total = lambda w: dq.sequential([square] * 3, w, jnp.float32(0), "data", **options)  # noqa: E731
+        seen = dq.sequential([lambda w, x: (*x, w)] * 3, shards, (), "data", **options)
+        return jax.grad(total)(shards), [w[None] for w in seen]
 
-    maps = {"in_specs": P(None, "data"), "out_specs": (P(None, "data"), P("data"))}
+    maps = {"in_specs": P("data"), "out_specs": (P("data"), P("data"))}
     mapped = jax.shard_map(run, mesh=auto_mesh(N), check_vma=False, **maps)
-    grads, whole = map(np.asarray, jax.jit(mapped)(params))
-    for own in whole:
-        assert_same_bits(own, whole[0])
-    assert_same_bits(grads, whole[0])
-    assert 1e-4 < np.linalg.norm(whole[0] - params) / np.linalg.norm(params) < 0.2
-
-
-PRODUCTS = ("dot_general", "remat", "remat2", "checkpoint")
-
-
-def loops_of(run, params, x):
-    """The forward loop of a derivative, and the backward one."""
-    traced = jax.make_jaxpr(run)(params, x)
-    (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
-    jaxpr = mapped.params["jaxpr"]
-    loops = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    bodies = [{e.primitive.name for e in loop.params["jaxpr"].jaxpr.eqns} for loop in loops]
-    return [loop for loop, names in zip(loops, bodies, strict=True) if names & {*PRODUCTS}]
+    grads, whole = jax.tree.map(np.asarray, jax.jit(mapped)(params))
+    for grad, seen, own in zip(grads, whole, params, strict=True):
+        assert_same_bits(seen, np.broadcast_to(grad, seen.shape))
+        assert 1e-4 < np.linalg.norm(grad - own) / np.linalg.norm(own) < 0.2
 
 
 @pytest.mark.parametrize("gather", [EXACT, SOME], ids=["exact", "dynamiq"])
-def test_gathers_travel_beside_functions_and_no_layer_is_kept_whole(gather):
-    """In the loops' bodies a gather begins first, and a layer's products take none of it."""
+def test_gathers_travel_beside_functions(gather):
+    """When a layer is reached, in both passes, a gather has begun that it takes nothing of."""
     params, batches = problem()
     options = {"method": EXACT, "gather": gather, "specs": SHARDS}
 
@@ -525,22 +476,42 @@ def test_gathers_travel_beside_functions_and_no_layer_is_kept_whole(gather):
 
     maps = {"in_specs": (SHARDS, P("data")), "out_specs": SHARDS, "check_vma": False}
     mapped = jax.shard_map(grad, mesh=auto_mesh(N), **maps)
-    forward, backward = loops_of(mapped, params, batches[0])
-    shapes = [v.aval.shape for v in forward.outvars]
-    assert shapes.count((DIM, DIM)) == 1 and (LAYERS - 1, DIM, DIM) not in shapes
-    assert (LAYERS - 1, 2, DIM) in shapes  # what `jax.checkpoint` keeps
-    for loop in (forward, backward):
-        body = loop.params["jaxpr"].jaxpr
-        names = [e.primitive.name for e in body.eqns]
-        products = [i for i, name in enumerate(names) if name in PRODUCTS]
-        gathers = [i for i, name in enumerate(names) if name == "all_gather"]
-        assert len(products) == 1 and gathers and max(gathers) < products[0]
-        made = set()
-        for number, e in enumerate(body.eqns):
-            comes = [not hasattr(v, "val") and v in made for v in e.invars]
-            if e.primitive.name == "optimization_barrier":  # each result is its operand
-                made.update(v for v, own in zip(e.outvars, comes, strict=True) if own)
-            elif e.primitive.name == "all_gather" or any(comes):
-                made.update(e.outvars)
-            assert number not in products or not any(comes)
-        assert made & {*body.outvars}
+    traced = jax.make_jaxpr(mapped)(params, batches[0])
+    (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
+    made, begun, ahead = {}, set(), []
+    for e in mapped.params["jaxpr"].eqns:
+        comes = [set() if hasattr(v, "val") else made.get(v, set()) for v in e.invars]
+        if e.primitive.name == "optimization_barrier":  # each result is its operand
+            made |= zip(e.outvars, comes, strict=True)
+            continue
+        if e.primitive.name == "all_gather":
+            comes.append({id(e)})
+            begun.add(id(e))
+        shapes = [v.aval.shape for v in e.invars]
+        if e.primitive.name in ("dot_general", "remat", "remat2", "checkpoint"):
+            if (DIM, DIM) in shapes:  # a layer's product, or all of its backward pass
+                ahead.append(len(begun.difference(*comes)))
+        made |= dict.fromkeys(e.outvars, set().union(*comes))
+    assert len(ahead) == 2 * LAYERS and all(ahead)
+
+
+@pytest.mark.parametrize("functions", [FUNCTIONS, REMAT], ids=["plain", "remat"])
+def test_no_function_is_kept_whole(functions):
+    """What the forward pass hands to the backward pass has shards in the place of parameters."""
+    params, batches = problem()
+    options = {"method": EXACT, "gather": EXACT, "specs": SHARDS}
+
+    def kept(params, x):
+        loss = lambda p: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
+        return jax.tree.leaves(jax.vjp(loss, params)[1])
+
+    def run(params, x):
+        shapes.extend(leaf.shape for leaf in kept(params, x))
+        return ()
+
+    shapes = []
+    maps = {"in_specs": (SHARDS, P("data")), "out_specs": (), "check_vma": False}
+    jax.eval_shape(jax.shard_map(run, mesh=auto_mesh(N), **maps), params, batches[0])
+    assert shapes.count((DIM // N, DIM)) == LAYERS
+    assert shapes.count((DIM, DIM)) == 1  # the head's shard
+    assert not {(32, DIM), (DIM, 64)} & {*shapes}

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 import sys
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -398,30 +397,6 @@ def test_what_does_not_go_is_refused():
         jax.eval_shape(replicated, params, state)
     with pytest.warns(UserWarning, match=r"1 leaves of .* no dimension that divides by the 8"):
         dq.optax.init(optimizer, {"w": jnp.ones((33, 17))}, auto_mesh())
-
-
-def test_a_clip_by_a_norm_before_it_is_warned_of():
-    """Every worker would clip its own gradients, before their mean."""
-    clip, own = promoting(optax.clip_by_global_norm(0.1)), make(optax.sgd(0.1), max_norm=0.1)
-    nested = optax.chain(optax.identity(), optax.masked(clip, True))
-    for before, after, seen in [
-        (clip, optax.identity(), True),
-        (nested, optax.identity(), True),
-        (optax.identity(), clip, False),
-    ]:
-        optimizer = optax.chain(before, own, after)
-
-        def step(w, optimizer=optimizer):
-            grads = jax.lax.pcast(w, "data", to="varying")
-            return optimizer.update(grads, optimizer.init(w), w)[0]
-
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            mapped = jax.shard_map(step, mesh=auto_mesh(), in_specs=P(), out_specs=P())
-            jax.eval_shape(mapped, np.ones((16, 64), np.float32))
-        words = [str(w.message) for w in said]
-        assert len(words) == seen
-        assert all(re.match("clip_by_global_norm comes before.* max_norm= ", w) for w in words)
 
 
 def test_copies_are_compared_every_so_many_steps(monkeypatch):

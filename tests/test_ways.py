@@ -36,16 +36,16 @@ OPTIMIZER = optax.sgd(0.2, momentum=0.9)
 """Its updates are as wrong as gradients are, where Adam's have the same size whatever these are."""
 
 EXACT = [
-    f"{name}{options}:{'/'.join(['f32'] * len(kind.methods))}".rstrip(":")
+    f"{name}{option}:{'/'.join(['f32'] * len(kind.methods))}".rstrip(":")
     for name, kind in ways.KINDS.items()
-    for options in ("", "-scan", "-checkpoint", "-scan-checkpoint")
+    for option in ("", "-checkpoint")
     if name not in ("none", "bf16-fsdp")
 ]
 """All ways but those that average nothing, or always in 16 bits."""
 BF16 = [
-    "auto:f32", "explicit:f32", "dp-scan:f32", "zero:f32/f32", "zero-pipeline-scan:f32/f32",
-    "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp", "fsdp-scan:f32/f32",
-    "fsdp-layers-scan-checkpoint:f32/f32", "fsdp-explicit-scan-checkpoint:f32/f32",
+    "auto:f32", "explicit:f32", "dp:f32", "zero:f32/f32", "zero-pipeline:f32/f32",
+    "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp", "fsdp:f32/f32",
+    "fsdp-layers-checkpoint:f32/f32", "fsdp-explicit-checkpoint:f32/f32",
 ]  # fmt: skip
 """Functions take parameters in bf16."""
 COMPRESSED = [
@@ -53,9 +53,8 @@ COMPRESSED = [
     for name, kind in ways.KINDS.items()
     for name in ([f"{name}:{'/'.join(kind.methods)}"] if kind.methods else [])
 ] + [
-    "dp-scan:5", "dp-layers-scan-checkpoint:5", "explicit-scan:5", "zero-pipeline-scan:5/2.5",
-    "fsdp-scan:5/8", "fsdp-checkpoint:5/8", "fsdp-scan-checkpoint:5/8",
-    "fsdp-layers-scan-checkpoint:5/8", "fsdp-explicit-scan-checkpoint:5/8", "fsdp-scan:4d/bf16",
+    "dp-layers-checkpoint:5", "fsdp-checkpoint:5/8", "fsdp-layers-checkpoint:5/8",
+    "fsdp-explicit-checkpoint:5/8", "fsdp:4d/bf16",
 ]  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
         assert (1e-3 if matrix else 0) < far < 0.5, (far, shape)
 
 
-EXACT_DAILY = ["explicit:f32", "zero-pipeline-scan:f32/f32"]
+EXACT_DAILY = ["explicit:f32", "zero-pipeline:f32/f32"]
 
 
 @pytest.mark.parametrize("text", daily(EXACT, EXACT_DAILY))
@@ -193,7 +192,7 @@ class Cheap(ways.Training):
         return dataclasses.replace(CHEAP, topology=self.topology, **LIMITS)
 
 
-@pytest.mark.parametrize("text", ["zero-pipeline-scan:5/2.5"])
+@pytest.mark.parametrize("text", ["zero-pipeline:5/2.5"])
 def test_with_one_width_a_way_trains_and_replicas_have_equal_bits(text):
     t = Cheap(**vars(training(auto_mesh(N))))
     way, program = lowered(text, t)
@@ -255,7 +254,7 @@ def test_bytes_that_a_program_sends():
     ("text", "complaint"),
     [
         ("zerro:5", r"'zerro:5': pass one of none, bf16-psum.*method 'zerro' is not known"),
-        ("zero-scann", "'zero-scann': pass one of none"),
+        ("zero-checkpoints", "'zero-checkpoints': pass one of none"),
         ("dp:5/8", "'dp:5/8' has 2 methods, and dp takes 1"),
         ("fsdp:5/mxfp8:3", "mxfp8 has no choice of bits"),
     ],

@@ -17,7 +17,6 @@ from jax import Array, lax
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.collectives.checks import fixed_leaves
 from dynamiq_jax.collectives.halves import (
     Cut,
     begin,
@@ -29,7 +28,7 @@ from dynamiq_jax.collectives.halves import (
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, fold_seed, key_words, seed_of
+from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
 from dynamiq_jax.executors import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
@@ -105,8 +104,8 @@ def all_to_all(
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
     request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
-    more = {"backward": backward, "key": key}
-    sizes, leaves = begin("all_to_all", axis, x, request, told | more)
+    told["backward"] = backward
+    sizes, leaves, fixed = begin("all_to_all", axis, x, request, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
     cut = Cut(split_axis, tiled, n)
@@ -116,16 +115,8 @@ def all_to_all(
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
-    check_key(key, axis)
-    fixed = fixed_leaves(leaves, values, axis)
-    grouping = group_parts(
-        request,
-        leaves,
-        sizes,
-        _exchanged_bits,
-        fixed=fixed,
-        check=lambda route: _check_serves(route.method, n),
-    )
+    check = lambda route: _check_serves(route.method, n)  # noqa: E731
+    grouping = group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
     check_whole(grouping, axis)
     options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
     values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)

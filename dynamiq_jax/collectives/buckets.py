@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.checks import (
-    Fixed,
-)
+from dynamiq_jax.collectives.checks import Fixed
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined, zero_tangent
@@ -28,9 +26,7 @@ from dynamiq_jax.methods.metrics import (
 )
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Grouping, Leaf, concatenate, split
-from dynamiq_jax.tree.placement import (
-    Surroundings,
-)
+from dynamiq_jax.tree.placement import Surroundings
 
 
 def weighted(
@@ -44,10 +40,6 @@ def weighted(
     """Scales the leaves so that their plain mean is the weighted one.
 
     Leaves that all workers hold alike are their own mean.
-
-    Raises:
-      ValueError: it is not a mean, the weight is not a scalar, or a leaf is not
-        floating-point.
     """
     if op != "mean":
         raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")

@@ -14,13 +14,7 @@ from dynamiq_jax.tree.leaves import Grouping, Leaf
 
 
 def check_state(state: Any, expected: tuple, grouping: Grouping) -> list:
-    """The states of all buckets, empty ones where the caller keeps none.
-
-    Args:
-      state: what the caller passed.
-      expected: the shapes of `Compression.init_state`'s state of one worker.
-      grouping: the buckets.
-    """
+    """The states of all buckets, of ``expected`` shapes; empty where the caller keeps none."""
     n_buckets = len(expected)
     methods = list(dict.fromkeys(bucket.route.method for bucket in grouping.buckets))
     if state is None:

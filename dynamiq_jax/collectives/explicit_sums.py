@@ -59,11 +59,7 @@ def reduce_outside(
     metrics: bool = False,
     weight: Array | float | None = None,
 ) -> Reduced:
-    """`reduce` outside of maps; warns where there is nothing to sum.
-
-    Raises:
-      ValueError: a mean or a weight, or as for `reduce_unreduced`.
-    """
+    """`reduce` outside of maps; warns where there is nothing to sum."""
     name = total.axis.name
     if total.op != "sum" or weight is not None:
         raise ValueError(
@@ -97,20 +93,8 @@ def reduce_unreduced(
 ) -> Reduced:
     """Sums leaves that are unreduced over the axis, under a map over the whole mesh.
 
-    JAX has summed other leaves; they are only sharded as ``total.specs`` say.
-
-    Args:
-      total: the workers, the request, and how sums are sharded, a tree like ``tree`` or a prefix of
-        it; `None`: as their terms. What the workers split is scattered over them.
-      tree: leaves with types of an Explicit mesh.
-      key: as for `psum`.
-      state: `Compression.init_state`'s with ``stacked=True``.
-      metrics: as for `reduce`.
-
-    Raises:
-      ValueError: a leaf is unreduced over other axes than the workers', or the state is for other
-        leaves.
-      NotImplementedError: a state, or metrics, of leaves that are scattered.
+    JAX has summed other leaves. All are sharded as ``total.specs`` say, by default as their terms;
+    what the workers split is scattered over them. A state is stacked.
     """
     axis, mesh = total.axis, mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -129,7 +113,7 @@ def reduce_unreduced(
     in_specs = [moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]), P()]
     scatters = any(own.splits)
     if scatters:
-        _check_scatter(axis, state, metrics)
+        own.check_scatter(state, metrics)
         run: Any = own.scatter  # which `Sum.reduce` would call, too
         out_specs: Any = moving([scattered_spec(spec, axis) for spec in targets])
     else:
@@ -171,15 +155,6 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
         "axes: JAX does not batch them; make one call for each, in a loop, or take a mesh of Auto "
         "axes"
     )
-
-
-def _check_scatter(axis: Axis, state: State | None, metrics: bool) -> None:
-    if state is not None or metrics:
-        raise NotImplementedError(
-            f"leaves are to be sharded over the data axes {axis.names}, and scattering keeps no "
-            "state and has no metrics; pass metrics=False, no state, and a method without memory, "
-            "or replicate the parameters over these axes"
-        )
 
 
 def large_leaves(total: Sum, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:

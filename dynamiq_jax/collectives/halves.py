@@ -96,16 +96,15 @@ def scattering(
     key: Array | None = None,
 ) -> tuple[Callable[[], list[Array]], Any]:
     """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
-    told = {"key": key, "scatter_dimension": dimension, "tiled": tiled}
-    sizes, leaves = begin("psum_scatter", axis, tree, compression, told)
+    told = {"scatter_dimension": dimension, "tiled": tiled}
+    sizes, leaves, fixed = begin("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    fixed = fixed_leaves(leaves, values, axis)
-    grouping = group_parts(compression, leaves, sizes, Route.scattered_bits, fixed=fixed)
+    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n), route.flat)  # noqa: E731
+    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
-    check_key(key, axis)
     check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
     run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
@@ -159,11 +158,8 @@ def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
     whole = jnp.moveaxis(blocks, 0, at)
-    shape = list(blocks.shape[1:])
-    if not tiled:
-        return whole
-    shape[at] *= len(blocks)
-    return whole.reshape(shape)
+    shape = blocks.shape[1:]
+    return whole.reshape(*shape[:at], -1, *shape[at + 1 :]) if tiled else whole
 
 
 class Cut(NamedTuple):
@@ -220,10 +216,7 @@ def _scatter_bucket(
 # Buckets of the same size are traced and lowered once, as in `buckets`.
 _scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
 
-_scatter_compiled = inlined(
-    _scatter_leaves,
-    static_argnames=("grouping", "axis", "cut", "op"),
-)
+_scatter_compiled = inlined(_scatter_leaves, static_argnames=("grouping", "axis", "cut", "op"))
 
 
 def all_gather(
@@ -285,8 +278,8 @@ def gather_over(
     if not axis.names:
         return tree
     compression = replace(compression, topology=None)
-    told = {"key": key, "axis": dimension, "tiled": tiled, "to": to}
-    sizes, leaves = begin("all_gather", axis, tree, compression, told)
+    told = {"axis": dimension, "tiled": tiled, "to": to}
+    sizes, leaves, fixed = begin("all_gather", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     if to != "varying" and axis.groups is not None:
         raise NotImplementedError(
@@ -295,9 +288,9 @@ def gather_over(
         )
     for leaf in leaves:
         check_axis_of(leaf, "axis", dimension, more=not tiled)
-    check_key(key, axis)
-    n, fixed = math.prod(sizes), fixed_leaves(leaves, values, axis)
-    grouping = group_parts(compression, leaves, sizes, Route.gathered_bits, fixed=fixed, shards=n)
+    n = math.prod(sizes)
+    bits_of = lambda route, bucket: route.half_bits(bucket.size, None)  # noqa: E731
+    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     run = _gather_leaves if axis.several_vmapped else _gather_compiled
     options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}
@@ -340,21 +333,24 @@ def _gather_bucket(
 
 
 _gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
-_gather_compiled = inlined(
-    _gather_leaves,
-    static_argnames=("grouping", "axis", "cut", "to"),
-)
+_gather_compiled = inlined(_gather_leaves, static_argnames=("grouping", "axis", "cut", "to"))
 
 
 def begin(
-    collective: str, axis: Axis, tree: Any, request: Compression, told: dict[str, Any]
-) -> tuple[tuple[int, ...], list[Leaf]]:
-    """Sizes of the axes, and the leaves; compares the first call of all processes."""
+    collective: str,
+    axis: Axis,
+    tree: Any,
+    request: Compression,
+    key: Array | None,
+    told: dict[str, Any],
+) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
+    """Sizes of the axes, leaves, and which are fixed; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
-    facts = functools.partial(request.facts, axis, sizes, leaves, hierarchies=False, **told)
-    compare_first(collective, axis, leaves, facts)
+    told = {"key": key, **told, "hierarchies": False}
+    compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
     check_groups(axis, all_reduce=False)
-    return sizes, leaves
+    check_key(key, axis)
+    return sizes, leaves, fixed_leaves(leaves, jax.tree.leaves(tree), axis)
 
 
 def group_parts(

@@ -137,17 +137,9 @@ class Sum:
         return dataclasses.replace(self, splits=splits, others=others, opened=opened)
 
     def of_shards(self, params: Any, specs: Any) -> tuple["Sum", Any]:
-        """The sum of gradients of ``params``, of which some leaves are one worker's shards.
+        """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
 
-        Returns the shapes and dtypes of whole leaves, too.
-
-        Args:
-          params: as they are inside of a map.
-          specs: over the axis, which tells of shards, and over others as for `psum`.
-
-        Raises:
-          ValueError: a spec does not fit its leaf, the leaf is known to be the same on all workers,
-            or a dimension is split over other axes within the data axes' parts.
+        Leaves whose ``specs`` name the axis are one worker's shards.
         """
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
@@ -164,6 +156,15 @@ class Sum:
             _check_shard(leaf, x, spec, split, axis, around.open)
             shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
         return total.placed(told, opened=opened), treedef.unflatten(shapes)
+
+    def check_scatter(self, state: State | None, metrics: bool) -> None:
+        """Refuses what sums that are scattered cannot have."""
+        if metrics or state is not None:
+            raise NotImplementedError(
+                f"parameters are sharded over the data axes {self.axis.names}, and scattering "
+                "their gradients keeps no state and has no metrics; pass metrics=False, no state, "
+                "and a method without memory, or replicate the parameters over these axes"
+            )
 
     def some(self, places: Collection[int]) -> "Sum":
         """The sum of some leaves, by their numbers."""

@@ -52,13 +52,7 @@ def reduce_terms(
     metrics: bool = False,
     weight: Any = None,
 ) -> Reduced:
-    """Sums the terms of all workers, under a map over the data axes; see `reduce`.
-
-    A state is `Compression.init_state`'s with ``stacked=True``.
-
-    Raises:
-      ValueError: the axes are others than those of the terms; or a mean, a weight or specs.
-    """
+    """Sums the terms of all workers, under a map over the data axes; a state is stacked."""
     axis, op, specs = total.axis, total.op, total.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from dynamiq_jax.commands.bench.advice import check, decide
 from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.request.configuration import SUFFIXES
+from dynamiq_jax.request.configuration import SUFFIX
 
 
 def command(
@@ -37,9 +37,7 @@ def command(
     process_id: options.ProcessId = 0,
     coordinator: options.Coordinator = "localhost:29400",
     repeats: options.Repeats = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Write the choice to FILE.json or FILE.toml.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Write the choice to FILE.json.")] = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
@@ -49,10 +47,8 @@ def command(
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
-    if config and config.suffix not in SUFFIXES:
-        raise typer.BadParameter(
-            f"{config} must end in {' or '.join(SUFFIXES)}", param_hint="--config"
-        )
+    if config and config.suffix != SUFFIX:
+        raise typer.BadParameter(f"{config} must end in {SUFFIX}", param_hint="--config")
     if step_time_ms is not None and not (step_time_ms > 0 and math.isfinite(step_time_ms)):
         raise typer.BadParameter(
             f"{step_time_ms:g} is not a positive number: pass for example 180",

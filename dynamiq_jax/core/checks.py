@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from dynamiq_jax.core.axis import Axis, AxisName
 
@@ -63,11 +64,7 @@ def check_axis(
 
 
 def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]:
-    """Workers on every axis; groups count as one axis.
-
-    Raises:
-      NameError: an axis is not mapped where ``collective`` is called.
-    """
+    """Workers on every axis, which are mapped where ``collective`` runs; groups count as one."""
     if axis.groups is not None:
         return (axis.size,)
     try:
@@ -77,6 +74,14 @@ def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]
             f"Found an {error}. To fix this, please call {collective} under `jax.shard_map`, "
             "`jax.pmap` or `jax.vmap` with an axis of this name."
         ) from None
+
+
+def sizes_on(mesh: Mesh | AbstractMesh, axis: Axis) -> tuple[int, ...]:
+    """Workers on every axis of a mesh; refuses one without these axes."""
+    missing = [name for name in axis.names if name not in mesh.shape]
+    if missing:
+        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
+    return tuple(mesh.shape[name] for name in axis.names)
 
 
 def check_groups(axis: Axis, *, all_reduce: bool) -> None:

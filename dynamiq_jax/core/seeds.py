@@ -68,10 +68,7 @@ def fold_seed(words: Seed, tag) -> Seed:
 def seed_of(seed: Seed, stats: Float[Array, "*shape"] | None = None) -> UInt[Array, " 2"]:
     """The words of the key; without a key, a hash of the bucket's number and of the statistics.
 
-    Args:
-      seed: as a method gets it.
-      stats: what all workers know, different in every step; `None` where they know nothing. Then
-        the words are the same in every step.
+    Statistics are what all workers know, new in every step; without them the words stay the same.
     """
     if seed.ndim == 1:
         return seed

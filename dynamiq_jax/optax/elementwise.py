@@ -12,12 +12,9 @@ ones. `on_slices` refuses all other uses of sliced values, and effects, which co
 """
 
 import functools
-import inspect
 import math
 import os
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,52 +55,13 @@ REMEDY = (
 )
 
 
-CLIPS = "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip"
-"""Transformations that clip by a norm."""
-
-
-def warn_of_clip() -> None:
-    """Warns if an `optax.chain` around has clipped by a norm: every worker by its own.
-
-    No argument says so. The chain's function is on the stack, with what ran before.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        told = frame.f_locals if frame.f_code.co_qualname == "chain.<locals>.update_fn" else {}
-        before = told.get("update_fns", ())[: len(told.get("new_state", ()))]
-        for name in _makers(before) & {*CLIPS}:
-            warnings.warn(
-                f"{name} comes before dq.optax.sharded in an optax.chain, and clips every worker's "
-                "gradients by that worker's own norm, before their mean. Pass max_norm= to "
-                "dq.optax.sharded in the place of it",
-                stacklevel=3,
-            )
-        frame = frame.f_back
-
-
-def _makers(functions: Iterable[Any]) -> set[str]:
-    """The names of the functions that made these, and those which they call."""
-    found, open_ones = set(), [*functions]
-    while open_ones:
-        function = open_ones.pop()
-        if inspect.isfunction(function) and function not in found:
-            found.add(function)
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
-            open_ones.extend(jax.tree.leaves(cells))
-    return {function.__qualname__.partition(".")[0] for function in found}
-
-
 class _Value(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-      data: this worker's slice, one entry of a uniform value, or a whole array.
-      spec: how mesh axes split a sliced value, else `None`.
-      uniform: whether all entries are equal.
-    """
+    """A value of the program."""
 
     data: Any
+    """This worker's slice, one entry of a uniform value, or a whole array."""
     spec: P | None = None
+    """How mesh axes split a sliced value."""
     uniform: bool = False
 
     def full(self, shape: tuple[int, ...]) -> Array:
@@ -120,13 +78,7 @@ def _value(x: Any, spec: P | None = None) -> _Value:
 
 
 def whole_arrays(tree: Any, specs: Sequence[P], sizes: Mapping[str, int]) -> Any:
-    """The shapes and dtypes of whole arrays.
-
-    Args:
-      tree: slices of them.
-      specs: how mesh axes split the leaves, one for each.
-      sizes: the number of slices along every mesh axis.
-    """
+    """The shapes and dtypes of whole arrays, from a tree of slices; see `on_slices`."""
     leaves, treedef = jax.tree.flatten(tree)
     whole = []
     for x, spec in zip(map(jax.typeof, leaves), specs, strict=True):
@@ -143,19 +95,10 @@ def on_slices(
     result_specs: Sequence[P],
     sizes: Mapping[str, int],
 ) -> Any:
-    """Slices of what ``function`` returns for whole arrays.
+    """Slices of what ``function`` returns for whole arrays, of which ``args`` are slices.
 
-    Args:
-      function: takes and returns trees of arrays.
-      args: slices of its arguments.
-      specs: how mesh axes split the leaves of ``args``, one for each.
-      results: a tree of the whole results' shapes.
-      result_specs: how mesh axes split the leaves of ``results``, one for each.
-      sizes: the number of slices along every mesh axis.
-
-    Raises:
-      ValueError: a primitive needs more of an array than a slice, or a result is not split as
-        ``result_specs`` say.
+    Specs say how mesh axes split each leaf, ``results`` which shapes whole results have, and
+    ``sizes`` how many slices there are along every axis.
     """
     closed, made = jax.make_jaxpr(function, return_shape=True)(*whole_arrays(args, specs, sizes))
     if jax.tree.structure(made) != jax.tree.structure(results):

@@ -1,16 +1,16 @@
 """LIEC-SGD: an optimizer whose workers apply their own encodings' losses at once.
 
-`comparators.local_error` has the formulas. Models drift apart by their own errors; `average_every`
-brings them together.
+`comparators.local_error` has the formulas. Models drift apart by their own errors; a mean over
+workers brings them together.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Int
 
 from dynamiq_jax.collectives.all_reduce import way_of
@@ -23,8 +23,6 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.replicated import first_memory
 from dynamiq_jax.optax.state import PerWorker, known_sizes, product
 from dynamiq_jax.request.compression import Compression, as_compression
-
-Tree = TypeVar("Tree")
 
 
 class LIECState(NamedTuple):
@@ -50,7 +48,7 @@ def liec(
     Every worker applies to its own parameters what its encoding of its gradient lost, in the same
     step; only what the encoding of a mean loses is kept, by the owner of that chunk
     (`comparators.local_error` has the formulas). So workers' parameters differ: keep every
-    worker's own, and bring them together by `average_every`, as the paper does every 32 or 100
+    worker's own, and bring them together by `jax.lax.pmean`, as the paper does every 32 or 100
     steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and `state_specs` of
     `dynamiq_jax.optax` serve its state.
 
@@ -87,26 +85,3 @@ def liec(
         return final, LIECState(state.step + 1, memory, state.inner.after(after))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def average_every(every: int, step: Array, params: Tree, axis_name: AxisName) -> Tree:
-    """The mean of all workers' ``params`` where ``step`` is a multiple of ``every``, else these.
-
-    A mean by `jax.lax.pmean`, the same bits on all workers. Runs inside `jax.shard_map`; other
-    steps send nothing.
-
-    Args:
-      every: the period, 1 or more.
-      step: int32 scalar, the same on all workers: `LIECState.step` after the update.
-      params: this worker's.
-      axis_name: as for `dynamiq_jax.psum`.
-    """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1; pass 1 to average in every step")
-    axis = check_axis(axis_name)
-
-    def mean(params: Tree) -> Tree:
-        return axis.to_varying(axis.pmean(params))
-
-    own = axis.to_varying(params)
-    return lax.cond(step % every == 0, mean, lambda params: params, own)

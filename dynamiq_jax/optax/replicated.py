@@ -12,7 +12,7 @@ from jaxtyping import Int
 from dynamiq_jax.collectives.all_reduce import way_of
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes, product
@@ -42,16 +42,7 @@ def all_reduce(
     """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
 
     Put it first in `optax.chain`: the norm to clip by, and the moments, are those of the mean.
-    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`, and takes
-    two more arguments:
-
-    * ``emit`` (a bool scalar, the same on all workers): where it is false nothing is reduced or
-      sent, and updates come back as zeros. For `optax.MultiSteps`, which calls the inner optimizer
-      at every mini-step and throws the result away: ``optimizer.update(grads, opt_state, params,
-      emit=opt_state.mini_step == every - 1)``. `multi_steps` needs no such care.
-    * ``method``: another method for this step, which is static under `jax.jit`. The memory
-      belongs to ``all_reduce``'s own method. A method for one step takes it if it needs a state, or
-      if it is of the same type and keeps one; else the memory waits.
+    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`.
 
     ``init`` needs the number of workers where the method keeps a memory: call `init` of this
     module, or ``optimizer.init`` inside the map.
@@ -64,39 +55,21 @@ def all_reduce(
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
     """
-    axis, own_method = check_axis(axis_name), as_compression(method)
+    axis, compression = check_axis(axis_name), as_compression(method)
 
     def init(params) -> Any:
-        memory = first_memory(params, axis, own_method)
+        memory = first_memory(params, axis, compression)
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
-    def update(updates, state, params=None, *, emit=True, method=method, **extra) -> Any:
+    def update(updates, state, params=None, **extra) -> Any:
         del params, extra
-
-        def reduced():
-            own = None if state.memory is None else state.memory.own()
-            sizes, chosen = axis_sizes(axis, "all_reduce"), as_compression(method)
-            keeps = jax.eval_shape(lambda: chosen.init_state(updates, sizes))
-            leaves = describe_leaves(updates)
-            now, always = chosen.methods_of(leaves), own_method.methods_of(leaves)
-            takes = list(map(type, now)) == list(map(type, always))
-            takes |= any(each is not None and each.needs_state for each in now)
-            folded = None if key is None else jax.random.fold_in(key, state.step)
-            before = own if jax.tree.leaves(keeps) and takes else None
-            run = way_of(Sum(axis, chosen, op), updates)
-            found = run(updates, folded, before, metrics=metrics)
-            kept = own if found.state is None else found.state
-            memory = None if state.memory is None else state.memory.after(kept)
-            return found.tree, AllReduceState(state.step + 1, memory, found.metrics)
-
-        if emit is True:
-            return reduced()
-
-        def skipped():
-            zeros, _ = jax.eval_shape(reduced)
-            return jax.tree.map(jnp.zeros_like, zeros), state
-
-        return lax.cond(emit, reduced, skipped)
+        memory = state.memory
+        folded = None if key is None else jax.random.fold_in(key, state.step)
+        before = None if memory is None else memory.own()
+        run = way_of(Sum(axis, compression, op), updates)
+        found = run(updates, folded, before, metrics=metrics)
+        memory = None if memory is None else memory.after(found.state)
+        return found.tree, AllReduceState(state.step + 1, memory, found.metrics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

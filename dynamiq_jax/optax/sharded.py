@@ -28,7 +28,7 @@ from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
-from dynamiq_jax.optax.elementwise import on_slices, warn_of_clip, whole_arrays
+from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, known_sizes, product
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
@@ -85,14 +85,14 @@ def sharded(
 ) -> optax.GradientTransformationExtraArgs:
     """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
-    A clip by norm before it would clip every worker's gradients by this worker's own norm; in an
-    `optax.chain` inside a map a warning says so. Every worker runs the optimizer for its slices of
-    the parameters. The transformation stands in the place of `all_reduce` and the optimizer after
-    it. ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
-    mean, updates the masters of this worker's slices, gathers differences of parameters, and
-    returns updates for `optax.apply_updates`, with the same bits on all workers. After the first
-    update nothing else may change the parameters; until then masters follow. Masters and the inner
-    state take 1/n of the memory, and the update 1/n of the work.
+    A clip by norm before it would clip every worker's gradients by this worker's own norm. Every
+    worker runs the optimizer for its slices of the parameters. The transformation stands in the
+    place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own gradients
+    and the parameters. It scatters the gradients' mean, updates the masters of this worker's
+    slices, gathers differences of parameters, and returns updates for `optax.apply_updates`, with
+    the same bits on all workers. After the first update nothing else may change the parameters;
+    until then masters follow. Masters and the inner state take 1/n of the memory, and the update
+    1/n of the work.
 
     A leaf is split along the first dimension that divides by the number of workers; a leading one
     of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
@@ -171,7 +171,6 @@ def sharded(
             )
         step = _Update(inner, total, max_norm, key, check_every)
         if axis.mapped:
-            warn_of_clip()
             moved = [True] * len(jax.tree.leaves(updates))
             return step(updates, state, params, extra, op="mean", moved=moved)
         if not is_outside(axis, (updates, params)):
@@ -362,7 +361,9 @@ class _Update(NamedTuple):
         held = jax.tree.leaves(state.masters)
         self._check_copies(params, held, total)
         own = [_own(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
-        self._compare(copies, state.step)
+        if self.check_every:
+            compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
+            lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
         state = _begun(state, treedef.unflatten(own))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
@@ -378,7 +379,14 @@ class _Update(NamedTuple):
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
         sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
-        steps, inner = _updated(self.inner, gradients, state, sizes, extra)
+        steps, inner = on_slices(
+            lambda g, s, p: self.inner.update(g, s, p, **extra),
+            (gradients, state.inner, state.masters),
+            (*placed, *state.splits[len(placed) :], *placed),
+            whole_arrays((state.masters, state.inner), state.splits, sizes),
+            state.splits,
+            sizes,
+        )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
@@ -389,12 +397,6 @@ class _Update(NamedTuple):
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
         return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
-
-    def _compare(self, copies: list[Array], step: Array) -> None:
-        if self.check_every:
-            options = {"axis": self.total.axis, "what": "the copy"}
-            compare = functools.partial(assert_same_on_workers, **options)
-            lax.cond(step % self.check_every == 0, compare, lambda _: None, copies)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
@@ -408,8 +410,7 @@ class _Update(NamedTuple):
     def _are_slices(self, terms: list[Array], masters: list[Array], params: Any) -> bool:
         """Whether gradients are reduced already, and as large as this worker's masters.
 
-        Where no leaf is split this cannot be seen. They are reduced then, which leaves the mean of
-        equal ones as it is.
+        Where no leaf is split they count as terms: the mean leaves equal ones as they are.
         """
         leaves = describe_leaves(params)
         found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))
@@ -466,25 +467,6 @@ class _Update(NamedTuple):
             gathered = total.some(own).gather(_some(masters, own), key)
         whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
-
-
-def _updated(
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: Any,
-    state: ShardedState,
-    sizes: Mapping[str, int],
-    extra: Mapping[str, Any],
-) -> Any:
-    """The inner optimizer's updates and next state, of slices of which axes have so many."""
-    placed = jax.tree.leaves(state.specs().masters)
-    return on_slices(
-        lambda g, s, p: inner.update(g, s, p, **extra),
-        (gradients, state.inner, state.masters),
-        (*placed, *state.splits[len(placed) :], *placed),
-        whole_arrays((state.masters, state.inner), state.splits, sizes),
-        state.splits,
-        sizes,
-    )
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

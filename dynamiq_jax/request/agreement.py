@@ -1,9 +1,11 @@
 """Whether all workers were told the same: `Compression.check_agreement` asks before training.
 
 Workers whose configuration, version, tree or key differ would wait for ever, or average garbage in
-silence. `compare_first` asks without being called, and knows less.
+silence. `compare_first` asks without being called, and knows less. Both talk over JAX's
+coordination service, which knows neither devices nor programs: so they can while processes trace.
 """
 
+import collections
 import json
 import os
 import re
@@ -15,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from dynamiq_jax.core.axis import Axis
@@ -25,57 +25,54 @@ from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096
 """The longest text of one fact of one process; longer ones are cut and hashed."""
-HASH_BYTES = 32
-"""Room for the hash."""
-
-FACTS = (
-    "arguments", "version of dynamiq_jax", "version of jax", "platform", "mesh", "axis_name",
-    "method", "topology", "limits", "op", "weight", "specs", "key", "tree",
-)  # fmt: skip
-"""The facts that processes compare. "arguments" is "accepted", or the refusal.
-
-A refused call has no other facts.
-"""
-
 SWITCH = "DYNAMIQ_JAX_AGREEMENT"
 """The environment variable that turns `compare_first` off where it is 0."""
-PATIENCE = 60.0
-"""Seconds for which a process waits for another one in `compare_first`."""
+PATIENCE, LONG_PATIENCE = 60.0, 600.0
+"""Seconds for which a process waits for another one in `compare_first`, and in `check`."""
+ABSENT = "processes"
+"""The name of the difference that a process does not come."""
+_COMPLAINT = (
+    "workers would not reduce gradients alike; start all of them with the same versions, "
+    "configuration, model and key. What differs: "
+)
 _compared: set[tuple[str, Any]] = set()
 """Collectives whose first call was compared, and the connection over which it was."""
+_checks: collections.Counter[Any] = collections.Counter()
+"""Calls of `check` over each connection."""
 
 
 def check(tell: Callable[[], dict[str, str]]) -> None:
-    """Compares what ``tell`` says on all processes, outside of jit; see `check_agreement`.
-
-    Raises:
-      RuntimeError: names what differs, on which processes, and both values.
-      ValueError, NotImplementedError: what ``tell`` raises, on the processes where it does.
-    """
-    refusal = None
+    """Compares what ``tell`` says on all processes, outside of jit; see `check_agreement`."""
+    facts, refusal = versions() | {"arguments": "accepted"}, None
     try:
-        facts = complete(tell())
+        facts |= tell()
     except (ValueError, NotImplementedError) as error:
-        refusal = error
-        facts = dict.fromkeys(FACTS, "") | {"arguments": f"{type(error).__name__}: {error}"}
+        facts["arguments"], refusal = f"{type(error).__name__}: {error}", error
     if jax.process_count() > 1:  # also where arguments were refused: the others are waiting
-        gathered = multihost_utils.process_allgather(_encode(facts))
-        if refusal is None:
-            compare([_decode(row, list(FACTS)) for row in gathered])
+        client = coordination_client()
+        if client is None:
+            raise RuntimeError(
+                f"{jax.process_count()} processes and no coordination service, over which they are "
+                "compared; call jax.distributed.initialize() first"
+            )
+        _checks[client] += 1
+        found = _exchange(client, f"check {_checks[client]}", facts, LONG_PATIENCE)
+        if found and refusal is None:
+            # With arguments that were refused nothing else is known.
+            texts = [found["arguments"]] if "arguments" in found else found.values()
+            raise RuntimeError(_COMPLAINT + "; ".join(texts))
     if refusal is not None:
         raise refusal
 
 
-def complete(told: dict[str, str]) -> dict[str, str]:
-    """All `FACTS` in their order, from those that a request tells."""
-    told = versions() | told | {"arguments": "accepted"}
-    return {fact: told[fact] for fact in FACTS}
-
-
 def versions() -> dict[str, str]:
     """The versions and the platform of this process."""
+    try:
+        own = version("dynamiq_jax")
+    except PackageNotFoundError:  # run from a source tree
+        own = "not installed"
     return {
-        "version of dynamiq_jax": _version(),
+        "version of dynamiq_jax": own,
         "version of jax": jax.__version__,
         "platform": jax.default_backend(),
     }
@@ -105,19 +102,9 @@ def _describe_specs(specs: Any) -> str:
 def compare_first(
     collective: str, axis: Axis, leaves: list[Leaf], tell: Callable[[], dict[str, str]]
 ) -> None:
-    """Raises unless all processes trace their first ``collective`` alike.
+    """Raises unless all processes trace their first ``collective`` alike, by what ``tell`` says.
 
-    Processes talk over JAX's coordination service, which knows neither devices nor programs: so
-    they can while they trace. A process waits for others once for each collective at most.
-
-    Args:
-      collective: its name in messages.
-      axis: the workers.
-      leaves: the leaves of this call.
-      tell: says what has to be the same.
-
-    Raises:
-      RuntimeError: names what differs, on which processes, and both values.
+    A process waits for others once for each collective at most.
     """
     client = coordination_client()
     if client is None or jax.process_count() == 1 or (collective, client) in _compared:
@@ -128,14 +115,13 @@ def compare_first(
     if all(leaf.shape == () for leaf in leaves) or os.environ.get(SWITCH) == "0":
         return
     _compared.add((collective, client))
-    facts = versions() | tell()
-    try:
-        outcome, text = _exchange(client, collective, facts)
-    except RuntimeError as error:  # JAX's, of the service
-        outcome, text = "warning", f"no answer from process 0: {error}"
-    if outcome == "error":
-        raise RuntimeError(text)
-    if outcome == "warning":
+    found = _exchange(client, f"first {collective}", versions() | tell(), PATIENCE)
+    text = "; ".join(found.values())
+    if ABSENT not in found and found.keys() & {"axis_name", "tree"}:
+        text = f"they came to different ones; {text}"
+    elif found and ABSENT not in found:
+        raise RuntimeError(_COMPLAINT + text)
+    if found:
         warnings.warn(
             f"the first {collective} of all processes was not compared: {text}. If that is meant, "
             "set DYNAMIQ_JAX_AGREEMENT=0 on all processes; if not, they may wait for each other "
@@ -144,50 +130,32 @@ def compare_first(
         )
 
 
-def _exchange(client: Any, collective: str, facts: dict[str, str]) -> tuple[str, str]:
-    """Sends this process's facts and waits for the finding of process 0.
-
-    Returns "agreement", "warning" or "error", and a text.
-    """
-    me, milliseconds = jax.process_index(), int(1000 * PATIENCE)
-    place = f"dynamiq_jax/first {collective}"
+def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:
+    """What differs between processes, by name; process 0 compares their facts, and tells all."""
+    me, place, deadline = jax.process_index(), f"dynamiq_jax/{what}", time.monotonic() + patience
     mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
-    client.key_value_set(f"{place}/{me}", mine, allow_overwrite=True)
+
+    def read(key: Any, seconds: float) -> Any:
+        return json.loads(client.blocking_key_value_get(f"{place}/{key}", int(1000 * seconds)))
+
     if me:
-        client.blocking_key_value_get(f"{place}/0", milliseconds)  # as late as it may come
-        return tuple(json.loads(client.blocking_key_value_get(f"{place}/found", 2 * milliseconds)))
-    found = _found(client, place, time.monotonic() + PATIENCE)
+        try:
+            client.key_value_set(f"{place}/{me}", mine, allow_overwrite=True)
+            read(0, patience)  # as late as it may come
+            return read("found", 2 * patience)
+        except RuntimeError as error:  # JAX's, of the service
+            return {ABSENT: f"no answer from process 0: {error}"}
+    client.key_value_set(f"{place}/0", mine, allow_overwrite=True)
+    rows, found = [], None
+    for i in range(jax.process_count()):
+        try:
+            rows.append(read(i, max(deadline - time.monotonic(), 0.1)))
+        except RuntimeError:
+            found = {ABSENT: f"process {i} did not come to one within {patience:g} s"}
+            break
+    found = differences(rows) if found is None else found
     client.key_value_set(f"{place}/found", json.dumps(found), allow_overwrite=True)
     return found
-
-
-def _found(client: Any, place: str, deadline: float) -> tuple[str, str]:
-    rows = []
-    for i in range(jax.process_count()):
-        left = max(deadline - time.monotonic(), 0.1)
-        try:
-            rows.append(json.loads(client.blocking_key_value_get(f"{place}/{i}", int(1000 * left))))
-        except RuntimeError:
-            return "warning", f"process {i} did not come to one within {PATIENCE:g} s"
-    different = differences(rows)
-    text = "; ".join(different.values())
-    if different.keys() & {"axis_name", "tree"}:
-        return "warning", f"they came to different ones; {text}"
-    return ("error", _COMPLAINT + text) if different else ("agreement", "")
-
-
-_COMPLAINT = (
-    "workers would not reduce gradients alike; start all of them with the same versions, "
-    "configuration, model and key. What differs: "
-)
-
-
-def compare(rows: Sequence[dict[str, str]]) -> None:
-    """Raises unless all processes say the same; ``rows[i]`` are the facts of process i."""
-    if different := differences(rows):
-        # With arguments that were refused nothing else is known.
-        texts = [different["arguments"]] if "arguments" in different else different.values()
-        raise RuntimeError(_COMPLAINT + "; ".join(texts))
 
 
 def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
@@ -209,13 +177,6 @@ def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
     return found
 
 
-def _version() -> str:
-    try:
-        return version("dynamiq_jax")
-    except PackageNotFoundError:  # run from a source tree
-        return "not installed"
-
-
 def _cut(text: str) -> str:
     """At most `FACT_BYTES`, and a hash of all of it where more was cut off.
 
@@ -223,23 +184,4 @@ def _cut(text: str) -> str:
     """
     raw = re.sub(r" at 0x[0-9a-f]+", "", text).encode()
     cut = raw[:FACT_BYTES].decode(errors="ignore")
-    return cut if len(raw) <= FACT_BYTES else f"{cut}... (hash {hash_bytes(raw):08x})"
-
-
-def _encode(facts: dict[str, str]) -> np.ndarray:
-    """uint8[facts, FACT_BYTES + HASH_BYTES]."""
-    rows = np.zeros((len(facts), FACT_BYTES + HASH_BYTES), np.uint8)
-    for row, text in zip(rows, facts.values(), strict=True):
-        raw = np.frombuffer(_cut(text).encode(), np.uint8)
-        row[: raw.size] = raw
-    return rows
-
-
-def _decode(rows: np.ndarray, names: list[str]) -> dict[str, str]:
-    texts = (np.asarray(row).tobytes().rstrip(b"\0").decode() for row in rows)
-    return dict(zip(names, texts, strict=True))
-
-
-def hash_bytes(raw: bytes) -> int:
-    """A 32-bit hash that is the same in every process (unlike Python's)."""
-    return zlib.crc32(raw)
+    return cut if len(raw) <= FACT_BYTES else f"{cut}... (hash {zlib.crc32(raw):08x})"

@@ -15,15 +15,15 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import Op, axis_counts, check_axis
+from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.request import agreement, configuration
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
-from dynamiq_jax.request.routes import Route
-from dynamiq_jax.request.ways import bytes_per_second, fewer_bits
+from dynamiq_jax.request.routes import Route, TwoLevels
+from dynamiq_jax.request.ways import bytes_per_second
 from dynamiq_jax.topologies import (
     AnyTopology,
     Transport,
@@ -125,11 +125,7 @@ class Compression(Options):
         return callable(self.method) and not isinstance(self.method, type | Method)
 
     def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
-        """The method of every leaf; `None` for leaves that are excluded.
-
-        Raises:
-          ValueError: the function by path returns something else.
-        """
+        """The method of every leaf; `None` for leaves that are excluded."""
 
         def method_of(leaf: Leaf) -> Method | None:
             if self.exclude is not None and re.search(self.exclude, leaf.path):
@@ -154,14 +150,8 @@ class Compression(Options):
     ) -> Route:
         """The route of one method (default: this request's) among workers on axes of ``sizes``.
 
-        Args:
-          sizes: workers on every axis, the outermost first.
-          method: `None` is the request's own, or ``DynamiQ()`` where that goes by path.
-          hierarchies: whether they can serve.
-          here: whether the workers are JAX's devices; else the choice is `assumed`'s.
-
-        Raises:
-          ValueError, NotImplementedError: method, topology and workers do not go together.
+        ``hierarchies`` says whether they can serve, and ``here`` whether workers are JAX's devices;
+        else the choice is `assumed`'s.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -183,13 +173,15 @@ class Compression(Options):
             reason = f"{reason}; {how}" if how else reason
         fast = here and fast_links()
         method = method.over_fast_links() if fast else method
-        return Route.over(
-            method,
-            topology,
-            sizes,
-            limits=method.limits(self.limits, n_workers, fast_links=fast),
-            reason=reason,
-        )
+        runner = method
+        if topology is not None:
+            inner, outer, n_inner = topology.levels(sizes)
+            if n_inner > 1:
+                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
+        limits = method.limits(self.limits, n_workers, fast_links=fast)
+        route = Route(method, topology, sizes, runner, limits, reason)
+        runner.check(n_workers, route.flat)
+        return route
 
     def group(
         self,
@@ -201,15 +193,10 @@ class Compression(Options):
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
     ) -> Grouping:
-        """Sorts leaves into buckets, each with its route, and exact ones.
+        """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
 
-        Args:
-          leaves: as one device holds them.
-          sizes: workers on every axis, the outermost first.
-          without: indices of leaves that belong to neither; `Grouping.apart` has the large ones.
-          limits_of: the limits of a route.
-          bits_of: the wire bits per coordinate of a bucket, of which bf16 takes 16.
-          options: as for `route`.
+        Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. Of the wire
+        bits that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -324,12 +311,7 @@ class Compression(Options):
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
         explanation = explain_grouping(grouping, routes, elsewhere)
         if per_second:
-            where = {"mesh": mesh, "specs": specs, "verbose": False}
-            fewer = {
-                name: dataclasses.replace(self, method=method).explain(tree, n_workers, **where)
-                for name, method in fewer_bits(self.method or DynamiQ()).items()
-            }
-            explanation = explanation.at_rate(str(rate), per_second, fewer)
+            explanation = explanation.at_rate(str(rate), per_second)
         if verbose:
             print(explanation)
         return explanation
@@ -370,27 +352,17 @@ class Compression(Options):
           ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
             would; the others say so as well, and wait for nobody.
         """
-        options = {"key": key, "op": op, "weight": weight, "specs": specs}
-        agreement.check(lambda: self.facts_on(mesh, axis_name, tree, **options))
 
-    def facts_on(
-        self, mesh: Mesh, axis_name: AxisName, tree: Any, *, key: Any = None, **options: Any
-    ) -> dict[str, str]:
-        """`facts` outside of a map, where the mesh and the key's value are known, too."""
-        axis = check_axis(axis_name)
-        missing = [name for name in axis.names if name not in mesh.shape]
-        if missing:
-            raise ValueError(
-                f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}"
-            )
-        sizes = tuple(mesh.shape[name] for name in axis.names)
-        leaves = describe_leaves(tree)
-        told = self.facts(axis, sizes, leaves, **options)
-        told["topology"] += f" ({self.route(sizes).reason})"
-        words = key_words(key)
-        told["key"] = "none" if words is None else str(np.asarray(words).tolist())
-        devices = [device.id for device in mesh.devices.flat]
-        return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
+        def tell() -> dict[str, str]:
+            axis, words = check_axis(axis_name), key_words(key)
+            sizes = sizes_on(mesh, axis)
+            told = self.facts(axis, sizes, describe_leaves(tree), op=op, weight=weight, specs=specs)
+            told["topology"] += f" ({self.route(sizes).reason})"
+            told["key"] = "none" if words is None else str(np.asarray(words).tolist())
+            devices = [device.id for device in mesh.devices.flat]
+            return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
+
+        agreement.check(tell)
 
     def facts(
         self,
@@ -417,31 +389,26 @@ class Compression(Options):
         } | agreement.described(options)
 
     def save(self, file: str | Path) -> None:
-        """Writes this request for `load`: JSON or TOML, by the file's suffix.
+        """Writes this request for `load`, as JSON.
 
         Raises:
-          ValueError: another suffix, a function by path, a method or topology that is not this
-            library's, or a field that is `None` and could not be said in TOML.
+          ValueError: another suffix than .json, a function by path, or a method or topology that is
+            not this library's.
         """
         configuration.write(file, self)
 
     @classmethod
     def load(cls, file: str | Path) -> "Compression":
-        """Reads a request from a JSON or TOML file, as `save` writes it.
+        """Reads a request from a JSON file, as `save` writes it.
 
         Raises:
-          ValueError: the file is neither JSON nor TOML, or has names, fields or values that do not
-            exist.
+          ValueError: the file is not JSON, or has names, fields or values that do not exist.
         """
         return cls(**configuration.read(file))
 
 
 def as_compression(method: Any, topology: AnyTopology | None = None) -> Compression:
-    """The request that ``method=`` and ``topology=`` of a collective stand for.
-
-    Raises:
-      ValueError: both name a topology, or one of them is of the wrong kind.
-    """
+    """The request that ``method=`` and ``topology=`` of a collective stand for."""
     if not isinstance(method, Compression):
         return Compression(method, topology=topology)
     if topology is None:

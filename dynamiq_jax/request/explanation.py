@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -55,8 +55,7 @@ class Explanation:
       advice: what to do where that is too much; `None` if it is not.
       ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
         nothing is compressed, or where a method does not scatter. With a rate, wire times, too.
-      fastest: which of the ways and which bits take least time on the wire, in words; `None`
-        without a rate.
+      fastest: which of the ways takes least time on the wire, in words; `None` without a rate.
     """
 
     rows: tuple[Row, ...]
@@ -100,27 +99,19 @@ class Explanation:
             caption += ["", self.fastest]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
 
-    def at_rate(self, rate: str, per_second: float, fewer: Mapping[str, Self]) -> Self:
-        """The explanation with the wire's times and the fastest way.
-
-        Args:
-          rate: of the link, as the caller spells it.
-          per_second: the same in bytes.
-          fewer: explanations of the same tree with fewer bits, by their names.
-        """
+    def at_rate(self, rate: str, per_second: float) -> Self:
+        """The explanation with the wire's times at a rate, ``per_second`` in bytes."""
 
         def ms(sent: float) -> float:
             return 1e3 * sent / per_second
 
         ways = tuple(dataclasses.replace(way, wire_ms=ms(way.sent_bytes)) for way in self.ways)
-        least, by, rest = self.wire_bytes, "", ""
+        least, by = self.wire_bytes, ""
         if ways:
-            best = min(range(len(ways)), key=lambda i: ways[i].sent_bytes)
-            least, by = ways[best].sent_bytes, f" least, by {ways[best].name} ({ways[best].call})"
-            times = [f"{ms(x.ways[best].sent_bytes):,.1f} at {bits}" for bits, x in fewer.items()]
-            rest = f" Fewer bits take {', '.join(times)}." if times else ""
+            best = min(ways, key=lambda way: way.sent_bytes)
+            least, by = best.sent_bytes, f" least, by {best.name} ({best.call})"
         native = f"bf16 psum takes {ms(self.bf16_wire_bytes):,.1f}"
-        said = f"At {rate} the wire takes {ms(least):,.1f} ms a step{by}; {native}.{rest}"
+        said = f"At {rate} the wire takes {ms(least):,.1f} ms a step{by}; {native}."
         return dataclasses.replace(self, ways=ways, fastest=said)
 
     def _bits_per_coord(self, sent: float) -> float:
@@ -133,13 +124,7 @@ def explain_grouping(
     routes: Sequence[Route],
     assumed: str | None = None,
 ) -> Explanation:
-    """Explains the reduction of what one device holds of a tree.
-
-    Args:
-      grouping: the buckets, and the leaves that travel exactly.
-      routes: those of the buckets, or the default one where there is no bucket.
-      assumed: what the routes take for granted.
-    """
+    """Explains a grouping, of ``routes`` or the default one, under what these assume."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
     rows = {}

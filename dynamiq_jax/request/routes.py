@@ -20,56 +20,20 @@ UNIT = 1024
 """Coordinates that stay together in a slice: whole super-groups and blocks of every method."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Route:
-    """How buckets are reduced: a method, a topology, and how many workers there are.
-
-    Attributes:
-      method: the method that the caller chose.
-      topology: how payloads travel; `None`: by XLA's own collectives.
-      sizes: workers on every axis, the outermost first.
-      runner: the method that runs: ``method``, or `TwoLevels` around it.
-      limits: which leaves the method takes, and how they become buckets.
-      reason: why this topology serves.
-    """
+    """How buckets are reduced: a method, a topology, and how many workers there are."""
 
     method: Method
     topology: AnyTopology | None
+    """`None`: payloads travel by XLA's own collectives."""
     sizes: tuple[int, ...]
+    """Workers on every axis, the outermost first."""
     runner: Method
+    """The method that runs: ``method``, or `TwoLevels` around it."""
     limits: Limits
     reason: str = field(compare=False)
-
-    @classmethod
-    def over(
-        cls,
-        method: Method,
-        topology: AnyTopology | None,
-        sizes: tuple[int, ...],
-        *,
-        limits: Limits,
-        reason: str,
-    ) -> Self:
-        """The route of a method over a topology of one level or of two.
-
-        Raises:
-          ValueError, NotImplementedError: the method does not go with these.
-        """
-        runner = method
-        if topology is not None:
-            inner, outer, n_inner = topology.levels(sizes)
-            if n_inner > 1:
-                runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
-        route = cls(
-            method=method,
-            topology=topology,
-            sizes=sizes,
-            runner=runner,
-            limits=limits,
-            reason=reason,
-        )
-        runner.check(route.n_workers, route.flat)
-        return route
+    """Why this topology serves."""
 
     @property
     def n_workers(self) -> int:
@@ -96,28 +60,16 @@ class Route:
         share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
-    def scattered_bits(self, bucket: Bucket) -> float:
-        """Wire bits per coordinate of a bucket that is reduce-scattered, of which bf16 takes 16."""
-        method, topology = self.halves()
-        part = -(-bucket.size // self.n_workers)
-        return self._of_slices(method.sharded_wire_bits(part, self.n_workers, topology), part)
+    def half_bits(self, part: int, topology: Topology | None) -> float:
+        """Wire bits per coordinate of a scatter, or without a topology of a gather; bf16 takes 16.
 
-    def gathered_bits(self, bucket: Bucket) -> float:
-        """Wire bits per coordinate of a bucket of shards that is all-gathered; bf16 takes 16."""
-        method, _ = self.halves()
-        bits = method.sharded_wire_bits(bucket.size, self.n_workers, None)
-        return self._of_slices(bits, bucket.size)
-
-    def _of_slices(self, bits: int, size: int) -> float:
-        share = (self.n_workers - 1) * size
-        return bits / share if share else 0.0
+        Every worker has a slice of ``part`` coordinates.
+        """
+        method, share = self.halves()[0], (self.n_workers - 1) * part
+        return method.sharded_wire_bits(part, self.n_workers, topology) / share if share else 0.0
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
-        """The method and the topology for the halves of an all-reduce.
-
-        Raises:
-          NotImplementedError: the method has no halves, or keeps a state.
-        """
+        """The method and the topology for the halves of an all-reduce."""
         method = with_halves(self.method, "psum_scatter and all_gather")
         if method.needs_state:
             raise NotImplementedError(
@@ -156,11 +108,7 @@ def with_halves(method: Method, what: str) -> ShardedMethod:
 class TwoLevels(Method):
     """A method over `Hierarchical`: the inner axis scatters, the outer reduces, the inner gathers.
 
-    Attributes:
-      method: what compresses on the outer axis, and on the inner one where that has a topology.
-      inner: the topology of the last axis; `None`: native collectives.
-      outer: the topology of all other axes together.
-      n_inner: workers on the last axis.
+    It compresses on the outer axes, and on the inner one where that has a topology.
     """
 
     method: Method

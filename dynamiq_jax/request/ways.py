@@ -1,7 +1,5 @@
 """Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
-import contextlib
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,14 +44,7 @@ class Way:
 
 
 def bytes_per_second(rate: str) -> float:
-    """The bytes per second of a link's rate.
-
-    Args:
-      rate: a number and a unit of `tc`: bit, kbit, mbit or gbit (per second), as in "25gbit".
-
-    Raises:
-      ValueError: it is not such a rate.
-    """
+    """The bytes per second of a link's rate: a number and a unit of `tc`, as in "25gbit"."""
     units = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate) if isinstance(rate, str) else None
     if not found or not float(found[1]):
@@ -63,28 +54,11 @@ def bytes_per_second(rate: str) -> float:
     return float(found[1]) * units[found[2]] / 8
 
 
-def fewer_bits(method: object) -> dict[str, DynamiQ]:
-    """The methods that `explain` compares with DynamiQ in a sentence about bits, by their names."""
-    if not isinstance(method, DynamiQ):
-        return {}
-    found = {}
-    for bits, dither in ((4.0, False), (3.5, True)):
-        with contextlib.suppress(ValueError):  # its widths do not serve them
-            if bits < method.bits:
-                name = f"{bits:g} bits{' with dither' if dither else ''}"
-                found[name] = dataclasses.replace(method, bits=bits, dither=dither)
-    return found
-
-
 def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, ...]:
     """The three ways for the leaves of a grouping; none if a method does not scatter.
 
     Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
-
-    Args:
-      grouping: the buckets, and the leaves that travel exactly.
-      all_reduced: bytes that one worker sends to all-reduce the gradients.
-      n_workers: workers on all axes.
+    To all-reduce all gradients a worker sends ``all_reduced`` bytes.
     """
     if not all(isinstance(b.route.method, ShardedMethod | BF16 | F32) for b in grouping.buckets):
         return ()

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.buckets import share_of, weigh
 from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
 from dynamiq_jax.collectives.terms import Terms
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
@@ -56,11 +56,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
-        """Splits ``data`` into what is known while programs are compiled, and its arrays.
-
-        Raises:
-          ValueError: a constant has no hash.
-        """
+        """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
         arrays = tuple(isinstance(x, ARRAYS) for x in leaves)
         pairs = list(zip(leaves, arrays, strict=True))
@@ -71,8 +67,9 @@ class Told(NamedTuple):
                     "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
                     "or close the loss over it"
                 )
+        sign = lambda x: repr(x) if isinstance(x, float | complex) else ""  # noqa: E731
         constants = tuple(
-            (type(x), "", None) if array else (type(x), _sign(x), x) for x, array in pairs
+            (type(x), "", None) if array else (type(x), sign(x), x) for x, array in pairs
         )
         return cls(structure, arrays, constants), [x for x, array in pairs if array]
 
@@ -81,11 +78,6 @@ class Told(NamedTuple):
         found = iter(arrays)
         pairs = zip(self.arrays, self.constants, strict=True)
         return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
-
-
-def _sign(x: Any) -> str:
-    """A number's text, which tells zeros apart."""
-    return repr(x) if isinstance(x, float | complex) else ""
 
 
 class Known(NamedTuple):
@@ -160,39 +152,24 @@ class Mapped:
     def __call__(
         self, params: Any, data: Any, *, key: Array | None = None, state: State | None = None
     ) -> Callable[[], Any]:
-        """Checks the arguments, and returns the function that runs.
-
-        That returns the value and the gradients, as `value_and_grad` does; see there for errors.
-        """
+        """Checks the arguments, and returns the function that runs."""
         axes, shape = self.axis.names, self.mesh.shape
         told, arrays = Told.of(data)
-        split, folded = _specs_of(data, self.batch_specs, self.axis)
-        _check_batch(data, split, self.mesh, self.axis.name)
-        _warn_of_whole(data, split, self.mesh, self.counting)
+        split, folded = _batch(data, self.batch_specs, self.mesh, self.axis)
         _check_stacked(state, tuple(shape[name] for name in axes))
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
         placed = tuple(only(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
-            self._check_scatter(state)
+            self.total.check_scatter(state, self.metrics)
+            if not self.reduces:
+                raise NotImplementedError(
+                    f"parameters are sharded over the data axes {axes}, and with reduce=False "
+                    "every worker would keep whole gradients; leave reduce=False out, or replicate "
+                    "the parameters over these axes"
+                )
         known = Known(placed, told, split, folded)
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
-
-    def _check_scatter(self, state: Any) -> None:
-        """Refuses what scattered gradients cannot have."""
-        axes = self.axis.names
-        if not self.reduces:
-            raise NotImplementedError(
-                f"parameters are sharded over the data axes {axes}, and with reduce=False every "
-                "worker would keep whole gradients; leave reduce=False out, or replicate the "
-                "parameters over these axes"
-            )
-        if self.metrics or state is not None:
-            raise NotImplementedError(
-                f"parameters are sharded over the data axes {axes}, and scattering their gradients "
-                "keeps no state and has no metrics; pass metrics=False, no state, and a method "
-                "without memory, or replicate the parameters over these axes"
-            )
 
     def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: Known) -> Any:
         """The value and the gradients of global arrays."""
@@ -274,11 +251,11 @@ class Mapped:
         return value, aux, found._replace(state=after)
 
 
-def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], tuple[bool, ...]]:
+def _batch(
+    data: Any, batch_specs: Any, mesh: Mesh | AbstractMesh, axis: Axis
+) -> tuple[tuple[P, ...], tuple[bool, ...]]:
     """Each array's spec over the data axes, and whether it is a key that workers fold."""
     positional, keywords = data
-    leaves = jax.tree.leaves(data)
-    untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
     told, by_name = batch_specs, None
     if isinstance(batch_specs, Mapping):
         if unknown := batch_specs.keys() - keywords.keys():
@@ -288,31 +265,43 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
                 "positional ones"
             )
         told, by_name = None, {name: batch_specs.get(name) for name in keywords}
+    untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
     given = flat_specs(told, positional, axis.names, untold=untold)
     given += flat_specs(by_name, keywords, axis.names, untold=untold)
-    specs, folded, lengths = [], [], {}
-    for x, own in zip(leaves, given, strict=True):
-        spec = None if own == untold else own
+    specs, folded, whole, lengths = [], [], [], {}
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    for (path, x), spec in zip(leaves, given, strict=True):
         if not isinstance(x, ARRAYS):
             continue
-        key = _is_key(x)
-        if spec is None and x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
-            raise ValueError(
-                "an argument of the loss is uint32[2]: a PRNG key without its type, which would be "
-                "split over workers. Pass jax.random.wrap_key_data(key), and the loss may unwrap "
-                "it by jax.random.key_data; or say P() or a spec in batch_specs"
-            )
-        if spec is None and key and jnp.ndim(x):
-            raise ValueError(
-                f"an argument of the loss is an array of PRNG keys, {jax.typeof(x)}: pass "
-                f"P({axis.name!r}) in batch_specs if these are one for each example, and P() if "
-                "every worker takes all of them"
-            )
-        whole = P() if jnp.ndim(x) == 0 else P(axis.name)
-        if spec is None and jnp.ndim(x):
-            lengths.setdefault(jnp.shape(x)[0], jnp.shape(x))
-        specs.append(whole if spec is None else spec)
-        folded.append(key and spec is None)
+        shape, is_key, is_told = jnp.shape(x), _is_key(x), spec != untold
+        if not is_told and shape:
+            lengths.setdefault(shape[0], shape)
+            if x.dtype == jnp.uint32 and shape == (2,):
+                raise ValueError(
+                    "an argument of the loss is uint32[2]: a PRNG key without its type, which "
+                    "would be split over workers. Pass jax.random.wrap_key_data(key), and the loss "
+                    "may unwrap it by jax.random.key_data; or say P() or a spec in batch_specs"
+                )
+            if is_key:
+                raise ValueError(
+                    f"an argument of the loss is an array of PRNG keys, {jax.typeof(x)}: pass "
+                    f"P({axis.name!r}) in batch_specs if these are one for each example, and P() "
+                    "if every worker takes all of them"
+                )
+        if not is_told:
+            spec = P(axis.name) if shape else P()
+        for dimension, entry in enumerate(spec):
+            count = n_parts(names_of(entry), mesh.shape)
+            if dimension >= len(shape) or shape[dimension] % count:
+                raise ValueError(
+                    f"batch argument {jax.tree_util.keystr(path[1:])} has shape {shape}; its "
+                    f"dimension {dimension} must be a multiple of the {count} workers on axis "
+                    f"{axis.name!r}, or its entry in batch_specs P(), to be whole on every worker"
+                )
+        if axes_of(_spec_of(x, mesh)) & {*several(axis.names, mesh.shape)}:
+            whole += [] if axes_of(spec) or is_key else [x]
+        specs.append(spec)
+        folded.append(is_key and not is_told)
     if len(lengths) > 1:
         warnings.warn(
             f"arguments of the loss are split over workers along leading axes of {len(lengths)} "
@@ -321,26 +310,13 @@ def _specs_of(data: Any, batch_specs: Any, axis: Axis) -> tuple[tuple[P, ...], t
             "spec for the others",
             stacklevel=3,
         )
-    return tuple(specs), tuple(folded)
-
-
-def _warn_of_whole(
-    data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axes: tuple[str, ...]
-) -> None:
-    """Warns of large arguments that data axes shard and that the loss takes whole, where seen."""
-    leaves = jax.tree.leaves(data)
-    arrays = [x for x in leaves if isinstance(x, ARRAYS)]
-    whole = [
-        x
-        for x, spec in zip(arrays, split, strict=True)
-        if axes_of(_spec_of(x, mesh)) & {*axes} and not (axes_of(spec) or _is_key(x))
-    ]
     warn_of_gather(
         describe_leaves(whole),
-        f"pass their specs over {axes} in batch_specs, and call jax.lax.all_gather in each layer, "
-        "or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
+        f"pass their specs over {axis.names} in batch_specs, and call jax.lax.all_gather in each "
+        "layer, or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
         what="arguments of the loss",
     )
+    return tuple(specs), tuple(folded)
 
 
 def _is_key(x: Any) -> bool:
@@ -514,20 +490,3 @@ def _check_stacked(state, sizes: tuple[int, ...]) -> None:
             "dq.Compression(method).init_state(params, "
             f"{sizes if len(sizes) > 1 else n_workers}, stacked=True)"
         )
-
-
-def _check_batch(
-    data: Any, split: tuple[P, ...], mesh: Mesh | AbstractMesh, axis_name: AxisName
-) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(data)
-    arrays = [own for own in leaves if isinstance(own[1], ARRAYS)]
-    for (path, x), spec in zip(arrays, split, strict=True):
-        shape, name = jnp.shape(x), jax.tree_util.keystr(path[1:])
-        for dimension, entry in enumerate(spec):
-            count = n_parts(names_of(entry), mesh.shape)
-            if dimension >= len(shape) or shape[dimension] % count:
-                raise ValueError(
-                    f"batch argument {name} has shape {shape}; its dimension {dimension} must be "
-                    f"a multiple of the {count} workers on axis {axis_name!r}, or its entry in "
-                    "batch_specs P(), to be whole on every worker"
-                )

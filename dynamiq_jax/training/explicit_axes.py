@@ -41,13 +41,8 @@ from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, s
 class Deferred(NamedTuple):
     """How to differentiate a loss of global arrays, and how to sum its gradients.
 
-    Attributes:
-      mesh: a mesh of Explicit axes.
-      total: the sum over the data axes: which leaves are compressed, and how.
-      has_aux: whether the loss comes with more.
-      metrics: whether gradients come with `Metrics`.
-      reduces: whether gradients are summed; else those of deferred leaves stay unreduced.
-      gathers: whether leaves that data axes shard are gathered before the loss.
+    If it does not reduce, gradients of deferred leaves stay unreduced. If it gathers, leaves that
+    data axes shard are whole in the loss.
     """
 
     mesh: AbstractMesh
@@ -71,19 +66,7 @@ class Deferred(NamedTuple):
         key: Array | None = None,
         state: State | None = None,
     ) -> tuple[Any, Any]:
-        """The value and the gradients of ``loss(params, data)``.
-
-        Args:
-          loss: ``(params, data) -> loss`` or ``-> (loss, aux)``.
-          params: all that is differentiated.
-          data: the other arguments of the loss.
-          key: as for `psum`.
-          state: `Compression.init_state`'s with ``stacked=True``.
-
-        Returns:
-          The value, as `jax.value_and_grad` has it, and gradients like ``params``; a `Reduced` in
-          their place with metrics or a state.
-        """
+        """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
         large = large_leaves(self.total, params, placed, self.mesh)
@@ -100,14 +83,33 @@ class Deferred(NamedTuple):
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
         found = functools.partial(_inputs_from, first, program)
-        self._check_maps(params, found(_in_maps, alone=True, ends="reshard") & gathered)
+        if taken := found(_in_maps, alone=True, ends="reshard") & gathered:
+            raise ValueError(
+                f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"
+                f" which are gathered over axis {self.axis.name!r} before the loss. Pass "
+                "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
+                "or jax.reshard them in the loss before the map, which then takes whole ones"
+            )
         if own:
             split = {*several(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
-            self._warn_of_native(params, (own & large) - found(gathers) - mapped)
+            if alone := (own & large) - found(gathers) - mapped:
+                warnings.warn(
+                    f"{_listed(params, alone, 'sharded parameters')} do not pass "
+                    "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+                    "Call it for these, too, in the place of jax.reshard, or exclude them "
+                    "by Compression(exclude=...)",
+                    stacklevel=3,
+                )
         if native := found(self._untyped):
-            self._warn_of_untyped(params, native)
+            warnings.warn(
+                f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
+                f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
+                "are whole already; leave jax.reshard out, or exclude them by "
+                "Compression(exclude=...)",
+                stacklevel=3,
+            )
         if native & chosen:  # summed by JAX they would be compressed on top
             chosen -= native
             with explained(chosen):
@@ -171,37 +173,6 @@ class Deferred(NamedTuple):
                 "with gather=False it gets shards"
             )
             raise
-
-    def _check_maps(self, params: Any, numbers: Collection[int]) -> None:
-        """Refuses gathered leaves that a map in the loss would have taken as shards."""
-        if numbers:
-            leaves = _listed(params, numbers, "sharded parameters")
-            raise ValueError(
-                f"a jax.shard_map in the loss takes {leaves}, which are gathered over axis "
-                f"{self.axis.name!r} before the loss. Pass value_and_grad(gather=False), and "
-                "the map takes shards, such as those of experts; or jax.reshard them in "
-                "the loss before the map, which then takes whole ones"
-            )
-
-    def _warn_of_native(self, params: Any, numbers: Collection[int]) -> None:
-        """Warns of large shards that neither a gather nor a map over all data axes takes."""
-        if numbers:
-            warnings.warn(
-                f"{_listed(params, numbers, 'sharded parameters')} do not pass "
-                "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
-                "Call it for these, too, in the place of jax.reshard, or exclude them "
-                "by Compression(exclude=...)",
-                stacklevel=4,
-            )
-
-    def _warn_of_untyped(self, params: Any, native: Collection[int]) -> None:
-        """Warns of leaves whose gradients JAX sums, since the loss takes their type away."""
-        warnings.warn(
-            f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
-            f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They are "
-            "whole already; leave jax.reshard out, or exclude them by Compression(exclude=...)",
-            stacklevel=4,
-        )
 
     def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
         """Warns if sharded leaves that are not the loss's ``own`` are large together."""

@@ -46,13 +46,10 @@ def inputs_of(
     alone: bool = False,
     ends: str = "",
 ) -> set[int]:
-    """The numbers of a program's inputs of which operands are made.
+    """The numbers of a program's inputs of which those operands are made that ``takes`` returns.
 
-    Args:
-      jaxpr: the program.
-      takes: says which operands of an equation are meant.
-      alone: whether operands count that are made of one input, and of nothing else in the program.
-      ends: the name of a primitive whose results count as data.
+    If ``alone``, operands count that are made of one input, and of nothing else in the program. The
+    results of the primitive ``ends`` count as data.
     """
     found: set[int] = set()
 
@@ -95,18 +92,7 @@ def gathered_before(whole: bool) -> Iterator[None]:
 
 
 def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
-    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass.
-
-    Args:
-      total: how gradients are summed, over all axes over which the batch is sharded, and how shards
-        become whole leaves.
-      params: leaves with types of an Explicit mesh.
-      key: as for `psum`.
-
-    Raises:
-      ValueError: `value_and_grad` has gathered shards before the loss; in the backward pass, the
-        derivative is not `value_and_grad`'s.
-    """
+    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass."""
     axis = total.axis
     if _whole.get():
         raise ValueError(

@@ -1,6 +1,5 @@
 """Reductions where parameters are used: the backward pass returns reduced gradients."""
 
-import functools
 from typing import Any
 
 import jax
@@ -143,9 +142,8 @@ def reduce_in_backward(
 class Reducer:
     """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
 
-    With ``stacked`` each leaf is a stack of layers', and what is reduced is one layer's. Leaves
-    whose ``specs`` name the axis are shards of it, which are gathered, or of which all workers have
-    ``copies``.
+    Leaves whose ``specs`` name the axis are shards of it, which are gathered, or of which all
+    workers have ``copies``.
     """
 
     def __init__(
@@ -156,12 +154,8 @@ class Reducer:
         *,
         specs: Any,
         copies: Any = None,
-        stacked: bool = False,
     ):
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
-        if stacked:
-            first = functools.partial(jax.tree.map, lambda w: w[0])
-            params, copies = jax.eval_shape(first, (params, copies))
         sizes, compression = axis_sizes(total.axis, caller), total.compression
         total, whole = total.of_shards(params, specs)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -178,11 +172,7 @@ class Reducer:
         self._axis, self._caller, self.specs = total.axis, caller, specs
 
     def moving(self, gradients: Any) -> Any:
-        """The gradients but for those of integers, which are float0.
-
-        Raises:
-          ValueError: they are those of a map's result, which JAX sums over the axis by itself.
-        """
+        """The gradients but for those of integers, which are float0."""
         if self._axis.tracked and transposes_a_map():
             raise ValueError(
                 f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "

@@ -20,7 +20,7 @@ class Traces:
         self._known: list[tuple[Any, Traced]] = []
 
     def start(
-        self, function: Callable, own: Any, words: Array | None, number: Array | int, alike: Any
+        self, function: Callable, own: Any, words: Array | None, number: int, alike: Any
     ) -> Progress:
         """A call ``function(own, words)``, with the number of the run folded into the words.
 
@@ -38,9 +38,9 @@ class Traces:
 class Pipeline:
     """Reductions on their way, one round of collectives after the other."""
 
-    def __init__(self, words: Array | None, traces: Traces | None = None):
-        self.words, self.traces = words, traces or Traces()
-        self.ready: list[Progress] = []
+    def __init__(self, words: Array | None):
+        self._words, self._traces = words, Traces()
+        self._ready: list[Progress] = []
         """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
         """Reductions that are over and have last kernels, which may run at any time."""
@@ -49,7 +49,7 @@ class Pipeline:
         self,
         reducer: Reducer,
         pull: Callable,
-        number: Array | int,
+        number: int,
         gradient: Any,
         coming: Progress | None,
     ) -> tuple[Progress, Any]:
@@ -59,16 +59,16 @@ class Pipeline:
         transfers beside the function, and for the kernels that make of them what is sent next, as
         well as for the gather that is ``coming``.
         """
-        for progress in self.ready:
+        for progress in self._ready:
             progress.exchange()
         own, gradient = pull(send(coming, gradient))
         own, gradient = together(reducer.moving(own), gradient)
         gradient = arrive(coming, gradient)
-        begun = self.traces.start(reducer.reduce, own, self.words, number, reducer.specs)
-        moving = [*self.ready, begun]
+        begun = self._traces.start(reducer.reduce, own, self._words, number, reducer.specs)
+        moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
-        self.ready = self._compute(moving)
-        return begun, hold(self.ready, gradient)
+        self._ready = self._compute(moving)
+        return begun, hold(self._ready, gradient)
 
     def finish(self) -> None:
         """Runs all rounds that are left.
@@ -78,18 +78,18 @@ class Pipeline:
         own then; slices and shapes of it can still be part of what takes them.
         """
         arriving: list[Progress] = []
-        arrivals = sum(progress.rounds_left for progress in self.ready)
-        while arriving or self.ready:
+        arrivals = sum(progress.rounds_left for progress in self._ready)
+        while arriving or self._ready:
             for progress in arriving:
                 share = -(-len(self._done) // arrivals)
                 meanwhile, self._done = self._done[:share], self._done[share:]
                 if meanwhile:
                     hold([progress, *meanwhile], None)
                 arrivals -= 1
-            moving = [*self._compute(arriving), *self.ready]
+            moving = [*self._compute(arriving), *self._ready]
             for progress in moving:
                 progress.exchange()
-            arriving, self.ready = moving, []
+            arriving, self._ready = moving, []
 
     def _compute(self, moving: Sequence[Progress]) -> list[Progress]:
         """Runs what has arrived on its way; returns those that go on."""

@@ -17,7 +17,7 @@ may pass through a barrier, together with arrays of its own.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,33 +57,6 @@ class Operation(NamedTuple):
     """Whether it is a collective, or a loop around some."""
 
 
-class Traced(NamedTuple):
-    """A function as a list of operations."""
-
-    operations: tuple[Operation, ...]
-    views: tuple[Operation, ...]
-    """The last operations, which only divide and shape what the others have computed. All are part
-    of the results."""
-    constants: dict[Slot, Any]
-    takes: tuple[Slot, ...]
-    """The slots of the arguments' leaves."""
-    makes: tuple[Slot | Literal, ...]
-    """The slots of the results' leaves."""
-    treedef: Any
-    """The structure of the result."""
-    rounds: int
-    """How many rounds of collectives there are."""
-    computations: tuple["Computation", ...]
-    """The operations ahead of every round, and those after the last one."""
-
-    @property
-    def sources(self) -> tuple[Slot, ...]:
-        """The slots that the views, and with them the results, are made of."""
-        viewed = {slot for op in self.views for slot in op.makes}
-        wanted = slots(itertools.chain(*(op.takes for op in self.views), self.makes))
-        return tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
-
-
 class Computation(NamedTuple):
     """One function of all that is computed between two rounds.
 
@@ -94,20 +67,24 @@ class Computation(NamedTuple):
     run: Callable[[dict[Slot, Any]], dict[Slot, Array]]
     """Values of more slots, from those of ``takes``: of all that others than this one take."""
 
-    @classmethod
-    def of(cls, operations: Sequence[Operation], wanted: Iterable[Slot]) -> "Computation":
-        """These operations, of whose results others take those ``wanted``."""
-        made = {slot for op in operations for slot in op.makes}
-        taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in operations))))
-        leaves = sorted(made.intersection(wanted))
 
-        @jax.jit
-        def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
-            values = dict(values)
-            run(operations, values)
-            return {slot: values[slot] for slot in leaves}
+class Traced(NamedTuple):
+    """A function as rounds of collectives, with a computation ahead of each and after the last."""
 
-        return cls(tuple(slot for slot in taken if slot not in made), compute)
+    rounds: tuple[tuple[Operation, ...], ...]
+    computations: tuple[Computation, ...]
+    views: tuple[Operation, ...]
+    """The last operations, which only divide and shape what the others have computed. All are part
+    of the results."""
+    sources: tuple[Slot, ...]
+    """The slots that the views, and with them the results, are made of."""
+    constants: dict[Slot, Any]
+    takes: tuple[Slot, ...]
+    """The slots of the arguments' leaves."""
+    makes: tuple[Slot | Literal, ...]
+    """The slots of the results' leaves."""
+    treedef: Any
+    """The structure of the result."""
 
 
 def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
@@ -133,7 +110,6 @@ def cut(closed: Any, shapes: Any) -> Traced:
     rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
     operations: list[Operation] = []
     constants: dict[Slot, Any] = {}
-    viewed: dict[Any, list[Slot]] = {}
 
     def fresh(round_number: int) -> Slot:
         slot = next(numbers)
@@ -155,37 +131,43 @@ def cut(closed: Any, shapes: Any) -> Traced:
             moves = _moves(equation)
             if moves and (called := _called(equation)) is not None:
                 made = walk(called, own)
-            elif (made := viewed.get(view := _view(equation, own))) is None:
+            else:
                 number = max((rounds[slot] for slot in slots(own)), default=0)
                 made = [fresh(number + moves) for _ in equation.outvars]
                 operations.append(Operation(equation, own, tuple(made), number, moves))
-                if view is not None:
-                    viewed[view] = made
             known.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     makes = walk(closed, takes)
-    count = max((op.round + 1 for op in operations if op.moves), default=0)
-    treedef = jax.tree.structure(shapes)
     computed, views = _without_views(operations, makes)
-    traced = Traced(computed, views, constants, takes, tuple(makes), treedef, count, ())
-    return traced._replace(computations=tuple(_computations(traced)))
+    viewed = {slot for op in views for slot in op.makes}
+    wanted = slots(itertools.chain(*(op.takes for op in views), makes))
+    sources = tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
+    count = max((op.round + 1 for op in computed if op.moves), default=0)
+    moving = [op for op in computed if op.moves]
+    found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
+    computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
+    treedef = jax.tree.structure(shapes)
+    return Traced(found, computations, views, sources, constants, takes, tuple(makes), treedef)
 
 
-def _computations(traced: Traced) -> Iterator[Computation]:
-    for number in range(traced.rounds + 1):
-        own = [op for op in traced.operations if (op.round, op.moves) == (number, False)]
-        others = (op.takes for op in traced.operations if (op.round, op.moves) != (number, False))
-        yield Computation.of(own, slots(itertools.chain(*others, traced.sources)))
+def _computation(
+    operations: Sequence[Operation], sources: Iterable[Slot], number: int
+) -> Computation:
+    """All that is computed ahead of a round."""
+    own = [op for op in operations if (op.round, op.moves) == (number, False)]
+    others = (op.takes for op in operations if (op.round, op.moves) != (number, False))
+    made = {slot for op in own for slot in op.makes}
+    taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
+    leaves = sorted(made.intersection(slots(itertools.chain(*others, sources))))
 
+    @jax.jit
+    def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
+        values = dict(values)
+        run(own, values)
+        return {slot: values[slot] for slot in leaves}
 
-def _view(equation: JaxprEqn, own: tuple[Slot | Literal, ...]) -> Any:
-    """A key that equal views of one array share; `None` for what computes something.
-
-    A loop carries every slot, and an array with four equal views would be carried four times.
-    """
-    name = equation.primitive.name
-    return (name, own, str(equation.params)) if name in VIEWS else None
+    return Computation(tuple(slot for slot in taken if slot not in made), compute)
 
 
 def _without_views(
@@ -242,55 +224,34 @@ class Progress:
     @property
     def rounds_left(self) -> int:
         """How many more calls of `exchange` there are."""
-        return self._traced.rounds - self._round
-
-    @property
-    def values(self) -> dict[Slot, Array]:
-        """The values that later operations still need; before `exchange`."""
-        at = self._round, True
-        return self._known(op for op in self._traced.operations if (op.round, op.moves) >= at)
-
-    def with_values(self, values: Mapping[Slot, Array]) -> "Progress":
-        """Another call that has come as far as this one, whose `values` these are."""
-        constants = self._traced.constants
-        return Progress(self._traced, {**constants, **values}, self._waits, self._round)
+        return len(self._traced.rounds) - self._round
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call, whose `payload` this is: its last kernels have not run."""
         values = {**self._traced.constants, **payload}
-        return Progress(self._traced, values, [*payload], self._traced.rounds)
+        return Progress(self._traced, values, [*payload], len(self._traced.rounds))
 
     def compute(self) -> None:
         """Runs all that needs no collective but those that have run."""
-        computed = self._now(moves=False)
+        traced, computation = self._traced, self._traced.computations[self._round]
         self.done = not self.rounds_left
         if self.done:
-            self.payload = self._known(computed)
-        computation = self._traced.computations[self._round]
+            known = {*traced.sources, *computation.takes} & self._values.keys()
+            self.payload = {x: self._values[x] for x in sorted(known - traced.constants.keys())}
         made = computation.run({slot: self._values[slot] for slot in computation.takes})
         self._values.update(made)
         if self.done:
-            self._waits = [slot for slot in self._traced.sources if slot in made]
+            self._waits = [slot for slot in traced.sources if slot in made]
         else:
-            sent = (slot for op in self._now(moves=True) for slot in slots(op.takes))
+            sent = (slot for op in traced.rounds[self._round] for slot in slots(op.takes))
             self._waits = list(dict.fromkeys(sent))
 
     def exchange(self) -> None:
         """Runs the next round of collectives."""
-        run(self._now(moves=True), self._values)
-        self._waits = [slot for op in self._now(moves=True) for slot in op.makes]
+        moves = self._traced.rounds[self._round]
+        run(moves, self._values)
+        self._waits = [slot for op in moves for slot in op.makes]
         self._round += 1
-
-    def _known(self, later: Iterable[Operation]) -> dict[Slot, Array]:
-        """The values, constants aside, that these operations and the results take."""
-        wanted = {*self._traced.sources, *(slot for op in later for slot in slots(op.takes))}
-        known = wanted & self._values.keys() - self._traced.constants.keys()
-        return {slot: self._values[slot] for slot in sorted(known)}
-
-    def _now(self, *, moves: bool) -> list[Operation]:
-        return [
-            op for op in self._traced.operations if (op.round, op.moves) == (self._round, moves)
-        ]
 
 
 def _moves(equation: JaxprEqn) -> bool:

@@ -14,8 +14,7 @@ Parameters that are shards are gathered in the forward pass beside the function 
 again in the backward pass beside the function after theirs, unless the payloads were kept.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +26,16 @@ from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.in_backward import constant_copies
+from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import Pipeline, Traces, arrive, send
-from dynamiq_jax.training.parts import Function, Loop, Once, Parameters, Part, Scanned
+from dynamiq_jax.training.phases import Progress
+
+Function = Callable[[Any, Any], Any]
+"""(own parameters, x) -> the next function's x."""
 
 
 def sequential(
-    functions: Sequence[Function | Scanned],
+    functions: Sequence[Function],
     params: Sequence[Any],
     x: Any,
     axis_name: AxisName,
@@ -54,9 +56,6 @@ def sequential(
 
         functions = [embed, *[block] * n_layers, head_and_loss]
         loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
-
-        functions = [embed, dq.Scanned(block), head_and_loss]  # layers stacked: a loop
-        loss = dq.sequential(functions, [p["embed"], p["blocks"], p["head"]], tokens, "data")
 
     XLA's scheduler does not do this for gradients that are reduced after `jax.grad`. It puts the
     matrix products of the weights' gradients as late as they may be, and reductions of several
@@ -83,17 +82,15 @@ def sequential(
     gradients have their dtype. A loss without a derivative gathers one by one.
 
     Args:
-      functions: of (own parameters, x), each to the next one's x; any pytrees. `Scanned` ones run
-        once for every layer.
+      functions: of (own parameters, x), each to the next one's x; any pytrees.
       params: a pytree for every function.
       x: what the first function takes; integers and the like pass.
       axis_name: as for `psum`.
       op: "mean" or "sum".
       method: as for `psum`; none with memory, which has nowhere to go.
-      key: as for `psum`; the number of the function, counting layers, is folded in.
-      specs: a tree as for `reduce_in_backward` for every function; of `Scanned` ones with the
-        layers' axis, which they do not split. Where axes are automatic, all collectives of a
-        reduction are one round.
+      key: as for `psum`; the number of the function is folded in.
+      specs: a tree as for `reduce_in_backward` for every function. Where axes are automatic, all
+        collectives of a reduction are one round.
       gather: as for `reduce_in_backward`.
       copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
         take these, and the gradients of ``params`` are this worker's slices (ZeRO-1). A scatter has
@@ -105,15 +102,19 @@ def sequential(
       What the last function returns.
 
     Raises:
-      ValueError: there are not as many params, or specs, as functions; leaves of a `Scanned` one
-        have no equal leading axes, or ``specs`` split these; or as `reduce_in_backward`.
+      ValueError: there are not as many params, or specs, as functions; or as
+        `reduce_in_backward`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
     total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
-    chain = _Chain(axis, _parts(total, **told), Traces(), reshard_after_forward)
+    parts = []
+    for number, (function, own, spec, copy) in enumerate(zip(*told.values(), strict=True)):
+        reducer = Reducer(total, own, "sequential", specs=spec, copies=copy)
+        parts.append(_Part(function, reducer, number))
+    chain = _Chain(axis, tuple(parts), Traces(), reshard_after_forward)
     run = jax.custom_vjp(chain.run)
     run.defvjp(chain.forward, chain.backward)
     return run(told["params"], constant_copies(told["copies"]), x, key_words(key))
@@ -141,73 +142,91 @@ def _checked(functions: Any, **told: Any) -> dict[str, tuple]:
     return found
 
 
-def _parts(
-    total: Sum, functions: tuple, params: tuple, specs: tuple, copies: tuple
-) -> tuple[Part, ...]:
-    """The part of the chain that each function is."""
-    found: list[Part] = []
-    for number, (function, *own) in enumerate(zip(functions, params, specs, copies, strict=True)):
-        given = own[0], total, *own[1:]
-        if isinstance(function, Scanned):
-            found.append(Loop(function, *given, name=f"functions[{number}]"))
-        else:
-            found.append(Once(function, *given))
-    return tuple(found)
+class _Part(NamedTuple):
+    """One of the functions; its reducer gathers its shards and reduces its gradients."""
+
+    function: Function
+    reducer: Reducer
+    number: int
 
 
 class _Chain(NamedTuple):
     """The parts of one `sequential`: how they run, and their forward and backward passes."""
 
     axis: Axis
-    parts: tuple[Part, ...]
-    gathers: Traces
+    parts: tuple[_Part, ...]
+    traces: Traces
+    """Those of gathers."""
     reshards: bool
 
     def run(self, params: Any, copies: Any, x: Any, words: Array | None) -> Any:
         """The last function's result, without a derivative."""
-        for part, own in zip(self.parts, self._taken(params, copies, words), strict=True):
-            x = part.run(own, x)
+        for part, own in zip(self.parts, self._taken(params, copies), strict=True):
+            progress = self._gather(part, own, words)
+            arrive(progress, send(progress, ()))
+            x = part.function(own if progress is None else progress.result, x)
         return x
 
     def forward(self, params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
         """The last function's result, and all that the backward pass needs."""
-        given, kept = self._taken(params, copies, words), []
-        coming = given[0].gather(0)
-        x = arrive(coming, send(coming, x))
-        for part, own, following in zip(self.parts, given, [*given[1:], None], strict=True):
-            first, coming = coming, None if following is None else following.gather(0)
-            x, pull, payloads = part.forward(own, first, x, coming)
-            shards = own.own if part.reducer.gathers else None
-            kept.append((pull, shards, None if self.reshards else payloads))
+        taken, kept = self._taken(params, copies), []
+        gathers = [self._gather(*own, words) for own in zip(self.parts, taken, strict=True)]
+        x = arrive(gathers[0], send(gathers[0], x))
+        following = [*gathers[1:], None]
+        for part, own, mine, coming in zip(self.parts, taken, gathers, following, strict=True):
+            whole = own if mine is None else mine.result
+            x, pull = jax.vjp(part.function, whole, send(coming, x))
+            x = arrive(coming, x)
+            if mine is None:
+                kept.append((pull, None, None))
+            else:
+                payload = None if self.reshards else mine.payload
+                kept.append((_without_parameters(pull, whole), own, payload))
         return x, (kept, words)
 
     def backward(self, kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
         """The gradients of the parameters, reduced, and of ``x``."""
-        parts, words = self.parts, kept[1]
-        pulls, shards, payloads = zip(*kept[0], strict=True)
-        pipeline, results = Pipeline(words), []
-        given = self._parameters(shards, words, payloads)
-        coming = given[-1].gather(parts[-1].count - 1)
-        gradient = arrive(coming, send(coming, gradient))
-        for number in reversed(range(len(parts))):
-            whole = None if coming is None else coming.result
-            coming = given[number - 1].gather(parts[number - 1].count - 1) if number else None
-            result, gradient = parts[number].backward(
-                pipeline, pulls[number], given[number], whole, coming, gradient
-            )
-            results.append(result)
+        (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
+        pipeline, begun = Pipeline(words), []
+        triples = zip(self.parts, shards, payloads, strict=True)
+        gathers = [self._gather(part, own, words, payload) for part, own, payload in triples]
+        gradient = arrive(gathers[-1], send(gathers[-1], gradient))
+        before = [None, *gathers[:-1]]
+        for part, pull, mine, coming in reversed(
+            [*zip(self.parts, pulls, gathers, before, strict=True)]
+        ):
+            pull = pull if mine is None else pull(mine.result)
+            progress, gradient = pipeline.step(part.reducer, pull, part.number, gradient, coming)
+            begun.append(progress)
         pipeline.finish()
-        return tuple(result() for result in reversed(results)), None, gradient, None
+        pairs = zip(self.parts, reversed(begun), strict=True)
+        return tuple(part.reducer.joined(p.result) for part, p in pairs), None, gradient, None
 
-    def _taken(self, params: Any, copies: Any, words: Array | None) -> list[Parameters]:
+    def _taken(self, params: Any, copies: Any) -> list[Any]:
         """The trees that functions take: copies, or parameters where there are none."""
         pairs = zip(params, copies, strict=True)
-        own = self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
-        return self._parameters(own, words, (None,) * len(own))
+        return self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
-    def _parameters(
-        self, own: Sequence[Any], words: Array | None, payloads: Sequence[Any]
-    ) -> list[Parameters]:
-        firsts = accumulate((part.count for part in self.parts), initial=0)
-        given = zip(self.parts, own, firsts, payloads, strict=False)
-        return [Parameters(part, w, i, words, self.gathers, sent) for part, w, i, sent in given]
+    def _gather(
+        self, part: _Part, own: Any, words: Array | None, payload: Any = None
+    ) -> Progress | None:
+        """The gather of a function's shards, before its start or after its payload's arrival."""
+        if not part.reducer.gathers:
+            return None
+        whole, specs = part.reducer.whole, part.reducer.specs
+        progress = self.traces.start(whole, own, words, part.number, specs)
+        return progress if payload is None else progress.arrived(payload)
+
+
+def _without_parameters(pull: Callable, whole: Any) -> Callable:
+    """A function of the parameters that returns ``pull``, and keeps no copy of them."""
+    leaves, treedef = jax.tree.flatten(pull)
+    places = {id(x): place for place, x in enumerate(jax.tree.leaves(whole))}
+    found = [places.get(id(x)) for x in leaves]
+    kept = [x for x, place in zip(leaves, found, strict=True) if place is None]
+
+    def pull_of(kept: list[Array], whole: Any) -> Callable:
+        given, rest = jax.tree.leaves(whole), iter(kept)
+        return treedef.unflatten(next(rest) if at is None else given[at] for at in found)
+
+    return jax.tree_util.Partial(pull_of, kept)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
@@ -232,11 +232,7 @@ class _Positions(NamedTuple):
 
 def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[str, Any]) -> None:
     """Refuses a mesh without the data axes, and arguments that are not for its type of axes."""
-    names = total.axis.names
-    missing = [name for name in names if name not in mesh.shape]
-    if missing:
-        raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
-    total.compression.route(tuple(mesh.shape[name] for name in names))  # refuses what cannot be
+    total.compression.route(sizes_on(mesh, total.axis))  # refuses what cannot be
     given = [name for name, value in for_auto.items() if value is not None]
     if given and is_explicit(mesh):
         raise ValueError(
@@ -327,11 +323,7 @@ def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
 
 
 def mesh_around(params: Any) -> Mesh | AbstractMesh:
-    """The mesh of `jax.set_mesh`, or that of the parameters.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The mesh of `jax.set_mesh`, or that of the parameters; refuses that there is none."""
     for x in jax.tree.leaves(params) if get_abstract_mesh().empty else ():
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -101,11 +101,7 @@ class Grouping(NamedTuple):
 
 
 def describe_leaves(tree) -> list[Leaf]:
-    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: a leaf holds no numbers, as a PRNG key.
-    """
+    """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s."""
     return [
         _described(i, path, x)
         for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))

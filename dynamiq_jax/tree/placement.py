@@ -131,10 +131,7 @@ def placed_leaves(
 ) -> tuple[list[Leaf], dict[str, int]]:
     """The part of every leaf that one device holds, and the sizes of axes that may be split.
 
-    Args:
-      tree: whole leaves; inside `jax.shard_map`, whole but for its manual axes.
-      mesh: `None` is the surrounding one.
-      specs: PartitionSpecs over axes that are not reduced over, or `None`.
+    Inside `jax.shard_map` leaves are whole but for its manual axes. Default: the mesh around.
     """
     leaves = describe_leaves(tree)
     if specs is None:
@@ -196,18 +193,16 @@ def flat_specs(
 
 def misfit_of(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     """Where a tree that is no prefix of ``tree`` differs from it first."""
-    told = [path for path, _ in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)]
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-    def covers(short: tuple, path: tuple) -> bool:
-        return path[: len(short)] == short
-
-    for path in told:
-        if not any(covers(path, leaf) for leaf in leaves):
-            return f"the entry {jax.tree_util.keystr(path)} is that of no leaf"
-    for leaf in leaves:
-        if not any(covers(path, leaf) for path in told):
-            return f"leaf {jax.tree_util.keystr(leaf)} has no entry"
+    told, leaves = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(x, is_leaf=f)]
+        for x, f in ((prefix, is_leaf), (tree, None))
+    )
+    for own in told:
+        if not any(path[: len(own)] == own for path in leaves):
+            return f"the entry {jax.tree_util.keystr(own)} is that of no leaf"
+    for path in leaves:
+        if not any(path[: len(own)] == own for own in told):
+            return f"leaf {jax.tree_util.keystr(path)} has no entry"
     return f"it is {jax.tree.structure(prefix, is_leaf=is_leaf)} for {jax.tree.structure(tree)}"
 
 
@@ -243,11 +238,7 @@ def n_parts(axes: Collection[str], sizes: Mapping[str, int]) -> int:
 
 
 def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
-    """The shard of a leaf that one device holds.
-
-    Raises:
-      ValueError: a dimension is missing, or does not divide by the axes that split it.
-    """
+    """The shard of a leaf that one device holds; refuses a spec that does not fit."""
     shape = list(leaf.shape)
     if len(spec) > len(shape):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`dq.sequential` on GPUs: gradients reduced beside the backward pass, one by one and in a loop."""
+"""`dq.sequential` on GPUs: gradients reduced beside the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,8 @@ def head(w, x):
     return jnp.mean(jnp.square(x @ w))
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["one by one", "in a loop"])
 @pytest.mark.parametrize("early", [False, True], ids=["jax.jit", "dq.jit"])
-def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, early):
+def test_gradients_are_those_of_a_mean_after_the_backward_pass(early):
     if jax.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -40,9 +39,7 @@ def test_gradients_are_those_of_a_mean_after_the_backward_pass(scanned, early):
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
 
     def compressed(params, x):
-        functions, parts = [dq.Scanned(block), head], [params["blocks"], params["head"]]
-        if not scanned:
-            functions, parts = [*[block] * LAYERS, head], [*params["blocks"], params["head"]]
+        functions, parts = [*[block] * LAYERS, head], [*params["blocks"], params["head"]]
         return dq.sequential(functions, parts, x, "data", method=METHOD)
 
     def plain(params, x):
