@@ -98,11 +98,15 @@ LOWERINGS = {"triton": Triton(), "mosaic": Mosaic()}
 LOWERED = ["default", "paper", "bf16 scales", "odd widths", "dither"]
 
 
+LOWERED_DAILY = [("default", "mosaic", False), ("dither", "triton", False)]
+
+
 @pytest.mark.parametrize(
-    ("name", "lowering"),
-    daily([*itertools.product(LOWERED, LOWERINGS)], [("default", "mosaic"), ("dither", "triton")]),
+    ("name", "lowering", "variants"),
+    daily(itertools.product(LOWERED, LOWERINGS, [False, True]), LOWERED_DAILY),
 )
-def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
+def test_kernels_lower_for_cuda(name, lowering, variants, monkeypatch):
+    """And their variants: without means, with one worker left out, into an array that is there."""
     fmt, (layout, given, arrived) = FORMATS[name], case(name)
     options = {"lowering": LOWERINGS[lowering]}
     monkeypatch.setattr(pk, "_implementation", lambda backend: (kernels, options))
@@ -111,6 +115,8 @@ def test_kernels_lower_for_cuda(name, lowering, monkeypatch):
         calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
         calls["deal"] = lambda o, p: dealt(o.mean[None], 2, o.order.shape[1])
     for kernel, program in calls.items():
+        if variants != (" " in kernel):
+            continue
         if lowering == "mosaic" and not RUNS_MOSAIC and kernel.endswith(" into"):
             continue  # these need references as operands
         lowered = _lowered_for_cuda(program, given, arrived)

@@ -69,12 +69,18 @@ def make_step(optimizer, specs, mesh, *, check_vma=True):
     )
 
 
+@functools.cache
+def started(optimizer, mesh, **options):
+    """The first state, and the step."""
+    opt_state = dq.optax.init(optimizer, problem(1)[0], mesh)
+    return opt_state, make_step(optimizer, dq.optax.state_specs(opt_state), mesh, **options)
+
+
 def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
     """(params, opt_state) after ``steps`` steps on all devices."""
     mesh = mesh or auto_mesh()
     params, batches = problem(steps)
-    opt_state = dq.optax.init(optimizer, params, mesh)
-    step = make_step(optimizer, dq.optax.state_specs(opt_state), mesh, **options)
+    opt_state, step = started(optimizer, mesh, **options)
     with jax.set_mesh(mesh):
         params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
         for i, x in enumerate(batches):
