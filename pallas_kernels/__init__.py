@@ -14,6 +14,8 @@ T = m / R tiles each. A call encodes or decodes the c of them that ``chunks: int
 one payload ``uint32[P]`` each.
 """
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
@@ -196,6 +198,29 @@ def decompress(
     return module.decompress(payloads, tiles, chunks, result, noise, fmt=fmt, **options)
 
 
+def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
+    """Sends the leaves of a tree to all workers by one kernel, which writes to their memory.
+
+    It runs on the stream of all other kernels, so that they wait for it, and do not for copies by
+    engines. Workers are GPUs of one process under `jax.shard_map`.
+
+    Args:
+      tree: arrays of any dtype but bool: [n, ...] for n workers, or [...] that all of them get.
+      axes: the mesh axes whose workers exchange, the outermost first, and their sizes.
+      to_all: whether all workers get the same, as by `lax.all_gather`; else worker i gets row i of
+        each leaf, as by a tiled `lax.all_to_all`.
+
+    Returns:
+      The tree of what came, [n, ...]: row i is from worker i.
+
+    Raises:
+      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+    """
+    from pallas_kernels import push
+
+    return push.exchange(tree, axes, to_all=to_all)
+
+
 def _check_noise(noise: list, fmt: WireFormat) -> None:
     if fmt.dither and any(rows is None for rows in noise):
         raise ValueError(
@@ -225,6 +250,7 @@ __all__ = [
     "distortion",
     "mix",
     "noise_from",
+    "exchange",
     "pack_tiles",
     "resolve_backend",
     "seed_words",

@@ -8,6 +8,9 @@ from pallas_kernels._compat import RUNS_MOSAIC
 
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
+MOST_WORKERS = 8
+"""Devices of a mesh for push kernels: the GPUs of a host that all reach each other."""
+
 
 def check_backend(backend: Backend | None) -> None:
     """Checks that ``backend`` is known, not that it runs here.
@@ -48,6 +51,33 @@ def resolve_backend(backend: Backend | None) -> Backend:
             "pass backend=None (the fastest that runs here)"
         )
     return backend
+
+
+def check_push(names: tuple[str, ...]) -> None:
+    """Refuses push kernels over the axes ``names`` where they cannot run.
+
+    Raises:
+      NotImplementedError: the GPUs, JAX, the processes or the mesh are not such as they need.
+    """
+    mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    if not _on_nvidia():
+        why = f"NVIDIA GPUs, and JAX's default platform here is {jax.default_backend()!r}"
+    elif float(capability) < 9:
+        why = f"GPUs of compute capability 9.0 (Hopper) or later, and these have {capability}"
+    elif not RUNS_MOSAIC:
+        why = f"JAX >= 0.11, and this is {jax.__version__}"
+    elif n_processes > 1:
+        why = f"GPUs of one process, and there are {n_processes} processes"
+    elif not set(names) <= set(mesh.axis_names) == set(mesh.manual_axes):
+        why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
+    elif mesh.size > MOST_WORKERS:
+        why = f"meshes of up to {MOST_WORKERS} devices, and this one has {mesh.size}"
+    else:
+        return
+    raise NotImplementedError(
+        f"transport='push' needs {why}; pass transport='permutes' or 'collectives'"
+    )
 
 
 def _on_nvidia() -> bool:

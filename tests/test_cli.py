@@ -450,5 +450,6 @@ def test_payloads_travel_as_the_library_would_send_them(monkeypatch):
     by = all_reduce.payloads_by
     assert [by(None, (8,)), by(dq.Ring(), (8,))] == ["xla", "collectives"]
     assert by(dq.Direct(transport="permutes"), (8,)) == "permutes"
+    assert by(dq.Direct(transport="push"), (8,)) == "push"
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
     assert [by(dq.Direct(), (8,)), by(dq.Hierarchical(), (4, 2))] == ["permutes"] * 2

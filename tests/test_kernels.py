@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, programs, run
 
 import pallas_kernels as pk
-from pallas_kernels import kernels, triton
+from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
 from pallas_kernels.mosaic import Mosaic
@@ -81,14 +82,15 @@ def test_interpreted_kernels_deal_as_the_reference(shards, chunks, size, padding
             )
 
 
-def _lowered_for_cuda(function, *args) -> str:
+def _lowered_for_cuda(function, *args, mesh=((), ())) -> str:
     """The GPU program of ``function``, lowered on whatever machine this is."""
     if jax.__version_info__ < (0, 11):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     from jax.sharding import AbstractDevice, use_abstract_mesh
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    types = (AxisType.Auto,) * len(mesh[0])
+    with use_abstract_mesh(AbstractMesh(*mesh, axis_types=types, abstract_device=device)):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -131,3 +133,62 @@ def test_mosaic_takes_as_many_groups_as_a_warp_has_threads(monkeypatch):
     program = programs(layout, fmt, jnp.float32, "mosaic")["compress"]
     with pytest.raises(NotImplementedError, match="up to 32 groups .* pass group_size >= 16"):
         _lowered_for_cuda(program, given, arrived)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 4}, {"x": 1, "y": 2}])
+@pytest.mark.parametrize("lengths", [[4 * 70_000, 7], [513 * 4], [6, 1], [4 * 512 * 64 * 3 + 4]])
+def test_blocks_push_every_word_once_to_where_it_belongs(axes, lengths):
+    n = int(np.prod(list(axes.values())))
+    plans = push.copies(lengths, n)
+    parts = plans[0].parts
+    assert {plan.parts for plan in plans} == {parts}
+    assert n * parts <= push.BLOCKS
+    sends = [[push.peer_of(me, block, axes) for block in range(n)] for me in range(n)]
+    for me, peers in enumerate(sends):
+        assert sorted(int(peer) for peer, _ in peers) == list(range(n))
+        assert int(peers[-1][0]) == me
+        for peer, place in peers:
+            at = tuple(int(place[name]) for name in axes)
+            assert np.ravel_multi_index(at, tuple(axes.values())) == peer
+    for block in range(n):  # one signal for the counter of every worker's block of this number
+        assert sorted(int(peers[block][0]) for peers in sends) == list(range(n))
+    thread = np.arange(push.THREADS)
+    for plan, length in zip(plans, lengths, strict=True):
+        assert plan.words * plan.units == length
+        turn, part, load = np.ogrid[: plan.rounds, :parts, : push.AT_ONCE]
+        units = (plan.first(turn, part) + load * push.THREADS)[..., None] + thread
+        units = units[units < plan.units]
+        np.testing.assert_array_equal(np.sort(units), np.arange(plan.units))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "uint32", "int64"])
+@pytest.mark.parametrize("shape", [(3, 5), (3, 2, 4), (3,)])
+def test_words_of_a_push_hold_the_bits_of_any_dtype(shape, dtype):
+    with jax.enable_x64(True):
+        x = jax.random.bits(jax.random.key(0), shape, jnp.uint32).astype(dtype)
+        words = push._words(x, 3)
+        assert words.dtype == jnp.uint32 and words.shape[0] == 3
+        back = push._values(words.reshape(-1), shape, x.dtype)
+        assert back.dtype == x.dtype
+        np.testing.assert_array_equal(back, x)
+
+
+@pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")
+@pytest.mark.parametrize("axes", [{"x": 4}, {"y": 2}, {"x": 4, "y": 2}])
+def test_pushes_lower_for_cuda(axes, monkeypatch):
+    monkeypatch.setattr(push, "check_push", lambda names: None)
+    sizes, n = (4, 2), int(np.prod(list(axes.values())))
+    leaves = [
+        jax.ShapeDtypeStruct((8, n, k), dtype) for k, dtype in ((640, "uint32"), (7, "uint8"))
+    ]
+
+    def both(*leaves):
+        leaves = [x[0] for x in leaves]
+        moved = pk.exchange(leaves, axes, to_all=False), pk.exchange(leaves, axes, to_all=True)
+        return jax.tree.map(lambda x: x[None], moved)
+
+    spec = P(("x", "y"))
+    mapped = jax.shard_map(both, in_specs=spec, out_specs=spec)
+    lowered = _lowered_for_cuda(mapped, *leaves, mesh=(sizes, ("x", "y")))
+    assert lowered.count("dynamiq_push") >= 2
+    assert lowered.count("uses_xla_collective_metadata = true") == 2

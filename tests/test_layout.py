@@ -136,6 +136,7 @@ def test_only_the_narrowest_width_may_exceed_the_budget():
 
 
 def test_streams_split_large_gradients_only_unless_they_are_passed():
+    assert dq.Direct(transport="push").chunks_per_worker(2**32) == 1
     for topology, most, worth in (
         (dq.Ring(), 2, 2**24),
         (dq.Butterfly(), 2, 2**24),

@@ -1,20 +1,25 @@
-"""Payloads mean the same however they move: by all-to-all and all-gather, or by ppermutes."""
+"""Payloads mean the same however they move: by collectives, by ppermutes, or by push kernels."""
+
+import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CHEAP, daily, gradient, small
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+import pallas_kernels as pk
 from dynamiq_jax.core import xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
+from pallas_kernels import backend
 
 SIZE = 3000
 TOPOLOGIES = [dq.Direct, dq.Ring, dq.Butterfly]
@@ -251,3 +256,100 @@ def test_what_jit_traces_knows_of_its_options(peers):
     own.trace(1.0, number=1)
     jax.jit(step, static_argnames="number").trace(1.0, number=2)
     assert found == [(1, "dq.jit compiles the program"), (2, None)]
+
+
+PUSHED = {"topology": dq.Direct(transport="push", streams=1)}
+
+
+@pytest.mark.parametrize(
+    ("method", "reduce"),
+    [
+        (CHEAP, dq.psum),
+        (small(dq.comparators.MXFP4()), dq.psum),
+        (CHEAP, functools.partial(dq.psum_scatter, tiled=True)),
+    ],
+    ids=["DynamiQ", "MX", "psum_scatter"],
+)
+def test_what_is_pushed_gives_the_bits_of_collectives(method, reduce, monkeypatch):
+    n, x, sent = 3, gradient(5, 3, 3 * 2**13), []
+
+    def exchange(tree, axes, *, to_all):  # what the kernels bring, on any machine
+        sent.append((dict(axes), to_all))
+        axis = Axis(tuple(axes))
+        return jax.tree.map(axis.all_gather, tree) if to_all else axis.all_to_all(tree)
+
+    monkeypatch.setattr(pk, "exchange", exchange)
+    spec, found = P() if reduce is dq.psum else P("data"), []
+    for route in (dq.Direct(transport="collectives", streams=1), PUSHED["topology"]):
+        one = functools.partial(reduce, axis_name="data", method=method, topology=route)
+        found.append(program(one, n, spec)(x))
+    assert sent == [({"data": n}, False), ({"data": n}, True)][: 2 if reduce is dq.psum else 1]
+    np.testing.assert_array_equal(*found)
+
+
+def pushed(**options):
+    """Traces a psum by push kernels."""
+
+    def reduce(x):
+        return dq.psum(x, "data", **{"method": CHEAP} | (options or PUSHED))[None]
+
+    mapped = jax.shard_map(
+        lambda x: reduce(x[0]), mesh=mesh_of(4), in_specs=P("data"), out_specs=P("data")
+    )
+    return jax.eval_shape(mapped, jax.ShapeDtypeStruct((4, SIZE), jnp.float32))
+
+
+def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
+    remedy = "pass transport='permutes' or 'collectives'"
+    needs = "transport='push' needs "
+    with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs.* 'cpu'; {remedy}"):
+        pushed()
+    with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs"):
+        pushed(method=small(CHEAP.method, transport="push"))
+    for topology in (dq.Ring, dq.Butterfly):
+        with pytest.raises(ValueError, match="push kernels send to all; pass topology=dq.Direct"):
+            pushed(topology=topology(transport="push"))
+    with pytest.raises(NotImplementedError, match="no axis_index_groups, and got .*permutes"):
+        Axis(("data",), ((0, 2), (3, 1))).push(jnp.ones(4), to_all=True)
+
+    monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(backend, "RUNS_MOSAIC", False)
+    gpu = SimpleNamespace(compute_capability="8.0")
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *kind: [gpu] if not kind else devices(*kind))
+    with pytest.raises(NotImplementedError, match=rf"capability 9.0 .*have 8.0; {remedy}"):
+        backend.check_push(("data",))
+    gpu.compute_capability = "10.0"
+    with pytest.raises(NotImplementedError, match=f"JAX >= 0.11, and this is .*; {remedy}"):
+        backend.check_push(("data",))
+    monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
+    with pytest.raises(NotImplementedError, match=f"{needs}jax.shard_map over all axes"):
+        backend.check_push(("data",))
+    with monkeypatch.context() as several:
+        several.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(NotImplementedError, match=f"one process.* 2 processes; {remedy}"):
+            backend.check_push(("data",))
+
+
+@pytest.mark.parametrize(("sizes", "manual", "refused"), [
+    ((2, 4), "ab", None),
+    ((2, 4), "a", "over all axes of a mesh"),
+    ((3, 4), "ab", "up to 8 devices, and this one has 12"),
+])  # fmt: skip
+def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused, monkeypatch):
+    monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    mesh = AbstractMesh(sizes, ("a", "b"))
+
+    def check(x):
+        backend.check_push(("a",))
+        return x
+
+    mapped = jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(manual))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    if refused is None:
+        assert jax.eval_shape(mapped, x).shape == (8,)
+    else:
+        with pytest.raises(NotImplementedError, match=refused):
+            jax.eval_shape(mapped, x)

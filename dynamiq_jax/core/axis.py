@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import pallas_kernels as pk
 from dynamiq_jax.core.compat import (
     assume_invarying,
     half_reduced_axes,
@@ -193,6 +194,16 @@ class Axis:
         if self.groups is not None:
             return lax.all_to_all(tree, **self._grouped, **options)
         return lax.all_to_all(tree, self.name, **options)
+
+    def push(self, tree: Any, *, to_all: bool) -> Any:
+        """`all_to_all`, or `all_gather` if ``to_all``, of all leaves by one push kernel."""
+        if self.groups is not None:
+            raise NotImplementedError(
+                f'transport="push" has no axis_index_groups, and got {self.groups}; '
+                'pass transport="permutes" or "collectives"'
+            )
+        sizes = {name: lax.axis_size(name) for name in self.names}
+        return pk.exchange(self.to_varying(tree), sizes, to_all=to_all)
 
     def ppermute(self, tree: Any, permutation: list[tuple[int, int]]) -> Any:
         """`lax.ppermute` by (source, destination) pairs of all workers."""

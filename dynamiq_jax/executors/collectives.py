@@ -1,9 +1,11 @@
 """Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather.
 
 With `Topology.transport` "permutes" there are ppermutes alone, one for each payload: a step from
-all workers to all becomes n - 1 permutations, and so does the gathering of the sinks.
+all workers to all becomes n - 1 permutations, and so does the gathering of the sinks. With "push"
+each of them is one kernel.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,7 +42,12 @@ def all_reduce(
     own = Encoder(last, sink_slot(stages, me), me)
     inputs, carry = _reduce(topology, codec, axis, streams)
     permutes = topology.transport == "permutes"
-    gather = _permuted_sinks if permutes else _gathered_sinks
+    gathers = {
+        "collectives": _gathered_sinks,
+        "permutes": _permuted_sinks,
+        "push": _pushed_sinks,
+    }
+    gather = gathers[topology.transport or "collectives"]
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]  # stream i of this worker's chunks
@@ -68,6 +75,11 @@ def _gathered_sinks(payloads: Payload, axis: Axis) -> Sinks:
     own = jax.tree.map(lambda x: x[0], payloads)
     gathered = jax.tree.map(lambda x: axis.all_gather(x, to="invarying"), own)
     yield gathered, jnp.arange(axis.size, dtype=jnp.int32)
+
+
+def _pushed_sinks(payloads: Payload, axis: Axis) -> Sinks:
+    gathered = axis.push(jax.tree.map(lambda x: x[0], payloads), to_all=True)
+    yield jax.tree.map(axis.assume_invarying, gathered), jnp.arange(axis.size, dtype=jnp.int32)
 
 
 def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
@@ -103,7 +115,7 @@ def _reduce(
     """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
     n_workers = axis.size
     check_schedule(topology, n_workers)
-    run = _Run(codec, axis, n_workers, streams)
+    run = _Run(codec, axis, n_workers, streams, topology.transport == "push")
     held: list[list[_Held]] = [[] for _ in range(streams)]
     carry = codec.carry
     schedule = topology.schedule(n_workers)
@@ -131,6 +143,8 @@ class _Run(NamedTuple):
     axis: Axis
     n_workers: int
     streams: int
+    push: bool
+    """Whether payloads travel by push kernels."""
 
     @property
     def me(self) -> Array:
@@ -195,7 +209,9 @@ class _Run(NamedTuple):
     def send(self, step: Step, payloads: Payload) -> Payload:
         """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""
         if step.to is None:
-            return jax.tree.map(lambda x: x[:, None], self.axis.all_to_all(payloads))
+            by_kernel = functools.partial(self.axis.push, to_all=False)
+            exchange = by_kernel if self.push else self.axis.all_to_all
+            return jax.tree.map(lambda x: x[:, None], exchange(payloads))
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
         return jax.tree.map(lambda x: x[None], self.axis.ppermute(payloads, pairs))

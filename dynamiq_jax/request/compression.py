@@ -67,9 +67,9 @@ class Compression(Options):
         for `None` it is excluded. Paths are such as "layers/0/kernel", leaves are
         `jax.ShapeDtypeStruct`. Default: ``DynamiQ()``.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
-      transport: what moves payloads, for a topology that does not say it: "collectives" or
-        "permutes", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in programs
-        that `dynamiq_jax.jit` compiles where GPUs may read each other's memory.
+      transport: what moves payloads, for a topology that does not say it: "collectives",
+        "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
+        programs that `dynamiq_jax.jit` compiles where GPUs may read each other's memory.
       exclude: a regular expression: leaves in whose path it is found are summed exactly, by
         `jax.lax.psum`.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.

@@ -29,10 +29,13 @@ Worker = Any
 """The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
 
 
-Transport = Literal["collectives", "permutes"]
+Transport = Literal["collectives", "permutes", "push"]
 """The mover of payloads. "collectives": all-to-all and all-gather where all workers send to all.
 "permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.core.xla`)."""
+ppermutes use best (`dynamiq_jax.core.xla`). "push": as collectives, each of them one kernel that
+writes into the memory of the other GPUs (`pallas_kernels.exchange`). That kernel runs on the stream
+of all others, so that they wait for it, and do not for copies by engines. It takes one process, up
+to 8 GPUs from Hopper on, and steps from all to all alone; nothing chooses it by itself."""
 
 
 class Stage(NamedTuple):
@@ -118,6 +121,11 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
         return
     workers = np.arange(n_workers, dtype=np.int32)
     steps = list(steps_of(topology.schedule(n_workers)))
+    if topology.transport == "push" and any(step.to is not None for step in steps):
+        raise ValueError(
+            f"{topology!r} sends from one worker to one other, and push kernels send to all; pass "
+            'topology=dq.Direct(transport="push"), or transport="permutes"'
+        )
     # In which step, by worker and chunk; never yet.
     sent = np.full((n_workers, n_workers), len(steps))
     once = "its schedule has to send every other worker's chunk once"

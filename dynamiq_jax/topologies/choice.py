@@ -13,7 +13,7 @@
 rules 2 and 3 serve, and `assumed` says so.
 
 What `transport=None` of a topology means: "permutes" among up to `MANY` workers where ppermutes are
-copies by engines (`dynamiq_jax.core.xla`), else "collectives".
+copies by engines (`dynamiq_jax.core.xla`), else "collectives"; never "push".
 """
 
 import math

@@ -18,7 +18,8 @@ class Direct(Topology):
 
     Attributes:
       streams: independent chunks per worker. Default: one for every 2^26 coordinates, up to 4.
-        Permutes send more messages for a chunk, so they have one for every 2^27, up to 2.
+        Permutes send more messages for a chunk, so they have one for every 2^27, up to 2. Push
+        kernels overlap with nothing, and have one.
       balance: this and all others as in `dynamiq_jax.topologies.Topology`.
     """
 
@@ -33,7 +34,8 @@ class Direct(Topology):
 
     def chunks_per_worker(self, size: int) -> int:
         """As many as were passed; else as the class says."""
-        most, worth = (2, 2**27) if self.transport == "permutes" else (4, 2**26)
+        limits = {"collectives": (4, 2**26), "permutes": (2, 2**27), "push": (1, 1)}
+        most, worth = limits[self.transport or "collectives"]
         return self.streams_for(size, most, worth)
 
     def schedule(self, n_workers: int) -> Schedule:

@@ -9,10 +9,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+import pallas_kernels as pk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import codec
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.plan import make_plan
+from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels.backend import MOST_WORKERS
 
 METHOD = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
 TOPOLOGIES = {
@@ -196,3 +200,69 @@ def test_small_buckets_travel_natively_on_fast_links():
     routes = [dq.explain(x, mesh.size, verbose=False).rows[0].route for x in (small, large)]
     assert "min_bucket_bytes" in routes[0]
     assert routes[1] == "compressed"
+
+
+def _pushing(mesh):
+    """The mesh, if its GPUs can push."""
+    capability = jax.devices()[0].compute_capability
+    if not RUNS_MOSAIC or float(capability) < 9:
+        pytest.skip(f"JAX {jax.__version__} on GPUs of capability {capability} has no push kernels")
+    if mesh.size > MOST_WORKERS:
+        pytest.skip(f"{mesh.size} GPUs are more than {MOST_WORKERS}")
+    return mesh
+
+
+@pytest.mark.parametrize("size", [2**18, 3 * 5 * 7 * 11 * 13 * 17 + 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_pushed_payloads_give_the_bits_of_other_transports(size, check_vma):
+    mesh = _pushing(_mesh())
+    n, spec = mesh.size, P("data")
+    x = jax.random.normal(jax.random.key(size), (n, n * size)) * jnp.arange(1.0, n + 1)[:, None]
+    x = jax.device_put(x, NamedSharding(mesh, spec))
+
+    def run(transport):
+        options = {"method": METHOD, "topology": dq.Direct(transport=transport, streams=1)}
+
+        def all_three(x):
+            total = dq.psum(x[0], "data", **options)
+            own = dq.psum_scatter(x[0], "data", tiled=True, **options)
+            whole = dq.all_gather(own, "data", tiled=True, method=METHOD)
+            return total[None], own[None], whole[None]
+
+        mapped = jax.shard_map(
+            all_three, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+        )
+        return [np.asarray(y) for y in dq.jit(mapped)(x)]
+
+    found = {name: run(name) for name in ("push", "collectives", "permutes")}
+    for a, b, c in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+        if n == 2:  # of more workers, permutes add up in another order
+            np.testing.assert_array_equal(a, c)
+        else:
+            assert np.linalg.norm(a - c) < 1e-2 * np.linalg.norm(a)
+    total = found["push"][0]
+    np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
+    assert 1e-6 < _error(total[0], x) < 2e-2
+
+
+@pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])
+@pytest.mark.parametrize("words", [4 * 70_000, 2**20 + 3, 5])
+def test_pushes_bring_what_collectives_bring(axes, words):
+    mesh = _pushing(_mesh(lambda n: (2, n // 2), ("a", "b")))
+    n, spec = int(np.prod([mesh.shape[name] for name in axes])), P(("a", "b"))
+    bits = jax.random.bits(jax.random.key(0), (mesh.size, n, words), jnp.uint32)
+    leaves = bits, bits[..., :7].astype(jnp.uint8), bits[..., :9].astype(jnp.bfloat16)
+    leaves = jax.device_put(leaves, NamedSharding(mesh, spec))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    def both(leaves):
+        leaves = jax.tree.map(lambda x: x[0], leaves)
+        axis, sizes = Axis(axes), {name: mesh.shape[name] for name in axes}
+        pushed = [pk.exchange(leaves, sizes, to_all=to_all) for to_all in (False, True)]
+        wanted = [axis.all_to_all(leaves), jax.tree.map(axis.all_gather, leaves)]
+        return jax.tree.map(lambda x: x[None], (pushed, wanted))
+
+    for _ in range(3):  # counters begin at zero again
+        jax.tree.map(np.testing.assert_array_equal, *both(leaves))
