@@ -167,13 +167,13 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
     found = dq.explain(tree, 4, verbose=False)
     assert "transport='permutes'" in found.topology
     assert "copy engines, since it is said so" in found.reason
-    eight, more = (dq.explain(tree, n, topology=dq.Direct(), verbose=False) for n in (8, 9))
-    assert "transport='permutes'" in eight.topology
+    four, more = (dq.explain(tree, n, topology=dq.Direct(), verbose=False) for n in (4, 5))
+    assert "transport='permutes'" in four.topology
     assert "transport='collectives'" in more.topology
-    why = "9 workers are more than 8, and every copy costs about 15 µs"
+    why = "5 workers are more than 4, and each of n - 1 copies takes longer"
     assert more.reason == f"as passed; by collectives, since {why}"
     route = dq.Hierarchical(outer=dq.Ring(), inner=dq.Direct(transport="collectives"))
-    both = dq.explain(tree, (2, 4), topology=route, verbose=False).topology
+    both = dq.explain(tree, (2, 2), topology=route, verbose=False).topology
     assert both.count("transport='permutes'") == both.count("transport='collectives'") == 1
 
 
