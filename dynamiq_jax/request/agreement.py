@@ -126,7 +126,7 @@ def compare_first(
 
 
 def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:
-    """What differs between processes, by name; process 0 compares their facts, and tells all."""
+    """Process 0 compares all facts and tells everybody: returns what differs, by name."""
     me, place, deadline = jax.process_index(), f"dynamiq_jax/{what}", time.monotonic() + patience
     mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
 
