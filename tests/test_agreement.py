@@ -110,7 +110,7 @@ DIFFERENT = {
         check(LONG | {"layer_0399": jax.ShapeDtypeStruct((7,), jnp.float32)}), check(LONG)
     ),
 }  # fmt: skip
-"""What process 2 is told, and what the others are."""
+"""The check of process 2, and that of the others."""
 
 
 @pytest.mark.parametrize("what", DIFFERENT)

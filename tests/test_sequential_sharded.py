@@ -497,7 +497,7 @@ def test_gathers_travel_beside_functions(gather):
 
 @pytest.mark.parametrize("functions", [FUNCTIONS, REMAT], ids=["plain", "remat"])
 def test_no_function_is_kept_whole(functions):
-    """What the forward pass hands to the backward pass has shards in the place of parameters."""
+    """The backward pass gets shards in the place of parameters."""
     params, batches = problem()
     options = {"method": EXACT, "gather": EXACT, "specs": SHARDS}
 

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def _exchange_leaves(
         values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
     for bucket in grouping.buckets:
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
-        blocks = joined(parts)
+        blocks: Any = joined(parts)
         if cut.n_workers > 1:
             forth = bucket.route.of_bucket(bucket)
             seed = bucket_seed(words, bucket.tag)
@@ -154,12 +154,10 @@ def _exchange_leaves(
     return values
 
 
-def _send(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method) -> Array:
     """Row j of ``x`` goes to worker j; row i of the result came from worker i."""
     return exchange_rows(x, seed, axis=axis, method=method)
-
-
-_exchange = jax.custom_vjp(_send, nondiff_argnums=(2, 3, 4))
 
 
 def _exchange_forward(x, seed, axis, method, backward):

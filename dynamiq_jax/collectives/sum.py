@@ -91,31 +91,23 @@ GATHERS = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum, or mean, over workers: of which leaves, over which axes, and how they travel.
-
-    Attributes:
-      axis: the workers, over axes of which the outermost comes first.
-      compression: how terms travel.
-      op: "sum" or "mean".
-      splits: how the axes split every leaf; nothing if all are whole.
-      others: the axes beside these that split every leaf. Copies of a leaf stay equal only if no
-        part of another leaf shares their widths.
-      gathers: how shards travel; `None`: nothing is gathered.
-      to: JAX's type of whole leaves after a gather, as for `all_gather`.
-      specs: how open axes (`Surroundings.open`) split leaves, as for `psum`.
-      opened: the PartitionSpec of every leaf over the open axes, where workers split leaves;
-        `None`: no axes are open.
-    """
+    """A sum, or mean, over workers: of which leaves, over which axes, and how they travel."""
 
     axis: Axis
     compression: Compression
     op: Op
     splits: tuple[Split, ...] = ()
+    """How the axes split every leaf; nothing if all are whole."""
     others: tuple[frozenset[str], ...] = ()
+    """The axes beside these that split every leaf: parts of leaves that share widths are copies."""
     gathers: Compression | None = None
+    """How shards travel; `None`: nothing is gathered."""
     to: Varying = "varying"
+    """JAX's type of whole leaves after a gather, as for `all_gather`."""
     specs: Any = None
+    """How open axes (`Surroundings.open`) split leaves, as for `psum`."""
     opened: tuple[P, ...] | None = None
+    """The PartitionSpec of every leaf over the open axes; `None`: no axes are open."""
 
     def __post_init__(self):
         """Refuses other operations."""

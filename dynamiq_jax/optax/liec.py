@@ -5,6 +5,7 @@ workers brings them together.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.replicated import first_memory
-from dynamiq_jax.optax.state import PerWorker, known_sizes, product
+from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.request.compression import Compression, as_compression
 
 
@@ -67,9 +68,9 @@ def liec(
     exchange = dataclasses.replace(request, method=LocalError(request.method))
 
     def init(params) -> Any:
-        sizes, inside = known_sizes(axis)
+        sizes, inside = known_sizes(axis, "liec")
         memory = first_memory(params, axis, exchange)
-        n_workers = 1 if inside else product(sizes, axis, "liec")
+        n_workers = 1 if inside else math.prod(sizes or ())
         first = inner.init(params)
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), first)
         state = PerWorker(axis.to_varying(stacked) if inside else stacked, axis.name, "mean")

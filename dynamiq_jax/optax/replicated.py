@@ -1,5 +1,6 @@
 """All-reduces as gradient transformations: every worker has the whole optimizer."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
-from dynamiq_jax.optax.state import PerWorker, known_sizes, product
+from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.tree.leaves import describe_leaves
 
@@ -100,8 +101,8 @@ def multi_steps(
         raise ValueError(f"every={every}: a window has at least 1 mini-step; pass 1 for no windows")
 
     def init(params) -> Any:
-        sizes, inside = known_sizes(axis)
-        n_workers = 1 if inside else product(sizes, axis, "multi_steps")
+        sizes, inside = known_sizes(axis, "multi_steps")
+        n_workers = 1 if inside else math.prod(sizes or ())
         zeros = jax.tree.map(lambda p: jnp.zeros((n_workers, *jnp.shape(p)), jnp.float32), params)
         if inside:
             zeros = axis.to_varying(zeros)
@@ -164,7 +165,7 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
 
     if not jax.tree.leaves(jax.eval_shape(first)):
         return None
-    product(sizes, axis, f"method={compression.method!r}")
+    known_sizes(axis, f"method={compression.method!r}")
     memory = PerWorker(first(), axis.name, "reset")
     return memory.after(memory.value) if inside else memory
 

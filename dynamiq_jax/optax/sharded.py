@@ -29,7 +29,7 @@ from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
-from dynamiq_jax.optax.state import Part, known_sizes, product
+from dynamiq_jax.optax.state import Part, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
@@ -142,8 +142,7 @@ def sharded(
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
 
     def init(params) -> Any:
-        sizes, inside = known_sizes(axis)
-        product(sizes, axis, "sharded")
+        sizes, inside = known_sizes(axis, "sharded")
         assert sizes is not None
         placed = _places(params, axis, sizes, request, specs, inside)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)

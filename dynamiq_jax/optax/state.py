@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import warnings
 from typing import Any, Literal, TypeVar
 
@@ -161,21 +160,20 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def known_sizes(axis: Axis) -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis if that is known, and whether a map around us has the axis."""
+def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
+    """Workers on every axis if that is known, and whether a map around us has the axis.
+
+    Refuses ``what`` needs them where they are not known.
+    """
     try:
         return axis_sizes(axis), True
     except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
         mesh = jax.sharding.get_abstract_mesh()
-    known = all(name in mesh.shape for name in axis.names)
-    return tuple(mesh.shape[name] for name in axis.names) if known else None, False
-
-
-def product(sizes: tuple[int, ...] | None, axis: Axis, what: str) -> int:
-    """The number of workers; refuses ``what`` where that is not known."""
-    if sizes is None:
+    if all(name in mesh.shape for name in axis.names):
+        return tuple(mesh.shape[name] for name in axis.names), False
+    if what:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
             f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
         )
-    return math.prod(sizes)
+    return None, False

@@ -83,20 +83,15 @@ def described(options: dict[str, Any]) -> dict[str, str]:
     texts = {}
     for name, value in options.items():
         if name == "specs":
-            texts[name] = _describe_specs(value)
+            is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+            specs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_spec)
+            told = (f"{jax.tree_util.keystr(path)} {spec}".strip() for path, spec in specs)
+            texts[name] = "; ".join(told)
         elif name in ("key", "state", "weight"):
             texts[name] = "none" if value is None else "given"
         else:
             texts[name] = repr(value)
     return texts
-
-
-def _describe_specs(specs: Any) -> str:
-    def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, PartitionSpec)
-
-    found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    return "; ".join(f"{jax.tree_util.keystr(path)} {spec}".strip() for path, spec in found)
 
 
 def compare_first(
@@ -131,7 +126,7 @@ def compare_first(
 
 
 def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:
-    """What differs between processes, by name; process 0 compares their facts, and tells all."""
+    """Process 0 compares all facts and tells everybody: returns what differs, by name."""
     me, place, deadline = jax.process_index(), f"dynamiq_jax/{what}", time.monotonic() + patience
     mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
 

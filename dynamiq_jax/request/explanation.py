@@ -9,10 +9,10 @@ from typing import Self
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.request.ways import Way, lines, ways
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One leaf.
 
@@ -127,20 +127,23 @@ def explain_grouping(
     """Explains a grouping, of ``routes`` or the default one, under what these assume."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
-    rows = {}
-    outer = 0.0
-    for leaf, reason in grouping.exact:
-        rows[leaf.index] = _row(leaf, None, f"exact: {reason}", share * leaf.nbytes, share)
-        outer += share * leaf.nbytes
+    bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0  # noqa: E731
+    told: list[tuple[Leaf, int | None, str, float]] = [
+        (leaf, None, f"exact: {why}", share * leaf.nbytes) for leaf, why in grouping.exact
+    ]
+    outer = sum(share * leaf.nbytes for leaf, _ in grouping.exact)
     for number, bucket in enumerate(grouping.buckets):
         whole_bits, outer_bits = bucket.route.wire_bits(bucket)
         outer += outer_bits / 8
         for leaf in bucket.leaves:
             part = whole_bits / 8 * leaf.size / bucket.size
-            rows[leaf.index] = _row(leaf, number, "compressed", part, share)
-    leaves = [leaf for leaf, _ in grouping.exact]
-    leaves += [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
-    total = sum(rows[i].wire_bytes for i in sorted(rows))
+            told.append((leaf, number, "compressed", part))
+    told.sort(key=lambda row: row[0].index)
+    rows = [
+        Row(leaf.name, leaf.shape, leaf.dtype.name, bucket, route, sent, bits(sent, leaf.size))
+        for leaf, bucket, route, sent in told
+    ]
+    leaves, total = [row[0] for row in told], sum(row.wire_bytes for row in rows)
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     pays = bool(grouping.buckets) and n > 1
@@ -148,7 +151,7 @@ def explain_grouping(
     advices = [route.advice for route in routes if pays]
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
-        rows=tuple(rows[i] for i in sorted(rows)),
+        rows=tuple(rows),
         n_workers=n,
         method=_described(routes, grouping.methods),
         topology=_joined("XLA" if r.topology is None else repr(r.topology) for r in routes),
@@ -156,7 +159,7 @@ def explain_grouping(
         wire_bytes=total,
         outer_wire_bytes=outer,
         bf16_wire_bytes=share * 2 * floats,
-        bits_per_coord=8 * total / (share * size) if share * size else 0.0,
+        bits_per_coord=bits(total, size),
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=ways(grouping, total, n) if pays else (),
@@ -187,16 +190,3 @@ def _table(body: Sequence[Sequence[str]], feet: Sequence[Sequence[str]]) -> list
 
     rule = "-" * len(line(head))
     return [line(head), rule, *map(line, body), rule, *map(line, feet)]
-
-
-def _row(leaf, bucket, route, wire_bytes, share) -> Row:
-    coords = share * leaf.size
-    return Row(
-        name=leaf.name,
-        shape=leaf.shape,
-        dtype=leaf.dtype.name,
-        bucket=bucket,
-        route=route,
-        wire_bytes=wire_bytes,
-        bits_per_coord=8 * wire_bytes / coords if coords else 0.0,
-    )

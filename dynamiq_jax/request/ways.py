@@ -22,7 +22,7 @@ MASTER = 4
 """Bytes of an f32 master."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Way:
     """One way to train with AdamW: the bytes that one worker sends and holds.
 
@@ -73,29 +73,15 @@ def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, .
     )
     differences = sum(_half(bucket, DIFFERENCES, None, n) for bucket in grouping.buckets)
     parameters = sum(_half(bucket, PARAMETERS, None, n) for bucket in grouping.buckets)
-    of_whole = sum(leaf.nbytes for leaf in whole)
+    gradients, scattered = sum(leaf.nbytes for leaf in whole), exact + scattered
+    by_all, by_updates = kept + nbytes + MOMENTS * size, (MASTER + MOMENTS) * size / n
+    by_shards = kept + (nbytes + MOMENTS * size) / n
+    updates = "sharded updates", "dq.optax.sharded", scattered + differences
+    fsdp = "FSDP", "dq.reduce_in_backward", scattered + 2 * parameters
     return (
-        Way(
-            name="data parallel",
-            call="dq.psum",
-            sent_bytes=all_reduced,
-            kept_bytes=kept + nbytes + MOMENTS * size,
-            gradient_bytes=of_whole + nbytes,
-        ),
-        Way(
-            name="sharded updates",
-            call="dq.optax.sharded",
-            sent_bytes=exact + scattered + differences,
-            kept_bytes=kept + nbytes + (MASTER + MOMENTS) * size / n,
-            gradient_bytes=of_whole + nbytes,
-        ),
-        Way(
-            name="FSDP",
-            call="dq.reduce_in_backward",
-            sent_bytes=exact + scattered + 2 * parameters,
-            kept_bytes=kept + (nbytes + MOMENTS * size) / n,
-            gradient_bytes=of_whole + nbytes / n,
-        ),
+        Way("data parallel", "dq.psum", all_reduced, by_all, gradients + nbytes),
+        Way(*updates, kept + nbytes + by_updates, gradients + nbytes),
+        Way(*fsdp, by_shards, gradients + nbytes / n),
     )
 
 

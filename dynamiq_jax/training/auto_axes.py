@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.buckets import share_of, weigh
@@ -48,48 +48,32 @@ class Told(NamedTuple):
     """The arguments of the loss that are not differentiated, but for the values of arrays."""
 
     structure: Any
-    arrays: tuple[bool, ...]
-    """Whether each leaf is an array."""
-    constants: tuple[tuple[type, str, Hashable], ...]
-    """The type, the sign and the value of each leaf, of an array the type alone: 1 equals 1.0 and
+    constants: tuple[tuple[type, str, Hashable] | None, ...]
+    """The type, a number's text and the value of each leaf, `None` of an array: 1 equals 1.0 and
     True, and 0.0 equals -0.0, for which programs differ."""
 
     @classmethod
     def of(cls, data: Any) -> tuple["Told", list[Any]]:
         """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
-        arrays = tuple(isinstance(x, ARRAYS) for x in leaves)
-        pairs = list(zip(leaves, arrays, strict=True))
-        for x, array in pairs:
-            if not array and type(x).__hash__ is None:
+        constants = []
+        for x in leaves:
+            if not isinstance(x, ARRAYS) and type(x).__hash__ is None:
                 raise ValueError(
                     f"an argument of the loss is {x!r}, a {type(x).__name__}: what is not an array "
                     "is a constant of the program and needs a hash; pass a tuple or a frozenset, "
                     "or close the loss over it"
                 )
-        sign = lambda x: repr(x) if isinstance(x, float | complex) else ""  # noqa: E731
-        constants = tuple(
-            (type(x), "", None) if array else (type(x), sign(x), x) for x, array in pairs
-        )
-        return cls(structure, arrays, constants), [x for x, array in pairs if array]
+            text = repr(x) if isinstance(x, float | complex) else ""
+            constants.append(None if isinstance(x, ARRAYS) else (type(x), text, x))
+        arrays = [x for x in leaves if isinstance(x, ARRAYS)]
+        return cls(structure, tuple(constants)), arrays
 
     def join(self, arrays: list[Any]) -> Any:
         """The arguments, with these arrays."""
         found = iter(arrays)
-        pairs = zip(self.arrays, self.constants, strict=True)
-        return self.structure.unflatten([next(found) if own else x for own, (*_, x) in pairs])
-
-
-class Known(NamedTuple):
-    """The facts about one call's arguments for which its program is compiled."""
-
-    placed: tuple[P, ...]
-    """The PartitionSpec of each parameter over the axes of several devices."""
-    told: Told
-    split: tuple[P, ...]
-    """The PartitionSpec of each array in ``told`` over the data axes."""
-    folded: tuple[bool, ...]
-    """Whether each of these is a key into which workers fold their numbers."""
+        leaves = (next(found) if own is None else own[2] for own in self.constants)
+        return self.structure.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,16 +96,6 @@ class Mapped:
     aux: Any
     weight: Callable[[Any, Any], Any] | None
     suspicious: bool
-
-    def __post_init__(self):
-        """Refuses Explicit axes."""
-        names, kinds = self.mesh.axis_names, self.mesh.axis_types
-        pairs = zip(names, kinds, strict=True)
-        if any(kind == AxisType.Explicit and self.mesh.shape[name] > 1 for name, kind in pairs):
-            raise ValueError(
-                f"the mesh has axes {names} of types {kinds}: gradients go one way on Explicit "
-                "axes and another on Auto ones; make all axes Explicit, or all Auto"
-            )
 
     @property
     def axis(self) -> Axis:
@@ -168,32 +142,37 @@ class Mapped:
                     "every worker would keep whole gradients; leave reduce=False out, or replicate "
                     "the parameters over these axes"
                 )
-        known = Known(placed, told, split, folded)
+        known = told, placed, split, folded
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
 
-    def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: Known) -> Any:
-        """The value and the gradients of global arrays."""
+    def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: tuple) -> Any:
+        """The value and the gradients of global arrays.
+
+        Known are the other arguments, the specs of parameters and of arrays, and which of the
+        latter are keys into which workers fold their numbers.
+        """
+        told, placed, split, folded = known
         axis, others = self.axis, self.others
         tree = jax.tree.structure(params)
-        mine = [_apart(spec, axis.names) for spec in known.placed]
-        opened = [only(spec, others) for spec in known.placed]
+        mine = [_apart(spec, axis.names) for spec in placed]
+        opened = [only(spec, others) for spec in placed]
         total = dataclasses.replace(self.total, specs=tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
-        params = self._gathered(params, known.placed, opened)
+        params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
         mapped = jax.shard_map(
-            functools.partial(self._of_worker, total, known),
+            functools.partial(self._of_worker, total, told, folded),
             mesh=self.mesh,
             axis_names=self.manual,
-            in_specs=(P(), P(), of_workers, list(known.split)),
+            in_specs=(P(), P(), of_workers, list(split)),
             out_specs=(P(), (P(), of_workers), of_found),
         )
         value, aux, found = mapped(params, key, state, arrays)
         if others:  # or the compiler would choose
             leading = () if self.reduces else (axis.name,)
-            specs = (P(*leading, *spec) for spec in known.placed)
+            specs = (P(*leading, *spec) for spec in placed)
             shardings = tree.unflatten(NamedSharding(self.mesh, spec) for spec in specs)
             grads = lax.with_sharding_constraint(found.tree, shardings)
             found = found._replace(tree=grads)
@@ -221,17 +200,24 @@ class Mapped:
         return lax.with_sharding_constraint(params, tree.unflatten(shardings))
 
     def _of_worker(
-        self, total: Sum, known: Known, params: Any, key: Any, state: Any, arrays: list
+        self,
+        total: Sum,
+        told: Told,
+        folded: tuple[bool, ...],
+        params: Any,
+        key: Any,
+        state: Any,
+        arrays: list,
     ) -> tuple[Array, tuple[Any, Any], Reduced]:
         """The value and aux of all workers, and the gradients' sum or this worker's term of it."""
         axis, op = self.axis, total.op
         params = axis.to_varying(params)
-        pairs = zip(arrays, known.folded, strict=True)
+        pairs = zip(arrays, folded, strict=True)
         arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
-        data = known.told.join(arrays)
+        data = told.join(arrays)
         with constraints_without(self.manual):
             if self.suspicious:
-                _check_closure(lambda p, x: self.loss(p, known.told.join(x)), params, arrays)
+                _check_closure(lambda p, x: self.loss(p, told.join(x)), params, arrays)
             value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
             share = None if self.weight is None else share_of(self.weight(params, data), axis)
         value, aux = value if self.has_aux else (value, None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -82,7 +82,11 @@ class Deferred(NamedTuple):
             value, back, aux = self._forward(loss, held(chosen), treedef, data)
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
-        found = functools.partial(_inputs_from, first, program)
+
+        def found(*args: Any, **options: Any) -> set[int]:
+            """The leaves of which operands in the program are made."""
+            return {i - first for i in inputs_of(program, *args, **options) if i >= first}
+
         if taken := found(_in_maps, alone=True, ends="reshard") & gathered:
             raise ValueError(
                 f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"
@@ -122,8 +126,8 @@ class Deferred(NamedTuple):
         if not self.reduces:
             return value, grads
         total = dataclasses.replace(self.total, specs=treedef.unflatten(placed))
-        found = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
-        return value, found if self.metrics or state is not None else found.tree
+        done = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
+        return value, done if self.metrics or state is not None else done.tree
 
     def with_ones(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
@@ -305,11 +309,6 @@ def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:
     names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
     rest = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
-
-
-def _inputs_from(first: int, program: Jaxpr, *args: Any, **options: Any) -> set[int]:
-    """`inputs_of`, counted from one of a program's inputs on."""
-    return {i - first for i in inputs_of(program, *args, **options) if i >= first}
 
 
 def _in_maps(equation: JaxprEqn) -> list[Any]:

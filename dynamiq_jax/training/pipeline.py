@@ -156,7 +156,7 @@ class _Chain(NamedTuple):
     axis: Axis
     parts: tuple[_Part, ...]
     traces: Traces
-    """Those of gathers."""
+    """The traces of gathers."""
     reshards: bool
 
     def run(self, params: Any, copies: Any, x: Any, words: Array | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 
 from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.collectives.sum import Sum
@@ -193,39 +193,37 @@ def gradients(
 
 
 class _Positions(NamedTuple):
-    """Which positional arguments are parameters: a number, or several."""
+    """Which positional arguments are parameters: a number, or several; negative ones too."""
 
     argnums: int | tuple[int, ...]
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """All numbers; negative ones count from the last argument."""
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-
-    def split(self, args: tuple) -> tuple[Any, tuple]:
-        """The parameters, and the other arguments."""
-        count, numbers = len(args), self.numbers
-        wrong = [i for i in numbers if not -count <= i < count]
-        if wrong or len({i % count for i in numbers}) < len(numbers):
+    def among(self, count: int) -> list[int]:
+        """The numbers of parameters, of so many arguments."""
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
             raise ValueError(
                 f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
                 "each number once, and parameters by position"
             )
-        own = {i % count for i in numbers}
+        return [i % count for i in numbers]
+
+    def split(self, args: tuple) -> tuple[Any, tuple]:
+        """The parameters, and the other arguments."""
+        numbers = self.among(len(args))
         params = tuple(args[i] for i in numbers)
-        others = tuple(x for i, x in enumerate(args) if i not in own)
+        others = tuple(x for i, x in enumerate(args) if i not in numbers)
         return params[0] if isinstance(self.argnums, int) else params, others
 
     def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         """``function`` of parameters and ``(other positional arguments, keywords)``."""
 
         def run(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
-            others, keywords = data
             params = (params,) if isinstance(self.argnums, int) else params
-            count, rest = len(params) + len(others), iter(others)
-            own = {i % count: value for i, value in zip(self.numbers, params, strict=True)}
-            args = [own[i] if i in own else next(rest) for i in range(count)]
-            return function(*args, **keywords)
+            args = list(data[0])
+            numbers = self.among(len(params) + len(args))
+            for i in sorted(numbers):
+                args.insert(i, params[numbers.index(i)])
+            return function(*args, **data[1])
 
         return run
 
@@ -239,7 +237,15 @@ def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[st
             f"{given[0]}={for_auto[given[0]]!r} is for Auto axes. On Explicit ones types say how "
             "arrays are sharded, and loss and aux are those of all examples; leave it out"
         )
-    if not gathers and not is_explicit(mesh):
+    if is_explicit(mesh):
+        return
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if any(kind == AxisType.Explicit and mesh.shape[name] > 1 for name, kind in kinds):
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
+            "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
+        )
+    if not gathers:
         raise ValueError(
             "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
             "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
