@@ -15,6 +15,7 @@ another.
 """
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -117,44 +118,56 @@ MOST_CHECKED = 1024
 
 def check_schedule(topology: "Topology", n_workers: int) -> None:
     """Refuses a schedule unless it brings each worker's share of each chunk to its owner once."""
-    if n_workers > MOST_CHECKED:
-        return
-    workers = np.arange(n_workers, dtype=np.int32)
-    steps = list(steps_of(topology.schedule(n_workers)))
+    steps = steps_of(topology.schedule(n_workers))
     if topology.transport == "push" and any(step.to is not None for step in steps):
         raise ValueError(
             f"{topology!r} sends from one worker to one other, and push kernels send to all; pass "
             'topology=dq.Direct(transport="push"), or transport="permutes"'
         )
-    # In which step, by worker and chunk; never yet.
-    sent = np.full((n_workers, n_workers), len(steps))
-    once = "its schedule has to send every other worker's chunk once"
-    tables = [chunk_table(step, n_workers) for step in steps]
-    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
-        before, own = np.take_along_axis(sent, chunks, axis=1), chunks == workers[:, None]
-        again = (before < len(steps)) | (own if step.to is not None else False)
+    if n_workers <= MOST_CHECKED:
+        gradients_in(topology, n_workers)
+
+
+@functools.lru_cache(maxsize=64)
+def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
+    """How many gradients the encoding of each slot holds, by the owner of the chunk.
+
+    What a worker would send to itself counts as none, and so does a sink, which nobody adds.
+
+    Returns:
+      int32[slots, n].
+
+    Raises:
+      ValueError: a worker sends a chunk twice, or an owner does not get all gradients.
+    """
+    found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
+    workers = np.arange(n_workers, dtype=np.int32)[:, None]
+    # By worker and chunk: how many gradients it would encode now; none once it has sent them.
+    held = np.ones((n_workers, n_workers), np.int32)
+    for number, step in enumerate(steps_of(topology.schedule(n_workers))):
+        chunks = chunk_table(step, n_workers)
+        to = chunks if step.to is None else np.broadcast_to(step.to(workers), chunks.shape)
+        moves = to != workers  # all but what a worker would send to itself
+        sent = np.take_along_axis(held, chunks, axis=1)
+        again = moves & ((sent == 0) | (chunks == workers))
         if again.any():
             worker, at = np.argwhere(again)[0]
             raise ValueError(
                 f"{topology!r}: in step {number} worker {worker} of {n_workers} encodes chunk "
-                f"{chunks[worker, at]}, its own or one that it has sent before; {once}"
+                f"{chunks[worker, at]}, its own or one that it has sent before; its schedule has "
+                "to send every other worker's chunk once"
             )
-        np.put_along_axis(sent, chunks, np.where(own, before, number), axis=1)
-    never = np.argwhere((sent == len(steps)) & ~np.eye(n_workers, dtype=bool))
-    if len(never):
-        worker, chunk = never[0]
+        slots = np.broadcast_to(step.slot(workers), chunks.shape)
+        found[slots[moves], chunks[moves]] = sent[moves]
+        np.put_along_axis(held, chunks, np.where(moves, 0, sent), axis=1)
+        np.add.at(held, (to[moves], chunks[moves]), sent[moves])
+    if (lacks := np.flatnonzero(np.diag(held) < n_workers)).size:
         raise ValueError(
-            f"{topology!r}: worker {worker} of {n_workers} never sends its share of chunk {chunk}; "
-            f"{once}"
+            f"{topology!r}: the owner of chunk {lacks[0]} gets {held[lacks[0], lacks[0]]} of "
+            f"{n_workers} gradients; its schedule has to send every other worker's chunk, and "
+            "after all that arrives for it"
         )
-    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
-        if step.to is None:
-            continue
-        if (np.take_along_axis(sent[step.to(workers)], chunks, axis=1) <= number).any():
-            raise ValueError(
-                f"{topology!r}: in step {number} of {n_workers} workers something arrives for a "
-                "chunk that its receiver has sent before; it would be lost: send it earlier"
-            )
+    return found
 
 
 class Levels(NamedTuple):

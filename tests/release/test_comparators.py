@@ -46,7 +46,6 @@ from dynamiq_jax.comparators import minmax_codec as minmax
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.local_error import LocalError
-from dynamiq_jax.comparators.marsit import workers_in
 from dynamiq_jax.comparators.mx import ScaleState
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
@@ -54,6 +53,7 @@ from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.optax import liec
 from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)
 of = dq.comparators
@@ -767,9 +767,9 @@ def test_marsit_a_coordinate_gets_the_sign_of_a_worker_drawn_uniformly(route, n)
 
 
 def test_marsit_encodings_stand_for_workers_and_zeros_have_no_sign_on_average():
-    assert workers_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
-    assert workers_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
-    assert workers_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
+    assert gradients_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
+    assert gradients_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
+    assert gradients_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
     x = np.zeros((3, SIZE), np.float32)
     x[:, :BLOCK] = np.where(np.arange(BLOCK) % 2, 2.0, 0.0)  # half of one block
     x[0, -1] = 1.0
