@@ -194,8 +194,7 @@ def quality_program(
     """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
 
     ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
-    `replicas_of`. A program of its own, since one that also computed
-    the result could take replicas for equal.
+    `replicas_of`. A program that also computed the result could take replicas for equal.
     """
     axes = mesh.axis_names
 
