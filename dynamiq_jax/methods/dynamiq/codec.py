@@ -82,9 +82,9 @@ def chunk_codec(
     """Binds the kernels to one gradient and the plan that all workers share.
 
     Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order; rows of other chunks are
-    unspecified. So are the losses of `Kept`, which with ``keep_error`` is the carry. ``x`` comes in
-    shards of whole super-groups if there are several; ``slice_start`` is the number of this
-    worker's first one, for `ChunkCodec.finish`.
+    unspecified. With ``keep_error`` the carry is `Kept`, with f32[rows, S]. ``x`` comes in shards of
+    whole super-groups if there are several; ``slice_start`` is the number of this worker's first
+    one, for `ChunkCodec.finish`.
     """
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
