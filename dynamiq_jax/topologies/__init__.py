@@ -1,7 +1,6 @@
 """Topologies: schedules of who encodes which chunk when, for whom."""
 
 from dynamiq_jax.topologies.base import (
-    AnyTopology,
     Rounds,
     Schedule,
     Stage,
@@ -19,7 +18,7 @@ from dynamiq_jax.topologies.choice import (
     with_transport,
 )
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
 
 __all__ = [

@@ -181,39 +181,8 @@ class Levels(NamedTuple):
     """Workers on the inner level; 1 where there is no such level."""
 
 
-class AnyTopology(Options, ABC):
-    """A topology of one level (`Topology`) or of two (`Hierarchical`), as a caller passes it."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def levels(self, sizes: tuple[int, ...]) -> Levels:
-        """The levels on axes of these sizes, the outermost first."""
-
-    @abstractmethod
-    def on(self, sizes: tuple[int, ...]) -> "AnyTopology":
-        """The topology that serves axes of these sizes.
-
-        Raises:
-          ValueError: it cannot serve them.
-        """
-
-    @abstractmethod
-    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> "AnyTopology | None":
-        """The topology for the axes ``names``, some of all ``axes``; `None`: native collectives."""
-
-    @property
-    @abstractmethod
-    def sharded(self) -> "Topology | None":
-        """The topology for a reduce-scatter over the same axes; `None` if it has none."""
-
-    @abstractmethod
-    def with_transport(self, transport: Transport) -> Self:
-        """The topology with its transport filled in where it says none."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology(AnyTopology):
+class Topology(Options, ABC):
     """How chunks travel on one level. Subclasses are frozen dataclasses of static options.
 
     Attributes:
@@ -265,29 +234,29 @@ class Topology(AnyTopology):
     def schedule(self, n_workers: int) -> Schedule:
         """Who sends what to whom until the owners have all that belongs to their sums."""
 
+    # What `Hierarchical` has, too: sizes are those of the axes, the outermost first.
+
     def levels(self, sizes: tuple[int, ...]) -> Levels:
-        """One level of all workers."""
+        """The levels on axes of these sizes: here one of all workers."""
         return Levels(None, self, 1)
 
     def on(self, sizes: tuple[int, ...]) -> Self:
-        """Itself, if it serves that many workers."""
+        """The topology that serves axes of these sizes; raises ValueError if it cannot."""
         self.check(math.prod(sizes))
         return self
 
     def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> Self:
-        """Itself."""
+        """The topology for the axes ``names``, some of all ``axes``."""
         return self
 
     @property
     def sharded(self) -> Self:
-        """Itself."""
+        """The topology for a reduce-scatter over the same axes."""
         return self
 
     def with_transport(self, transport: Transport) -> Self:
-        """See `AnyTopology`."""
-        if self.transport:
-            return self
-        return dataclasses.replace(self, transport=transport)
+        """The topology with its transport filled in where it says none."""
+        return dataclasses.replace(self, transport=self.transport or transport)
 
 
 def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import jax
 
 from dynamiq_jax.core.xla import copy_engines
-from dynamiq_jax.topologies.base import AnyTopology, Transport
+from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import MANY, Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
 
 

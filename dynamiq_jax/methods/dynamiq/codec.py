@@ -82,8 +82,8 @@ def chunk_codec(
     """Binds the kernels to one gradient and the plan that all workers share.
 
     Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order; rows of other chunks are
-    unspecified. With ``keep_error`` the carry is `Kept`, with f32[rows, S]. ``x`` comes in shards of
-    whole super-groups if there are several; ``slice_start`` is the number of this worker's first
+    unspecified. With ``keep_error`` the carry is `Kept`, with f32[rows, S]. ``x`` comes in shards
+    of whole super-groups if there are several; ``slice_start`` is the number of this worker's first
     one, for `ChunkCodec.finish`.
     """
     plan, noise = shared
