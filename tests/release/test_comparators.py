@@ -42,7 +42,6 @@ from test_wire_bytes import lower, moved_bits
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.comparators import hadamard, lanes, sidco
-from dynamiq_jax.comparators import minmax_codec as minmax
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.local_error import LocalError
@@ -459,9 +458,9 @@ def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, roun
     x = (x * scale.reshape(-1, 1)).astype(np.float32)
     words = rng.integers(0, 2**32, x.size, dtype=np.uint32)
     noise = None if rounding == "nearest" else jnp.asarray(words)
-    options = {"bits": bits, "bucket_size": 32, "rounding": rounding}
-    payload = minmax.encode(jnp.asarray(x.reshape(-1)), noise, **options)
-    found = np.asarray(minmax.decode(payload, noise, x.size, **options)).reshape(x.shape)
+    method = of.MinMax(bits=bits, bucket_size=32, rounding=rounding)
+    payload = method.encoded(jnp.asarray(x.reshape(-1)), noise)
+    found = np.asarray(method.decoded(payload, noise, x.size)).reshape(x.shape)
     low, step = minmax_grid(x, bits)
     draws = words.reshape(x.shape) / 2.0**32
     shift = (np.floor(draws[:, :1] * 2.0 ** (15 - bits)) + 0.5) * 2.0 ** (bits - 15)
