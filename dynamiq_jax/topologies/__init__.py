@@ -2,7 +2,6 @@
 
 from dynamiq_jax.topologies.base import (
     Rounds,
-    Schedule,
     Stage,
     Step,
     Topology,
@@ -11,7 +10,6 @@ from dynamiq_jax.topologies.base import (
 )
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.choice import (
-    Choice,
     assumed,
     automatic,
     fast_links,
@@ -24,12 +22,10 @@ from dynamiq_jax.topologies.ring import Ring
 __all__ = [
     "AnyTopology",
     "Butterfly",
-    "Choice",
     "Direct",
     "Hierarchical",
     "Ring",
     "Rounds",
-    "Schedule",
     "Stage",
     "Step",
     "Topology",
