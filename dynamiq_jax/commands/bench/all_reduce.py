@@ -30,11 +30,9 @@ from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
 from dynamiq_jax.commands.bench.timing import (
-    Announce,
     TimedRow,
     compile_calls,
     repeat_on_device,
-    silent,
     time_calls,
 )
 from dynamiq_jax.commands.options import checked
@@ -102,7 +100,6 @@ def bench_all_reduce(
     repeats: int,
     nodes: int = 1,
     iterations: int | None = None,
-    announce: Announce = silent,
 ) -> list[AllReduceRow]:
     """Times the baseline and every method on bf16 leaves of every size per device.
 
@@ -117,7 +114,7 @@ def bench_all_reduce(
         counts = repetitions(size_bytes, platform, iterations)
         data = heavy_tailed_gradients(mesh, coords)
         programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
-        calls = compile_calls(programs, data, announce)
+        calls = compile_calls(programs, data)
         checked = [quality(data, replicas_of(call(), data)) for call in calls]
         timings = time_calls(calls, repeats=repeats, **counts)
         for contender, timing, (error, wrong) in zip(contenders, timings, checked, strict=True):
@@ -273,7 +270,6 @@ def command(
         repeats=repeats,
         nodes=nodes,
         iterations=iterations,
-        announce=options.announce,
     )
     if jax.process_index() > 0:
         return
