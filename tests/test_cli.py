@@ -58,15 +58,13 @@ CHOSEN = [
 ]
 
 
-def timed(sizes, chosen, baseline):
-    return all_reduce.bench_all_reduce(
-        sizes, chosen, baseline, devices=jax.devices()[:2], repeats=3
-    )
+def timed(sizes, chosen):
+    return all_reduce.bench_all_reduce(sizes, chosen, devices=jax.devices()[:2], repeats=3)
 
 
 @pytest.fixture(scope="module")
 def all_reduce_rows():
-    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed())
+    rows = timed([2**16, 2**18], CHOSEN)
     return {(row.size_bytes, row.method): row for row in rows}
 
 
@@ -76,8 +74,8 @@ class TestAllReduce:
     ):
         seen, file = [], tmp_path / "rows.json"
 
-        def measured(sizes, methods, baseline, **_):
-            seen.extend([sizes, *(contender.label for contender in (*methods, baseline))])
+        def measured(sizes, methods, **_):
+            seen.extend([sizes, *(contender.label for contender in methods)])
             return list(all_reduce_rows.values())
 
         monkeypatch.setattr(all_reduce, "bench_all_reduce", measured)
@@ -86,7 +84,7 @@ class TestAllReduce:
         result = run("bench", "all-reduce", *chosen)
         assert result.exit_code == 0, result.output
         labels = [f"{name} {route}" for name in ("dynamiq:5", "mxfp8") for route in TOPOLOGIES]
-        assert seen == [[2**16, 2**18], *labels, "bf16 psum"]
+        assert seen == [[2**16, 2**18], *labels]
         lines = result.stdout.splitlines()
         header = next(line for line in lines if line.lstrip().startswith("size"))
         assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
@@ -111,7 +109,7 @@ class TestAllReduce:
         ]  # fmt: skip
         wrong = contenders.uncompressed()._replace(options={"xla_no_such_option": True})
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-            timed([2**16], [wrong], contenders.uncompressed())
+            timed([2**16], [wrong])
         monkeypatch.setattr(contenders, "NATIVE_OPTIONS", {"new": wrong.options})
         assert contenders.tuned() == []
 
