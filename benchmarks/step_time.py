@@ -2,14 +2,12 @@ r"""Times training steps by the ways of `ways.py`: what a step computes, sends a
 
     python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
     NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200gbit
-    python benchmarks/step_time.py --model-tree model.json --ways bf16-psum,psum:5
 
 One process with all GPUs, or several (``--processes``, ``--process-id``, ``--coordinator``, or the
 environment's NUM_HOSTS, HOST_ID, COORDINATOR); the first one prints. The model is that of
 `examples/llm_model.py` with the optimizer of `examples/train_llm.py`: bf16 matrix products, f32
-parameters (or masters) and moments, bf16 gradients, state donated, random tokens. ``--model-tree``
-takes shapes from a file of `save_model_tree`, and a loss that takes no time: what is left is
-reductions and updates. The host waits for nobody within a sample of several steps.
+parameters (or masters) and moments, bf16 gradients, state donated, random tokens. The host waits
+for nobody within a sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
 
 ``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
@@ -47,7 +45,6 @@ from rich.console import Console
 
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.all_reduce import make_mesh, payloads_by
-from dynamiq_jax.commands.model_tree import load_model_tree
 from dynamiq_jax.request.ways import bytes_per_second
 
 from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
@@ -65,8 +62,6 @@ from train_llm import (  # isort: skip  # pyright: ignore[reportMissingImports]
 
 NONE = "none"
 TUNE_ALONE = "xla_gpu_shard_autotuning=false"
-FUNCTION_SIZE = 2**24
-"""Parameters of a function of a model that is known by shapes alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,26 +159,6 @@ def make_training(
     )  # fmt: skip
 
 
-def tree_model(file: Path) -> ways.Model:
-    """A model with the shapes of a file, whose loss is half the mean of squares of parameters."""
-    groups: list[list[Any]] = [[]]
-    for leaf in load_model_tree(file).values():
-        if sum(x.size for x in groups[-1]) > FUNCTION_SIZE:
-            groups.append([])
-        groups[-1].append(jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
-    shapes = tuple(groups)
-    count = sum(x.size for x in jax.tree.leaves(shapes))
-
-    def begin(own: Any, tokens: Array) -> Array:
-        return middle(own, 0.0 * jnp.mean(tokens.astype(jnp.float32)))
-
-    def middle(own: Any, loss: Array) -> Array:
-        squares = (jnp.sum(w.astype(jnp.float32) ** 2) for w in own)
-        return loss + sum(squares) / (2 * count)
-
-    return ways.Model((begin, *[middle] * (len(groups) - 1)), shapes, lambda params: params)
-
-
 @cache
 def _drawer(shape: tuple[int, ...], ones: bool, sharding: Any) -> Callable[[Array], Array]:
     def draw(key: Array) -> Array:
@@ -270,7 +245,6 @@ class Run:
     model: str
     training: ways.Training
     config: Any
-    """`None` of a model that is known by shapes alone."""
     batch: int
     samples: int
     steps: int
@@ -300,7 +274,7 @@ class Program:
 
 def tokens_of(run: Run, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Shape and sharding of all workers' tokens."""
-    rows, length = run.training.mesh.size * run.batch, run.config.seq_len if run.config else 1
+    rows, length = run.training.mesh.size * run.batch, run.config.seq_len
     own = NamedSharding(mesh, P(mesh.axis_names))
     return jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=own)
 
@@ -341,8 +315,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
     t, config, way, step = run.training, run.config, program.way, program.step
     with jax.set_mesh(way.mesh):
         like = tokens_of(run, way.mesh)
-        vocab = config.vocab_size if config else 2
-        draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, vocab)
+        draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, config.vocab_size)
         tokens = jax.jit(draw, out_shardings=like.sharding)()
         params = random_params(way.model.shapes, NamedSharding(way.mesh, P()))
         state = way.init(params)
@@ -358,7 +331,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
     p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
     alone_ms = median if text == NONE else alone_ms
     per_worker = run.batch * (like.shape[1] - 1)
-    flops = config and training_flops(config, way.model.shapes, per_worker)
+    flops = training_flops(config, way.model.shapes, per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)
     sent = ways.sent_bytes(program.step.as_text(), t.mesh.size)
     route = ways.parse(text, t).topology(t)
@@ -368,7 +341,7 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
         transport=payloads_by(route, t.mesh.devices.shape),
         n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
         exposed_ms=None if alone_ms is None else median - alone_ms,
-        mfu=flops / (median / 1e3) / peak if flops and peak else None,
+        mfu=flops / (median / 1e3) / peak if peak else None,
         wire_bytes=sent, link_share=1e3 * sent / run.rate / median if run.rate else None,
         temporary_bytes=program.step.memory_analysis().temp_size_in_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
@@ -378,9 +351,6 @@ def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Ro
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = "350m",
-    model_tree: Annotated[
-        Path | None, typer.Option(exists=True, help="Shapes instead of a model; no forward pass.")
-    ] = None,
     chosen: Annotated[str, typer.Option("--ways", help="How to train: see ways.py.")] = (
         "none,bf16-psum,dp:5,bf16-zero,zero-pipeline:5/2.5,bf16-fsdp,fsdp:5/8"
     ),
@@ -398,9 +368,6 @@ def main(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Of every way.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
-    at_once: Annotated[
-        int, typer.Option(min=0, help="Ways that are compiled side by side; 0: all.")
-    ] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
     processes: Annotated[
         int, typer.Option(min=1, envvar="NUM_HOSTS", help="This runs in so many.")
@@ -430,60 +397,54 @@ def main(
         raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
     texts = contenders.parts(chosen)
     texts.sort(key=lambda text: text != NONE)
-    config = None if model_tree else dataclasses.replace(CONFIGS[model], attention=attention)
-    make_model = partial(ways.llama, config)
-    if model_tree:
-        shapes = tree_model(model_tree)
-        make_model = lambda checkpoint: shapes  # noqa: E731
+    config = dataclasses.replace(CONFIGS[model], attention=attention)
     xla: dict[str, Any] = {}
     try:
         xla = parse_options(option or ())
         per_second = bytes_per_second(rate) if rate else None
         limits = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
         training = make_training(
-            model, make_mesh(jax.devices(), nodes), make_model=make_model, limits=limits,
-            topology=contenders.parse_topology(topology, nodes),
+            model, make_mesh(jax.devices(), nodes), make_model=partial(ways.llama, config),
+            limits=limits, topology=contenders.parse_topology(topology, nodes),
         )  # fmt: skip
         for text in texts:
             ways.parse(text, training)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ways, --topology, --rate") from error
     run = Run(
-        model=model_tree.stem if model_tree else model, training=training, config=config,
+        model=model, training=training, config=config,
         batch=batch, samples=samples, steps=steps, rate=per_second, profiles=profiles, xla=xla,
     )  # fmt: skip
     first, rows, alone_ms = jax.process_index() == 0, [], None
     say = Console(stderr=True).log if first else lambda text: None
     shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
     if first:
-        tokens = batch * (config.seq_len if config else 1)
+        tokens = batch * config.seq_len
         print(
             f"{run.model}, {tokens:,} tokens per worker and step, {training.mesh.size} x "
             f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es), {topology}"
         )
         print("  ".join(f"{c.title:>{c.width}}" for c in shown), flush=True)
-    at_once = at_once or len(texts)
-    for start in range(0, len(texts), at_once):
-        programs = compile_all(run, texts[start : start + at_once], say)
-        for text in [*programs]:
-            try:
-                row = measure(run, text, programs.pop(text), alone_ms)
-            except Exception as error:  # such as memory that is not there: the others may fit
-                say(failure(text, error))
-                continue
-            finally:
-                gc.collect()  # the arrays of a way are gone before those of the next
-            alone_ms = row.step_ms if text == NONE else alone_ms
-            rows.append(row)
-            if not first:
-                continue
-            print("  ".join(f"{c.cell(row):>{c.width}}" for c in shown), flush=True)
-            if json_file:  # row by row: a command that is cut off leaves what it has
-                about = tables.surroundings(jax.devices())
-                options = {"model": run.model, "attention": attention, "bucket_mib": bucket_mib}
-                options |= {"xla": xla}
-                found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
-                json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
+    programs = compile_all(run, texts, say)
+    for text in [*programs]:
+        try:
+            row = measure(run, text, programs.pop(text), alone_ms)
+        except Exception as error:  # such as memory that is not there: the others may fit
+            say(failure(text, error))
+            continue
+        finally:
+            gc.collect()  # the arrays of a way are gone before those of the next
+        alone_ms = row.step_ms if text == NONE else alone_ms
+        rows.append(row)
+        if not first:
+            continue
+        print("  ".join(f"{c.cell(row):>{c.width}}" for c in shown), flush=True)
+        if json_file:  # row by row: a command that is cut off leaves what it has
+            about = tables.surroundings(jax.devices())
+            options = {"model": run.model, "attention": attention, "bucket_mib": bucket_mib}
+            options |= {"xla": xla}
+            found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
+            json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
 
 
 def failure(text: str, error: Exception) -> str:

@@ -24,7 +24,6 @@ from dynamiq_jax.commands.bench import (
     timing,
 )
 from dynamiq_jax.commands.model_tree import save_model_tree
-from pallas_kernels import TILE_ROWS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,17 +58,13 @@ CHOSEN = [
 ]
 
 
-def timed(sizes, chosen, baseline, announce=timing.silent):
-    return all_reduce.bench_all_reduce(
-        sizes, chosen, baseline, devices=jax.devices()[:2], repeats=3, announce=announce
-    )
+def timed(sizes, chosen):
+    return all_reduce.bench_all_reduce(sizes, chosen, devices=jax.devices()[:2], repeats=3)
 
 
 @pytest.fixture(scope="module")
 def all_reduce_rows():
-    said = []
-    rows = timed([2**16, 2**18], CHOSEN, contenders.uncompressed(), said.append)
-    assert said == [f"compiled {i} of 3 programs" for i in range(1, 4)] * 2
+    rows = timed([2**16, 2**18], CHOSEN)
     return {(row.size_bytes, row.method): row for row in rows}
 
 
@@ -79,8 +74,8 @@ class TestAllReduce:
     ):
         seen, file = [], tmp_path / "rows.json"
 
-        def measured(sizes, methods, baseline, **_):
-            seen.extend([sizes, *(contender.label for contender in (*methods, baseline))])
+        def measured(sizes, methods, **_):
+            seen.extend([sizes, *(contender.label for contender in methods)])
             return list(all_reduce_rows.values())
 
         monkeypatch.setattr(all_reduce, "bench_all_reduce", measured)
@@ -89,7 +84,7 @@ class TestAllReduce:
         result = run("bench", "all-reduce", *chosen)
         assert result.exit_code == 0, result.output
         labels = [f"{name} {route}" for name in ("dynamiq:5", "mxfp8") for route in TOPOLOGIES]
-        assert seen == [[2**16, 2**18], *labels, "bf16 psum"]
+        assert seen == [[2**16, 2**18], *labels]
         lines = result.stdout.splitlines()
         header = next(line for line in lines if line.lstrip().startswith("size"))
         assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
@@ -114,7 +109,7 @@ class TestAllReduce:
         ]  # fmt: skip
         wrong = contenders.uncompressed()._replace(options={"xla_no_such_option": True})
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-            timed([2**16], [wrong], contenders.uncompressed())
+            timed([2**16], [wrong])
         monkeypatch.setattr(contenders, "NATIVE_OPTIONS", {"new": wrong.options})
         assert contenders.tuned() == []
 
@@ -166,28 +161,13 @@ def kernel_rows(tmp_path_factory):
     return {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
 
 
-class TestKernels:
-    def test_rates_follow_from_bytes_and_time(self, kernel_rows):
-        coding = ("compress", "decompress", "decompress-accumulate-recompress")
-        first = ("copy", "join leaves", "concatenate leaves", "statistics", "plan")
-        assert tuple(kernel_rows) == (*first, *coding)
-        for row in kernel_rows.values():
-            assert row["gb_per_s"] == pytest.approx(row["moved_bytes"] / row["time_us"] / 1e3)
-            fraction = row["gb_per_s"] / kernel_rows["copy"]["gb_per_s"]
-            assert row["copy_fraction"] == pytest.approx(fraction)
-        assert kernel_rows["copy"]["moved_bytes"] == 2 * 2 * 2**14
-
-    def test_moved_bytes_are_gradient_codes_and_plan(self, kernel_rows):
-        whole = dq.DynamiQ(dither=True).bind(2**17, 8, dq.Direct(streams=1))
-        layout = simulate.one_chunk(whole, 2**14).layout
-        plan = layout.super_groups * (4 + 4) + layout.super_groups // TILE_ROWS * 4
-        sent, gathered = (4 * words for words in layout.payload_words)
-        for name, codes in (
-            ("compress", sent),
-            ("decompress", gathered),
-            ("decompress-accumulate-recompress", sent + gathered),
-        ):
-            assert kernel_rows[name]["moved_bytes"] == 2 * 2**14 + codes + plan
+def test_kernels_are_timed_beside_a_copy(kernel_rows):
+    coding = ("compress", "decompress", "decompress-accumulate-recompress")
+    by_xla = ("copy", "join leaves", "concatenate leaves")
+    assert tuple(kernel_rows) == (*by_xla, "statistics", "plan", *coding)
+    for name, row in kernel_rows.items():
+        assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
+        assert (row["backend"] == "xla") == (name in by_xla)
 
 
 # --- What is refused before anything is measured --------------------------------------------------

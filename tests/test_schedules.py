@@ -175,9 +175,9 @@ def test_schedules_that_break_their_promises_are_refused():
     broken = {
         "encode in one step chunks that arrived together": Partial(),
         "encodes other chunks; pass Rounds": Shifts(looped=True),
-        "never sends its share of chunk": OneArm(),
+        "the owner of chunk 0 gets 3 of 5 gradients": OneArm(),
         "one that it has sent before": OneArm(times=2),
-        "it would be lost": Hasty(),
+        "of 5 gradients": Hasty(),
     }
     for complaint, topology in broken.items():
         with pytest.raises(ValueError, match=complaint):

@@ -78,7 +78,7 @@ def command(
     tried = tried or ([5, 4] if on_cpu else [5, 4, 3.5])
     chosen = settings.settings(leaves, mesh.devices.shape, tried, routes, dithers)
     announce(f"measuring {len(chosen)} setting(s) and bf16 psum ...")
-    rows = settings.bench_settings(mesh, leaves, chosen, repeats=repeats, announce=announce)
+    rows = settings.bench_settings(mesh, leaves, chosen, repeats=repeats)
     if not first:
         return
     among = " x ".join(map(str, mesh.devices.shape))

@@ -77,13 +77,9 @@ def model_file(model: str) -> Path | None:
 
 
 def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
-    """The name of a model and its leaves: those of a file, or one bf16 leaf of so many parameters.
+    """The name and leaves of a model: a file of `save_model_tree`, or a number as ``125M``.
 
-    Args:
-      model: a file of `save_model_tree`, or a number as ``125M``.
-
-    Raises:
-      ValueError: it is neither.
+    A number has one bf16 leaf of so many parameters. What is neither raises ValueError.
     """
     if file := model_file(model):
         return file.name, load_model_tree(file)

@@ -16,13 +16,11 @@ The paper leaves open or has otherwise:
 * A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
@@ -35,7 +33,7 @@ from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, rin
 from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import chunk_table, n_slots, steps_of
+from dynamiq_jax.topologies.base import gradients_in
 
 LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096
@@ -149,7 +147,7 @@ class Marsit(PlainMethod):
         """Signs times the numbers of workers they stand for are merged; results are means."""
         layout: ChunkLayout = bound.layout
         m, streams = layout.chunk_size, layout.chunks_per_worker
-        standing = jnp.asarray(workers_in(bound.topology, bound.n_workers))
+        standing = jnp.asarray(gradients_in(bound.topology, bound.n_workers))
         of_merge = chunk_noise(fold_seed(shared.seed, 0), bound.n_slots, layout)
         of_zero = chunk_noise(fold_seed(shared.seed, 1), 1, layout)
         spare = layout.padded_size // self.block_size - shared.scale.shape[0]
@@ -234,23 +232,3 @@ class Marsit(PlainMethod):
             if call.divisor != n_workers:
                 value = clipped(mean * (n_workers / call.divisor))
             return Outcome(value.astype(x.dtype), after)
-
-
-@functools.cache
-def workers_in(topology: Topology, n_workers: int) -> Int[np.ndarray, "slots n"]:
-    """For how many workers the encoding of each slot stands, by the owner of the chunk; int32.
-
-    What a worker would send to itself stands for none, and neither does a sink, which nobody adds.
-    """
-    found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
-    held = np.ones((n_workers, n_workers), np.int32)  # by worker and chunk
-    workers = np.arange(n_workers, dtype=np.int32)
-    for step in steps_of(topology.schedule(n_workers)):
-        chunks = chunk_table(step, n_workers)
-        slots = np.broadcast_to(step.slot(workers), workers.shape)
-        standing = np.take_along_axis(held, chunks, axis=1)
-        to = chunks if step.to is None else np.broadcast_to(step.to(workers)[:, None], chunks.shape)
-        moves = to != workers[:, None]  # all but what a worker would send to itself
-        found[np.broadcast_to(slots[:, None], chunks.shape)[moves], chunks[moves]] = standing[moves]
-        np.add.at(held, (to[moves], chunks[moves]), standing[moves])
-    return found

@@ -91,12 +91,8 @@ def reduce_chunk(
 ) -> Payload:
     """The payload of the finished sum of worker 0's chunk, with a leading axis of one chunk.
 
-    Args:
-      topology: whose schedule is run.
-      n_workers: how many reduce.
-      codec_of: what encodes; a static argument of compiled functions.
-      arrays: what it needs.
-      progress: called with the number of workers that have encoded, and of all.
+    ``codec_of`` is a static argument of compiled functions, and takes ``arrays``. ``progress`` is
+    called with the number of workers that have encoded, and of all.
     """
     tree, payload = tree_of(topology, n_workers), None
     # By worker: its share plus what it has added so far, if anything, and what arrived last.

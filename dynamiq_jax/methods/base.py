@@ -249,6 +249,16 @@ class ShardedMethod(Method):
         """
 
 
+class _Within:
+    """A member that is the same member of the method within."""
+
+    def __set_name__(self, owner: type, name: str):
+        self.name = name
+
+    def __get__(self, around: Any, owner: type | None = None) -> Any:
+        return self if around is None else getattr(around.method, self.name)
+
+
 class Around(Method):
     """The base of methods around another one, which has the same buckets and wire as alone."""
 
@@ -256,56 +266,25 @@ class Around(Method):
 
     method: Any
 
+    native_by_default: Any = _Within()
+    most_bits: Any = _Within()
+    scale_axis: Any = _Within()
+    declines: Any = _Within()
+    limits: Any = _Within()
+    check: Any = _Within()
+    native_dtype: Any = _Within()
+    wire_bits: Any = _Within()
+    relative_error: Any = _Within()
+
     @property
     def needs_state(self) -> bool:
         """It is nothing without its memory."""
         return True
 
-    @property
-    def native_by_default(self) -> bool:
-        """As the method within has it; so have all members below."""
-        return self.method.native_by_default
-
-    @property
-    def most_bits(self) -> float:
-        """See `Method`."""
-        return self.method.most_bits
-
-    @property
-    def scale_axis(self) -> ScaleAxis:
-        """See `Method`."""
-        return self.method.scale_axis
-
     def of_bucket(self, bucket: Bucket) -> Self:
         """Itself around the method for this bucket."""
         return replace(self, method=self.method.of_bucket(bucket))  # type: ignore[type-var]
 
-    def declines(self, leaf: Leaf) -> str | None:
-        """See `Method`."""
-        return self.method.declines(leaf)
-
-    def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """See `Method`."""
-        return self.method.limits(given, n_workers, fast_links=fast_links)
-
     def over_fast_links(self) -> Self:
         """See `Method`."""
         return replace(self, method=self.method.over_fast_links())  # type: ignore[type-var]
-
-    def check(self, n_workers: int, topology: Topology | None) -> None:
-        """See `Method`."""
-        self.method.check(n_workers, topology)
-
-    def native_dtype(self, dtype) -> jnp.dtype:
-        """See `Method`."""
-        return self.method.native_dtype(dtype)
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """See `Method`."""
-        return self.method.wire_bits(size, n_workers, topology)
-
-    def relative_error(
-        self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
-    ) -> float | None:
-        """See `Method`."""
-        return self.method.relative_error(n_workers, topology, collective)

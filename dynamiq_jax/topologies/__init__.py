@@ -1,9 +1,7 @@
 """Topologies: schedules of who encodes which chunk when, for whom."""
 
 from dynamiq_jax.topologies.base import (
-    AnyTopology,
     Rounds,
-    Schedule,
     Stage,
     Step,
     Topology,
@@ -12,25 +10,22 @@ from dynamiq_jax.topologies.base import (
 )
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.choice import (
-    Choice,
     assumed,
     automatic,
     fast_links,
     with_transport,
 )
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
 
 __all__ = [
     "AnyTopology",
     "Butterfly",
-    "Choice",
     "Direct",
     "Hierarchical",
     "Ring",
     "Rounds",
-    "Schedule",
     "Stage",
     "Step",
     "Topology",

@@ -15,6 +15,7 @@ another.
 """
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -117,44 +118,56 @@ MOST_CHECKED = 1024
 
 def check_schedule(topology: "Topology", n_workers: int) -> None:
     """Refuses a schedule unless it brings each worker's share of each chunk to its owner once."""
-    if n_workers > MOST_CHECKED:
-        return
-    workers = np.arange(n_workers, dtype=np.int32)
-    steps = list(steps_of(topology.schedule(n_workers)))
+    steps = steps_of(topology.schedule(n_workers))
     if topology.transport == "push" and any(step.to is not None for step in steps):
         raise ValueError(
             f"{topology!r} sends from one worker to one other, and push kernels send to all; pass "
             'topology=dq.Direct(transport="push"), or transport="permutes"'
         )
-    # In which step, by worker and chunk; never yet.
-    sent = np.full((n_workers, n_workers), len(steps))
-    once = "its schedule has to send every other worker's chunk once"
-    tables = [chunk_table(step, n_workers) for step in steps]
-    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
-        before, own = np.take_along_axis(sent, chunks, axis=1), chunks == workers[:, None]
-        again = (before < len(steps)) | (own if step.to is not None else False)
+    if n_workers <= MOST_CHECKED:
+        gradients_in(topology, n_workers)
+
+
+@functools.lru_cache(maxsize=64)
+def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
+    """How many gradients the encoding of each slot holds, by the owner of the chunk.
+
+    What a worker would send to itself counts as none, and so does a sink, which nobody adds.
+
+    Returns:
+      int32[slots, n].
+
+    Raises:
+      ValueError: a worker sends a chunk twice, or an owner does not get all gradients.
+    """
+    found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
+    workers = np.arange(n_workers, dtype=np.int32)[:, None]
+    # By worker and chunk: how many gradients it would encode now; none once it has sent them.
+    held = np.ones((n_workers, n_workers), np.int32)
+    for number, step in enumerate(steps_of(topology.schedule(n_workers))):
+        chunks = chunk_table(step, n_workers)
+        to = chunks if step.to is None else np.broadcast_to(step.to(workers), chunks.shape)
+        moves = to != workers  # all but what a worker would send to itself
+        sent = np.take_along_axis(held, chunks, axis=1)
+        again = moves & ((sent == 0) | (chunks == workers))
         if again.any():
             worker, at = np.argwhere(again)[0]
             raise ValueError(
                 f"{topology!r}: in step {number} worker {worker} of {n_workers} encodes chunk "
-                f"{chunks[worker, at]}, its own or one that it has sent before; {once}"
+                f"{chunks[worker, at]}, its own or one that it has sent before; its schedule has "
+                "to send every other worker's chunk once"
             )
-        np.put_along_axis(sent, chunks, np.where(own, before, number), axis=1)
-    never = np.argwhere((sent == len(steps)) & ~np.eye(n_workers, dtype=bool))
-    if len(never):
-        worker, chunk = never[0]
+        slots = np.broadcast_to(step.slot(workers), chunks.shape)
+        found[slots[moves], chunks[moves]] = sent[moves]
+        np.put_along_axis(held, chunks, np.where(moves, 0, sent), axis=1)
+        np.add.at(held, (to[moves], chunks[moves]), sent[moves])
+    if (lacks := np.flatnonzero(np.diag(held) < n_workers)).size:
         raise ValueError(
-            f"{topology!r}: worker {worker} of {n_workers} never sends its share of chunk {chunk}; "
-            f"{once}"
+            f"{topology!r}: the owner of chunk {lacks[0]} gets {held[lacks[0], lacks[0]]} of "
+            f"{n_workers} gradients; its schedule has to send every other worker's chunk, and "
+            "after all that arrives for it"
         )
-    for number, (step, chunks) in enumerate(zip(steps, tables, strict=True)):
-        if step.to is None:
-            continue
-        if (np.take_along_axis(sent[step.to(workers)], chunks, axis=1) <= number).any():
-            raise ValueError(
-                f"{topology!r}: in step {number} of {n_workers} workers something arrives for a "
-                "chunk that its receiver has sent before; it would be lost: send it earlier"
-            )
+    return found
 
 
 class Levels(NamedTuple):
@@ -168,39 +181,8 @@ class Levels(NamedTuple):
     """Workers on the inner level; 1 where there is no such level."""
 
 
-class AnyTopology(Options, ABC):
-    """A topology of one level (`Topology`) or of two (`Hierarchical`), as a caller passes it."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def levels(self, sizes: tuple[int, ...]) -> Levels:
-        """The levels on axes of these sizes, the outermost first."""
-
-    @abstractmethod
-    def on(self, sizes: tuple[int, ...]) -> "AnyTopology":
-        """The topology that serves axes of these sizes.
-
-        Raises:
-          ValueError: it cannot serve them.
-        """
-
-    @abstractmethod
-    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> "AnyTopology | None":
-        """The topology for the axes ``names``, some of all ``axes``; `None`: native collectives."""
-
-    @property
-    @abstractmethod
-    def sharded(self) -> "Topology | None":
-        """The topology for a reduce-scatter over the same axes; `None` if it has none."""
-
-    @abstractmethod
-    def with_transport(self, transport: Transport) -> Self:
-        """The topology with its transport filled in where it says none."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology(AnyTopology):
+class Topology(Options, ABC):
     """How chunks travel on one level. Subclasses are frozen dataclasses of static options.
 
     Attributes:
@@ -252,29 +234,29 @@ class Topology(AnyTopology):
     def schedule(self, n_workers: int) -> Schedule:
         """Who sends what to whom until the owners have all that belongs to their sums."""
 
+    # What `Hierarchical` has, too: sizes are those of the axes, the outermost first.
+
     def levels(self, sizes: tuple[int, ...]) -> Levels:
-        """One level of all workers."""
+        """The levels on axes of these sizes: here one of all workers."""
         return Levels(None, self, 1)
 
     def on(self, sizes: tuple[int, ...]) -> Self:
-        """Itself, if it serves that many workers."""
+        """The topology that serves axes of these sizes; raises ValueError if it cannot."""
         self.check(math.prod(sizes))
         return self
 
     def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> Self:
-        """Itself."""
+        """The topology for the axes ``names``, some of all ``axes``."""
         return self
 
     @property
     def sharded(self) -> Self:
-        """Itself."""
+        """The topology for a reduce-scatter over the same axes."""
         return self
 
     def with_transport(self, transport: Transport) -> Self:
-        """See `AnyTopology`."""
-        if self.transport:
-            return self
-        return dataclasses.replace(self, transport=transport)
+        """The topology with its transport filled in where it says none."""
+        return dataclasses.replace(self, transport=self.transport or transport)
 
 
 def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:

@@ -17,28 +17,20 @@ copies by engines (`dynamiq_jax.core.xla`), else "collectives"; never "push".
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 
 from dynamiq_jax.core.xla import copy_engines
-from dynamiq_jax.topologies.base import AnyTopology, Transport
+from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import MANY, Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
 
 
 COPYING = 4
 """The most workers whose payloads are copied by engines. A copy takes about 30 µs of a process with
 two GPUs, 55 with four, 100 with eight."""
-
-
-class Choice(NamedTuple):
-    """A topology and why it was chosen."""
-
-    topology: AnyTopology
-    reason: str
 
 
 def in_one_domain() -> bool:
@@ -74,11 +66,11 @@ def assumed(sizes: tuple[int, ...]) -> str | None:
     )
 
 
-def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
-    """The choice for axes of these sizes, the outermost first; ``here``: of JAX's devices."""
+def automatic(sizes: tuple[int, ...], *, here: bool = True) -> tuple[AnyTopology, str]:
+    """The choice for axes of these sizes, and its reason; ``here``: of JAX's devices."""
     if here and in_one_domain():
         domain = "all devices are in one process or NVLink domain"
-        return Choice(Direct(), f"{domain}, where Direct errs least")
+        return Direct(), f"{domain}, where Direct errs least"
     n = math.prod(sizes)
     if sum(size > 1 for size in sizes) > 1:
         hosts = n // sizes[-1]
@@ -86,12 +78,12 @@ def automatic(sizes: tuple[int, ...], *, here: bool = True) -> Choice:
         reason = "several axes, whose last one has fast links"
         if outer == Direct():
             reason += f"; {hosts} hosts are too many for a ring"
-        return Choice(Hierarchical(outer=outer), reason)
+        return Hierarchical(outer=outer), reason
     some = f"{n} workers on several hosts"
     if n & (n - 1) == 0:
-        return Choice(Butterfly(), f"{some} are a power of two")
+        return Butterfly(), f"{some} are a power of two"
     remedy = "; two axes, hosts first, would take fewer hops and err less" if n > MANY else ""
-    return Choice(Ring(), f"{some} are not a power of two{remedy}")
+    return Ring(), f"{some} are not a power of two{remedy}"
 
 
 def with_transport(

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from dynamiq_jax.topologies.base import AnyTopology, Levels, Topology, Transport
+from dynamiq_jax.fields import Options
+from dynamiq_jax.topologies.base import Levels, Topology, Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.ring import Ring
@@ -32,7 +33,7 @@ def across_hosts(n_hosts: int) -> Topology:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hierarchical(AnyTopology):
+class Hierarchical(Options):
     """Two levels, for a tuple of axes: the last is the inner one, all others the outer one.
 
     The inner axis reduce-scatters the gradient, so that each of its workers is left with one slice
@@ -63,7 +64,7 @@ class Hierarchical(AnyTopology):
         outer = self.outer or across_hosts(math.prod(sizes[:-1]))
         return Levels(self.inner, outer, sizes[-1])
 
-    def on(self, sizes: tuple[int, ...]) -> AnyTopology:
+    def on(self, sizes: tuple[int, ...]) -> "AnyTopology":
         """The hierarchy with its outer topology filled in; that one if nobody is inside."""
         if len(sizes) < 2:
             raise ValueError(
@@ -73,7 +74,7 @@ class Hierarchical(AnyTopology):
         outer = self.levels(sizes).outer
         return outer.on(sizes) if sizes[-1] == 1 else dataclasses.replace(self, outer=outer)
 
-    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> AnyTopology | None:
+    def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> "AnyTopology | None":
         """A level, or the hierarchy over the inner axis and some others."""
         if names == axes[-1:]:
             return self.inner
@@ -90,3 +91,7 @@ class Hierarchical(AnyTopology):
             level and level.with_transport(transport) for level in (self.inner, self.outer)
         )
         return Hierarchical(inner=inner, outer=outer)
+
+
+AnyTopology = Topology | Hierarchical
+"""A topology of one level or of two, as a caller passes it."""

@@ -42,11 +42,9 @@ from test_wire_bytes import lower, moved_bits
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.comparators import hadamard, lanes, sidco
-from dynamiq_jax.comparators import minmax_codec as minmax
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.local_error import LocalError
-from dynamiq_jax.comparators.marsit import workers_in
 from dynamiq_jax.comparators.mx import ScaleState
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
@@ -54,6 +52,7 @@ from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.optax import liec
 from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)
 of = dq.comparators
@@ -459,9 +458,9 @@ def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, roun
     x = (x * scale.reshape(-1, 1)).astype(np.float32)
     words = rng.integers(0, 2**32, x.size, dtype=np.uint32)
     noise = None if rounding == "nearest" else jnp.asarray(words)
-    options = {"bits": bits, "bucket_size": 32, "rounding": rounding}
-    payload = minmax.encode(jnp.asarray(x.reshape(-1)), noise, **options)
-    found = np.asarray(minmax.decode(payload, noise, x.size, **options)).reshape(x.shape)
+    method = of.MinMax(bits=bits, bucket_size=32, rounding=rounding)
+    payload = method.encoded(jnp.asarray(x.reshape(-1)), noise)
+    found = np.asarray(method.decoded(payload, noise, x.size)).reshape(x.shape)
     low, step = minmax_grid(x, bits)
     draws = words.reshape(x.shape) / 2.0**32
     shift = (np.floor(draws[:, :1] * 2.0 ** (15 - bits)) + 0.5) * 2.0 ** (bits - 15)
@@ -767,9 +766,9 @@ def test_marsit_a_coordinate_gets_the_sign_of_a_worker_drawn_uniformly(route, n)
 
 
 def test_marsit_encodings_stand_for_workers_and_zeros_have_no_sign_on_average():
-    assert workers_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
-    assert workers_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
-    assert workers_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
+    assert gradients_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
+    assert gradients_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
+    assert gradients_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
     x = np.zeros((3, SIZE), np.float32)
     x[:, :BLOCK] = np.where(np.arange(BLOCK) % 2, 2.0, 0.0)  # half of one block
     x[0, -1] = 1.0

@@ -30,11 +30,9 @@ from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
 from dynamiq_jax.commands.bench.timing import (
-    Announce,
     TimedRow,
     compile_calls,
     repeat_on_device,
-    silent,
     time_calls,
 )
 from dynamiq_jax.commands.options import checked
@@ -96,31 +94,29 @@ def repetitions(size_bytes: int, platform: str, iterations: int | None = None) -
 def bench_all_reduce(
     sizes_bytes: Sequence[int],
     methods: Sequence[Contender],
-    baseline: Contender,
     *,
     devices: Sequence[Any],
     repeats: int,
     nodes: int = 1,
     iterations: int | None = None,
-    announce: Announce = silent,
 ) -> list[AllReduceRow]:
-    """Times the baseline and every method on bf16 leaves of every size per device.
+    """Times bf16 psum and every method on bf16 leaves of every size per device.
 
     Devices of a node follow each other. Where they belong to several processes, all of these call
-    this function alike. Rows are in the order of sizes, then of the baseline and the methods.
+    this function alike. Rows are in the order of sizes, then of psum and the methods.
     """
     mesh, platform = make_mesh(devices, nodes), devices[0].platform
-    contenders, n, rows = [baseline, *methods], len(devices), []
+    chosen, n, rows = [contenders.uncompressed(), *methods], len(devices), []
     quality = quality_program(mesh)
     for size_bytes in sizes_bytes:
         coords = size_bytes // 2
         counts = repetitions(size_bytes, platform, iterations)
         data = heavy_tailed_gradients(mesh, coords)
-        programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
-        calls = compile_calls(programs, data, announce)
+        programs = [timed_program(mesh, c, counts["iterations"]) for c in chosen]
+        calls = compile_calls(programs, data)
         checked = [quality(data, replicas_of(call(), data)) for call in calls]
         timings = time_calls(calls, repeats=repeats, **counts)
-        for contender, timing, (error, wrong) in zip(contenders, timings, checked, strict=True):
+        for contender, timing, (error, wrong) in zip(chosen, timings, checked, strict=True):
             sent = contender.wire_bytes(coords, mesh.devices.shape)
             rows.append(
                 AllReduceRow(
@@ -194,8 +190,7 @@ def quality_program(
     """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
 
     ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
-    `replicas_of`. A program of its own, since one that also computed
-    the result could take replicas for equal.
+    `replicas_of`. A program that also computed the result could take replicas for equal.
     """
     axes = mesh.axis_names
 
@@ -269,12 +264,10 @@ def command(
     rows = bench_all_reduce(
         sizes_bytes,
         chosen if on_cpu else [*contenders.tuned(), *chosen],
-        contenders.uncompressed(),
         devices=workers,
         repeats=repeats,
         nodes=nodes,
         iterations=iterations,
-        announce=options.announce,
     )
     if jax.process_index() > 0:
         return

@@ -30,11 +30,9 @@ from dynamiq_jax.commands.bench.contenders import (
     uncompressed,
 )
 from dynamiq_jax.commands.bench.timing import (
-    Announce,
     TimedRow,
     Timing,
     compile_calls,
-    silent,
     time_calls,
 )
 from dynamiq_jax.core.xla import compiled_by, compiler_options
@@ -186,7 +184,6 @@ def bench_settings(
     chosen: Sequence[dq.Compression],
     *,
     repeats: int,
-    announce: Announce = silent,
 ) -> list[SettingRow]:
     """Times the all-reduce of a tree by native bf16 psum, leaf by leaf, and in all settings.
 
@@ -204,7 +201,7 @@ def bench_settings(
     contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    timings = _time(mesh, contenders, data, size_bytes, repeats, announce)
+    timings = _time(mesh, contenders, data, size_bytes, repeats)
     coords = sum(x.size for x in leaves)
     rows = [
         SettingRow(
@@ -238,12 +235,11 @@ def _time(
     data: Any,
     size_bytes: int,
     repeats: int,
-    announce: Announce = silent,
 ) -> list[Timing]:
     counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
     programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
-    calls = compile_calls(programs, data, announce)
-    return time_calls(calls, repeats=repeats, announce=announce, **counts)
+    calls = compile_calls(programs, data)
+    return time_calls(calls, repeats=repeats, **counts)
 
 
 def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -56,8 +56,6 @@ ALL_REDUCE_COLUMNS = (
 KERNEL_COLUMNS = (
     Column("kernel", lambda r: r.kernel),
     *TIME_COLUMNS,
-    Column("GB/s", lambda r: f"{r.gb_per_s:.4g}"),
-    Column("of copy", lambda r: f"{r.copy_fraction:.0%}"),
     Column("backend", lambda r: r.backend),
 )
 

@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from dynamiq_jax.commands.options import announce
+
 _TUNE_ALONE = "--xla_gpu_shard_autotuning=false"
 WARM_UP = 2
 """Rounds that are not timed."""
@@ -47,15 +49,7 @@ class TimedRow:
     p90_us: float
 
 
-Announce = Callable[[str], None]
-"""Shows those who wait how far the measurement is."""
-
-
-def silent(_: str) -> None:
-    """The `Announce` that shows nothing."""
-
-
-def compile_together(lowered: Sequence[Any], announce: Announce = silent) -> list[Any]:
+def compile_together(lowered: Sequence[Any]) -> list[Any]:
     """Compiles lowered programs side by side.
 
     Where there are several processes they compile one after the other, all in the same order: XLA
@@ -71,12 +65,10 @@ def compile_together(lowered: Sequence[Any], announce: Announce = silent) -> lis
     return ready
 
 
-def compile_calls(
-    programs: Sequence[Callable[[Any], Any]], x: Any, announce: Announce = silent
-) -> list[Callable[[], Any]]:
+def compile_calls(programs: Sequence[Callable[[Any], Any]], x: Any) -> list[Callable[[], Any]]:
     """Compiles jitted programs of ``x``, and returns functions that call them."""
     lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
-    return [partial(program, x) for program in compile_together(lowered, announce)]
+    return [partial(program, x) for program in compile_together(lowered)]
 
 
 def time_calls(
@@ -86,7 +78,6 @@ def time_calls(
     iterations: int = 1,
     in_flight: int = 1,
     warm_up: int = WARM_UP,
-    announce: Announce = silent,
 ) -> list[Timing]:
     """Times functions against each other, one sample of each per round.
 

@@ -82,17 +82,9 @@ def chunk_codec(
     """Binds the kernels to one gradient and the plan that all workers share.
 
     Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order; rows of other chunks are
-    unspecified.
-
-    Args:
-      x: this worker's flat gradient; in shards of whole super-groups if there are several.
-      shared: the plan and its randomness.
-      layout: static sizes and the wire format.
-      dtype: of the result.
-      divisor: the decoded sum is divided by this (n for a mean).
-      slice_start: number of this worker's first super-group, for `ChunkCodec.finish`.
-      keep_error: whether the carry is `Kept`, with f32[rows, S].
-      backend: which kernels run.
+    unspecified. With ``keep_error`` the carry is `Kept`, with f32[rows, S]. ``x`` comes in shards
+    of whole super-groups if there are several; ``slice_start`` is the number of this worker's first
+    one, for `ChunkCodec.finish`.
     """
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
@@ -161,12 +153,8 @@ def expected_error(
 ) -> Float[Array, ""]:
     """Expected |error|² of an all-reduced sum whose encoded part has the squared norm ``norm``.
 
-    Args:
-      plan: widths, and the energies that they were chosen for.
-      layout: static sizes.
-      errors: `Stage.error` of every stage.
-      norm: |sum|², to which the sink's error is in proportion; that of the others is in proportion
-        to the energies of what the workers add up.
+    The sink's error is in proportion to ``norm``, that of the other stages to the energies of what
+    the workers add up. ``errors`` are `Stage.error` of every stage.
     """
     table = jnp.asarray(
         [pk.distortion(layout.fmt, w) if w in layout.fmt.widths else 0.0 for w in range(17)],

@@ -254,10 +254,8 @@ class DynamiQ(HopMethod, ShardedMethod):
         """About the |error|² / |sum|² of super-groups that have the floors' widths (unitless).
 
         It supposes Gaussian gradients that are unrelated between workers. Related ones err less,
-        and those that cancel in the sum err more. docs/algorithm.md, section 3, has what was
-        measured: on average 0.7 to 1.4 times as much from 4 bits on, and three times as much may
-        be expected in the worst super-group. Models that were trained
-        with more than 0.35 (with dither 0.12) lost half a percent of loss and more.
+        and those that cancel in the sum err more (docs/algorithm.md, section 3). Models that were
+        trained with more than 0.35 (with dither 0.12) lost half a percent of loss and more.
         """
         assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error

@@ -91,12 +91,9 @@ def upgrades_of(
 
     All are padded to equal lengths, and the last state comes twice.
 
-    Args:
-      fmt: its widths are the choice.
-      tiles: the tiles of a chunk.
-      payload_words: budgets, in 32-bit words: of F assignments.
-      floors: what all tiles get before any gets more, in each of the F; where the payload is too
-        small for that, those of least energy do without. `None` is the narrowest.
+    ``payload_words`` are the F budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all
+    tiles get before any gets more; where the payload is too small for that, those of least energy
+    do without. `None` is the narrowest width of ``fmt``.
     """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
@@ -123,14 +120,7 @@ def upgrades_of(
 def make_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, backend: Backend | None = None
 ) -> Plan:
-    """The plan that follows from the all-reduced statistics.
-
-    Args:
-      stats: the sum over workers of `pack_statistics`.
-      seed: the rounding's; see `seed_of`.
-      layout: static sizes and the wire format.
-      backend: which kernels run; all give the same bits.
-    """
+    """The plan that follows from the sum over workers of `pack_statistics`; see `seed_of`."""
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
     if layout.stats_per_super_group == 2:
@@ -162,12 +152,8 @@ def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
 def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) -> Plan:
     """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`.
 
-    Payloads carry NaN by themselves, see `pallas_kernels.WireFormat`.
-
-    Args:
-      samples: the sum over workers of `sampled`; of an all-gather those of all workers.
-      seed: the rounding's; see `seed_of`.
-      layout: static sizes and the wire format.
+    Payloads carry NaN by themselves, see `pallas_kernels.WireFormat`. ``samples`` are the sum over
+    workers of `sampled`; of an all-gather those of all workers.
     """
     squares = samples[0].astype(jnp.float32)
     known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
