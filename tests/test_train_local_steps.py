@@ -32,7 +32,7 @@ CONFIG = replace(
     llm_model.CONFIGS["tiny"],
     vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
 )  # fmt: skip
-DIFFERENCES = small(dq.DynamiQ(bits=2.5, dither=True))
+DIFFERENCES = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 RATE, MOMENTUM = 0.6, 0.8
 WEIGHTS = np.array(
     [[1] * N, [1, 1, 1, 0, 1, 1, 0, 1], [0, 0, 2, 0, 0, 0, 0.5, 0], [0] * N], np.float32
