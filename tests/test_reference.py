@@ -181,6 +181,7 @@ def test_inputs_of_a_hop_are_added_one_after_another(name):
 
     # Of three slots each encoder has its own, and with it noise of its own.
     encode = jax.jit(lambda chunk, x, slot: chunk.encode(x, zero, seed, slot), static_argnums=0)
+    decode = jax.jit(lambda chunk, x, slot: chunk.decode(x, zero, seed, slot), static_argnums=0)
     first = jnp.stack([encode(wide, x, i) for i, x in enumerate(others[:3])])
     second = jnp.stack([encode(narrow, x, i) for i, x in enumerate(others[3:])])
     noise = jnp.stack([wide.noise(seed, slot) for slot in range(3)])
@@ -191,8 +192,8 @@ def test_inputs_of_a_hop_are_added_one_after_another(name):
         )
         found = np.asarray(total(inputs, x, mean, zero))
         expected = np.asarray(x).reshape(wide.rows, -1) - np.asarray(mean)[:, None]
-        decoded = [wide.decode(first[k], zero, seed, k) for k in range(3) if k != skip]
-        decoded += [narrow.decode(second[k], zero, seed, k) for k in range(2)]
+        decoded = [decode(wide, first[k], k) for k in range(3) if k != skip]
+        decoded += [decode(narrow, second[k], k) for k in range(2)]
         for value in decoded:
             expected = expected + np.asarray(value).reshape(wide.rows, -1)
         np.testing.assert_array_equal(found, expected)

@@ -57,7 +57,7 @@ def on_one_device():
     x = plan_is_exact(N, 2 * 8 * N * 256 - 100)
     result = np.asarray(vmapped(METHOD, UNROLLED)(x, jax.random.key(3)))
     assert_replicas_equal(result)
-    assert 1e-4 < relative_error(result[0], x) < 0.1  # far from exact: rounding is compared
+    assert 1e-4 < relative_error(result[0], x) < 0.2  # far from exact: rounding is compared
     return x, result
 
 

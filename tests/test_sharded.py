@@ -195,6 +195,14 @@ def test_slices_at_five_bits(name):
     np.testing.assert_array_equal(np.isfinite(found), ~sick)
 
 
+def test_workers_round_by_noise_of_their_own():
+    """Errors of equal gradients cancel; by one noise for all they would add up."""
+    x, run = gradient(0, N, SIZE), scatter(DEFAULT, dq.Direct())
+    pairs = [(run(own, jax.random.key(1)), own) for own in (x, np.tile(x[:1], (N, 1)))]
+    unlike, equal = (relative_error(found.reshape(-1), own) for found, own in pairs)
+    assert 0 < equal < 0.4 * unlike
+
+
 def test_slices_are_unbiased():
     """C = 2048, N = 200; the variance is that of three roundings. See test_psum."""
     x, samples = gradient(0, N, SIZE), 200

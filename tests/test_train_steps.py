@@ -186,7 +186,7 @@ def test_a_train_step_compiles_once_whatever_the_data_keys_and_norms(name):
     own = (
         w,
         jax.tree.map(lambda a: jnp.stack([a] * n), optimizer.init(w[0])),
-        first_state(method, w, n, topology),
+        jax.device_put(first_state(method, w, n, topology)),  # as a step returns it
     )
     scales = [1, 1e-20, 1e-3, 1e20, 1, np.nan, 1, 1]
     arguments = [
