@@ -22,6 +22,8 @@ REDUCTIONS = {
     "pmean": (functools.partial(dq.pmean, method=METHOD, topology=LOOP), lax.pmean),
 }
 N, SIZE = 4, 700
+STEPS = small(dq.comparators.CLTK(density=1.0))
+"""Its state is an integer, the number of steps."""
 
 
 def scalar_loss(reduce, x, weight, axis):
@@ -58,6 +60,30 @@ def test_derivatives_under_shard_map_are_those_of_the_exact_reduction(name, chec
     assert np.all(np.asarray(found[0]) != 0)  # rounding has a derivative of zero almost everywhere
     for own, native in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, native, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_derivatives_pass_states_of_integers(check_vma):
+    x, weight = inputs()
+    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
+
+    @jax.jit
+    @jax.shard_map(mesh=auto_mesh(N), **specs)
+    def grad_and_state(x, weight, state):
+        own = jax.tree.map(lambda a: a[0], state)
+
+        def loss(x):
+            found = dq.reduce(x[0], "data", op="sum", method=STEPS, state=own)
+            total = jnp.sum(found.tree * weight[0])
+            return lax.psum(total, "data") if check_vma else total, found.state
+
+        grad, state = jax.grad(loss, has_aux=True)(x)
+        return grad, jax.tree.map(lambda a: a[None], state)
+
+    grad, state = grad_and_state(x, weight, STEPS.init_state(x[0], N, stacked=True))
+    exact = np.broadcast_to(np.sum(weight, axis=0), x.shape)
+    np.testing.assert_allclose(grad, exact, rtol=1e-6, atol=1e-6)
+    assert state[0].step.tolist() == [1] * N
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

@@ -82,6 +82,23 @@ def test_without_a_key_rounding_follows_the_samples():
     assert np.mean(sample[:, apart] != first[:, apart]) > 0.1
 
 
+@pytest.mark.parametrize("rows", [2**14, 2**14 + 1, 2**15 + 4])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_layouts_count_the_samples_that_travel(collective, rows):
+    n, size = 4, 256 * rows - 3
+    if collective == "all_gather":
+        layout = EVEN.gather_layout(size, n)
+    elif collective == "all_reduce":
+        layout = EVEN.layout(size, n, dq.Direct())
+    else:
+        layout = EVEN.layout(size // n, n, dq.Direct(), collective)
+        size = layout.rows * 256  # slices come in super-groups
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    samples = jax.eval_shape(lambda x: sampled(x, layout), x)
+    passes = n if collective == "all_gather" else 2  # of (n - 1)/n of all
+    assert layout.stats_bits == passes * 16 * samples.size * (n - 1) // n
+
+
 def test_fast_links_take_no_plan_unless_told(monkeypatch):
     monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
 

@@ -1,6 +1,5 @@
 """The reduction of one device's leaves: buckets, exact leaves, weights, derivatives, metrics."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.checks import Fixed
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
-from dynamiq_jax.core.compat import inlined, zero_tangent
+from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
@@ -109,16 +108,15 @@ def reduce_leaves(
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)
         options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
-        run = _reduce_bucket if axis.several_vmapped else _reduce_alike
+        run: Callable = _reduce_bucket if axis.several_vmapped else _reduce_alike
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
             way = {"method": route.of_bucket(bucket), "topology": route.flat}
-            compressed = functools.partial(run, axis=axis, **way, **options)
-            flat, (after[number], facts) = with_tangent(compressed, exact_reduce)(
-                concatenate(bucket, values), bucket_seed(words, bucket.tag), after[number]
-            )
+            x, seed = concatenate(bucket, values), bucket_seed(words, bucket.tag)
+            constants = lax.stop_gradient((x, seed, after[number]))
+            total, (after[number], facts) = run(*constants, axis=axis, **way, **options)
             known.append(facts)
-            values |= split(bucket, flat)
+            values |= split(bucket, with_tangent(exact_reduce, x, total))
     if sent is None:
         return values, after, None
     pairs = zip(known, grouping.buckets, strict=True)
@@ -178,16 +176,19 @@ def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: 
     return of_whole
 
 
-def with_tangent(compressed: Callable, exact: Callable) -> Callable:
-    """``compressed(x, seed, state) -> (y, rest)`` with the derivative of the linear ``exact(x)``.
+def with_tangent(exact: Callable, x: Array, total: Array) -> Array:
+    """``total``, with the derivative of the linear ``exact(x)``.
 
-    The rest counts as a constant.
+    What a compressed collective returns beside its total is a constant. No rule could return the
+    tangents of its integers: under `check_vma` JAX expects float0 that varies.
     """
-    reduce_flat = jax.custom_jvp(compressed)
 
-    @reduce_flat.defjvp
+    @jax.custom_jvp
+    def known(x: Array, total: Array) -> Array:
+        return total
+
+    @known.defjvp
     def _(primals, tangents):
-        result, rest = reduce_flat(*primals)
-        return (result, rest), (exact(tangents[0]), jax.tree.map(zero_tangent, rest))
+        return primals[1], exact(tangents[0])
 
-    return reduce_flat
+    return known(x, total)

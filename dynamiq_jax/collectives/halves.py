@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from dynamiq_jax.collectives.buckets import with_tangent
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
@@ -131,12 +131,13 @@ def _scatter_leaves(
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
         run = _scatter_bucket if axis.several_vmapped else _scatter_alike
-        compressed = functools.partial(run, axis=axis, method=method, topology=topology)
+        way = {"axis": axis, "method": method, "topology": topology}
         x, seed = joined(parts), bucket_seed(words, bucket.tag)
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
-            total, _ = with_tangent(compressed, axis.psum_scatter)(x, seed, ())
+            total, _ = run(*lax.stop_gradient((x, seed, ())), **way)
+            total = with_tangent(axis.psum_scatter, x, total)
         total = over(total, divisor, total.dtype)
         sums = pieces(total, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, sums, strict=True):
@@ -314,11 +315,13 @@ def _gather_leaves(
     for bucket in grouping.buckets:
         run = _gather_bucket if axis.several_vmapped else _gather_alike
         method, _ = bucket.route.halves()
-        compressed = functools.partial(run, axis=axis, method=method, to=to)
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
-        gathered = (
-            exact(x) if cut.n_workers == 1 else with_tangent(compressed, exact)(x, seed, ())[0]
-        )
+        if cut.n_workers == 1:
+            gathered = exact(x)
+        else:
+            constants = lax.stop_gradient((x, seed, ()))
+            gathered, _ = run(*constants, axis=axis, method=method, to=to)
+            gathered = with_tangent(exact, x, gathered)
         shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
         for leaf, own in zip(bucket.leaves, shards, strict=True):
             values[leaf.index] = back(from_flat(own, leaf))

@@ -85,7 +85,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of XLA's ``options`` that this JAX knows."""
+    """The members of XLA's ``options`` that this JAX knows."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
 

@@ -171,9 +171,10 @@ class Deferred(NamedTuple):
             error.add_note(
                 f"dq.value_and_grad typed {_listed(params, chosen)} as reduced over axis "
                 f"{self.axis.name!r}. JAX has no rule for some uses of such a value, as "
-                "convolutions, table[ids], and elementwise products with examples. Exclude the "
-                "leaf by Compression(exclude=...), and JAX sums its gradient; or take a mesh of "
-                "Auto axes. Of parameters that are sharded over the axis the loss got whole ones; "
+                "convolutions, table[ids], and elementwise products with examples. Write a lookup "
+                "as table.at[ids].get(out_sharding=...). Exclude other leaves by "
+                "Compression(exclude=...), and JAX sums their gradients; or take a mesh of Auto "
+                "axes. Of parameters that are sharded over the axis the loss got whole ones; "
                 "with gather=False it gets shards"
             )
             raise

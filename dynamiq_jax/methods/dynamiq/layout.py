@@ -104,8 +104,12 @@ class Layout:
     @property
     def sample_step(self) -> int:
         """Super-groups from one sample of a worker to the next, without a plan."""
-        own = self.shard_rows if self.collective == "all_gather" else self.rows
-        return -(-own // MOST_SAMPLES)
+        return -(-self._sampled_rows // MOST_SAMPLES)
+
+    @property
+    def _sampled_rows(self) -> int:
+        """Super-groups of which one worker takes samples."""
+        return self.shard_rows if self.collective == "all_gather" else self.rows
 
     def widths(self, stage: int) -> np.ndarray:
         """The width of each tile of a chunk without a plan, int[T].
@@ -130,9 +134,9 @@ class Layout:
     def stats_bits(self) -> int:
         """Bits that one worker sends for the light all-reduce (or all-gather)."""
         n, rows, per_row = self.n_workers, self.rows, self.stats_per_super_group
-        if not self.planned:  # samples, two numbers each, of at most one coordinate a super-group
-            most = MOST_SAMPLES * (n if self.collective == "all_gather" else 1)
-            rows, per_row = min(rows, most), 2
+        if not self.planned:  # samples, two numbers each, of all workers in an all-gather
+            own = self._sampled_rows
+            rows, per_row = rows // own * -(-own // self.sample_step), 2
         # A sum passes (n - 1)/n of all rows twice (scatter, gather), a gather once, in bf16.
         passes = 1 if self.collective == "all_gather" else 2
         return passes * 16 * per_row * rows * (n - 1) // n
