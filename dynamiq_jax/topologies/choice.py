@@ -12,8 +12,8 @@
 `explain` may be told of more workers than JAX has devices. JAX's devices say nothing about those:
 rules 2 and 3 serve, and `assumed` says so.
 
-What `transport=None` of a topology means: "permutes" among up to `COPYING` workers where ppermutes are
-copies by engines (`dynamiq_jax.core.xla`), else "collectives"; never "push".
+What `transport=None` of a topology means: "permutes" among up to `COPYING` workers where ppermutes
+are copies by engines (`dynamiq_jax.core.xla`), else "collectives"; never "push".
 """
 
 import math
@@ -26,7 +26,6 @@ from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
-
 
 COPYING = 4
 """The most workers whose payloads are copied by engines. A copy takes about 30 µs of a process with
@@ -95,8 +94,8 @@ def with_transport(
 ) -> tuple[AnyTopology, str | None]:
     """Fills in the transport of a topology, of both levels.
 
-    Without a ``transport``, copy engines send among up to `COPYING` workers where there are engines.
-    None are known of unless the workers are JAX's devices (``here``).
+    Without a ``transport``, copy engines send among up to `COPYING` workers where there are
+    engines. None are known of unless the workers are JAX's devices (``here``).
 
     Returns:
       The topology, and the reason for its transport where engines could copy.
