@@ -81,8 +81,11 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 WAYS = "ways.json"
 """Medians of a step, with 10th and 90th percentiles, in runs of one machine each."""
 SHOWN = {"dp:5": "data parallel, 5 bits", "zero-pipeline:5/2.5": "sharded updates, 5 + 2.5 bits"}
-SHOWN |= {"fsdp:5/8": "FSDP, 5 + 8 bits"}
+SHOWN |= {"fsdp-keep:5/8": "FSDP, 5 + 8 bits"}
 """The bars of the picture, by names of `ways.py`."""
+WITHIN = ("NVLink", "2 × H200"), ("NVLink", "4 × H200")
+WITHIN += ("host memory", "2 × H200"), ("host memory", "2 × H100")
+"""Runs of one host."""
 COLOURS = "#9ecae1", "#08519c", "#d9842b"
 STEPS_OF = {
     "none": "averages nothing",
@@ -93,32 +96,34 @@ STEPS_OF = {
     "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
     "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
     "xla-fsdp": "XLA's FSDP",
-    "bf16-fsdp": "bf16 FSDP by `sequential`",
-    "fsdp:5/8": SHOWN["fsdp:5/8"],
+    "bf16-fsdp": "bf16 FSDP",
+    "fsdp:5/8": SHOWN["fsdp-keep:5/8"],
     "fsdp-keep:5/8": "FSDP, 5 + 8 bits, payloads kept",
 }
 
 
 def speedups() -> Figure:
-    """Bars for every kind of links, one for each way to train, and a line where psum stands."""
-    runs = load(WAYS)["runs"]
-    links = list(dict.fromkeys(run["links"] for run in runs))
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    """Bars for every run with data parallel, one for each way, and a line where psum stands.
+
+    FSDP is without kept payloads where the run has none.
+    """
+    runs = [run for run in load(WAYS)["runs"] if "dp:5" in run["ms"]]
+    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(SHOWN)
     for place, (way, colour) in enumerate(zip(SHOWN, COLOURS, strict=True)):
-        timed = [run for run in runs if way in run["ms"]]
-        heights = [run["ms"][BF16][0] / run["ms"][way][0] for run in timed]
-        at = [links.index(run["links"]) + (place - 1) * width for run in timed]
-        bars = axes.bar(at, heights, 0.92 * width, color=colour, label=SHOWN[way])
-        label = {"fontsize": 8, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.4}}
-        axes.bar_label(bars, fmt="%.2f", padding=1, **label)
+        bars = []
+        for number, run in enumerate(runs):
+            found = run["ms"].get(way) or run["ms"].get(way.replace("-keep", ""))
+            if found:
+                bars.append((number + (place - 1) * width, run["ms"][BF16][0] / found[0]))
+        drawn = axes.bar(*zip(*bars, strict=True), 0.92 * width, color=colour, label=SHOWN[way])
+        label = {"fontsize": 7, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.3}}
+        axes.bar_label(drawn, fmt="%.2f", padding=1, **label)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(links)), links)
+    axes.set_xticks(range(len(runs)), [f"{r['links']}\n{r['cards']}" for r in runs], fontsize=7)
     axes.set_ylabel("steps per second,\nover bf16 psum's")
-    h200 = " and ".join(run["links"] for run in runs if "H200" in run["cards"])
-    title = "A training step of 1.1 B parameters on two H100"
-    axes.set_title(f"{title} (data parallel over {h200}: H200)", fontsize=9)
+    axes.set_title("A training step of 1.1 B parameters", fontsize=9)
     axes.legend(frameon=False, loc="upper right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -130,14 +135,16 @@ def milliseconds(found: Sequence[float]) -> str:
     return f"{median} ({'–'.join(spread)})" if spread else median
 
 
-def steps_table(*links: str) -> str:
-    """Milliseconds of all ways over some kinds of links, on H100s."""
-    runs = [run for run in load(WAYS)["runs"] if "H100" in run["cards"]]
-    columns = [next(run["ms"] for run in runs if run["links"] == name) for name in links]
-    lines = [("", *links)]
+def steps_table(*columns: tuple[str, str]) -> str:
+    """Milliseconds of all ways in some runs, which are named by their links and cards."""
+    runs = {(run["links"], run["cards"]): run["ms"] for run in load(WAYS)["runs"]}
+    columns_ms = [runs[column] for column in columns]
+    cards = {card for _, card in columns}
+    titles = [links if len(cards) == 1 else f"{links}, {card}" for links, card in columns]
+    lines = [("", *titles)]
     for way, title in STEPS_OF.items():
-        if any(way in column for column in columns):
-            cells = (milliseconds(column[way]) if way in column else "" for column in columns)
+        if any(way in column for column in columns_ms):
+            cells = (milliseconds(column[way]) if way in column else "" for column in columns_ms)
             lines.append((title, *cells))
     return markdown(lines)
 
@@ -333,8 +340,10 @@ def texts() -> dict[Path, str]:
     """The pages, as they should be."""
     found = {
         PAGE: blocks(),
-        DOCS / "multihost.md": {"steps": steps_table("10 Gb/s", "25 Gb/s", "37 Gb/s")},
-        DOCS / "performance.md": {"steps": steps_table("NVLink", "host memory")},
+        DOCS / "multihost.md": {
+            "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
+        },
+        DOCS / "performance.md": {"steps": steps_table(*WITHIN)},
     }
     return {path: filled(path.read_text(), own) for path, own in found.items()}
 
