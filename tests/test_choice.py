@@ -132,12 +132,6 @@ def test_what_is_passed_is_taken(slow):
         assert resolved.n_workers == 8
 
 
-def test_halves_take_several_axes_as_one(slow):
-    assert resolve(None, None, (2, 4), hierarchies=False).topology == filled(dq.Butterfly())
-    assert resolve(None, None, (2, 3), hierarchies=False).topology == filled(dq.Ring())
-    assert resolve(None, None, (2, 3)).topology == filled(dq.Hierarchical(outer=dq.Butterfly()))
-
-
 def test_a_hierarchy_fills_in_its_outer_topology(slow):
     whole = dq.Hierarchical()
     assert resolve(None, whole, (6, 2)).topology == filled(dq.Hierarchical(outer=dq.Ring()))

@@ -289,7 +289,21 @@ def test_workers_that_share_a_link_are_refused_with_a_rate():
     assert 8 * hosts.outer_wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
 
 
-def test_sharded_updates_over_two_axes_send_their_halves_flat():
-    """A reduce-scatter has no hierarchy: as over one axis of as many workers."""
-    by_axes, flat = (dq.explain(LARGE, n, verbose=False).ways[1] for n in ((4, 8), 32))
-    assert by_axes.sent_bytes == pytest.approx(flat.sent_bytes, rel=0.02)
+def test_halves_over_two_axes_take_two_levels():
+    """By hand: 4 hosts of 8; on the outer axes an eighth of a bucket, of it three quarters."""
+    found = dq.explain(LARGE, (4, 8), verbose=False)
+    bits = {"data parallel": 2 * 5, "sharded updates": 5 + 2.5, "FSDP": 5 + 8 + 8}
+    for way in found.ways:
+        outer = bits[way.name] / 8 * 2**24 / 8 * 3 / 4
+        assert way.outer_bytes == pytest.approx(outer, rel=0.02)
+    # Inside a scatter is native: seven eighths of 16 bits.
+    _, sharded, fsdp = found.ways
+    assert fsdp.sent_bytes - sharded.sent_bytes == pytest.approx(
+        (8 + 8 - 2.5) / 8 * 2**24 * 31 / 32, rel=0.02
+    )
+    inside = sharded.sent_bytes - 2.5 / 8 * 2**24 * 31 / 32 - 5 / 8 * 2**24 / 8 * 3 / 4
+    assert inside == pytest.approx(2 * 2**24 * 7 / 8, rel=0.02)
+    assert f"{sharded.outer_bytes / 1e6:.1f}" in str(found).splitlines()[-2].split()
+    flat = dq.explain(LARGE, (4, 8), topology=dq.Direct(), verbose=False)
+    assert all(way.outer_bytes == way.sent_bytes for way in flat.ways)
+    assert "outer axes" not in str(flat)

@@ -259,10 +259,87 @@ def test_one_axis_is_no_hierarchy(axis):
         dq.explain(jnp.ones(3), 8, topology=dq.Hierarchical())
 
 
-def test_halves_take_one_level():
-    message = r"(?s)Hierarchical\(\) serves psum and pmean.*dq.Direct\(\).*one axis at a time"
-    with pytest.raises(ValueError, match=message):
-        reduced(dq.psum_scatter, (2, 2), dq.Hierarchical())
+HALVES = {
+    "native inside": dq.Hierarchical(outer=dq.Direct()),
+    "compressed inside": dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring()),
+}
+
+
+MESHES = {"2x4": (2, 4), "2x2x2": (2, 2, 2), "1x4": (1, 4)}
+
+
+def halves(x, method, topology, sizes=(2, 4)):
+    """Every worker's slice of the sum of x[workers, d], and its gathered copy of all slices."""
+    axes, method = NAMES[-len(sizes) :], as_compression(method, topology)
+
+    def one(x, key):
+        mine = dq.psum_scatter(x[0], axes, tiled=True, method=method, key=key)
+        return mine, dq.all_gather(mine, axes, tiled=True, to="invarying", method=method, key=key)
+
+    specs = {"in_specs": (P(axes), P()), "out_specs": (P(axes), P())}
+    mapped = jax.jit(jax.shard_map(one, mesh=mesh_of(sizes), **specs))
+    mine, gathered = mapped(x, jax.random.key(0))
+    return np.asarray(mine), np.stack([shard.data for shard in gathered.addressable_shards])
+
+
+@pytest.mark.parametrize("name", daily(HALVES, ["native inside"]))
+@pytest.mark.parametrize("mesh", daily(MESHES, ["2x4"]))
+def test_halves_on_two_levels_leave_the_slices_of_the_flat_ones(name, mesh):
+    """Integers are exact in bf16, and every worker's are others."""
+    sizes = MESHES[mesh]
+    n, part = int(np.prod(sizes)), 3 * 256 + 40
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-9, 10, (n, n * part)), jnp.float32)
+    method = small(dq.DynamiQ(widths=(16,), bits=32))
+    mine, gathered = halves(x, method, HALVES[name], sizes)
+    np.testing.assert_array_equal(mine, np.sum(np.asarray(x), axis=0))
+    np.testing.assert_array_equal(gathered, np.broadcast_to(mine, gathered.shape))
+
+
+@pytest.mark.parametrize("name", daily(HALVES, ["native inside"]))
+def test_halves_on_two_levels_err_no_more_than_flat_ones(name):
+    x, method = gradient(2, 8, 8 * (16 * 256 + 40)), small(dq.DynamiQ())
+    errors = []
+    for topology in (dq.Direct(), HALVES[name]):
+        mine, gathered = halves(x, method, topology)
+        assert_replicas_equal(gathered)
+        errors.append([relative_error(mine, x), relative_error(gathered[0], mine[None])])
+    (flat_scatter, flat_gather), (scatter, gather) = errors
+    assert 1e-4 < scatter < 1.5 * flat_scatter
+    assert gather == pytest.approx(flat_gather, rel=0.1)
+
+
+def test_payloads_gathered_on_two_levels_decode_to_the_bits_of_one():
+    x = gradient(5, 8, 3000)
+
+    def gathered(topology):
+        def one(x, key):
+            return dq.all_gather(
+                x, ("node", "gpu"), method=as_compression(CHEAP, topology), key=key
+            )
+
+        mapped = jax.vmap(jax.vmap(one, (0, None), axis_name="gpu"), (0, None), axis_name="node")
+        on_mesh = jax.shard_map(
+            lambda x, key: one(x[0], key)[None],
+            mesh=mesh_of((2, 4)),
+            in_specs=(P(("node", "gpu")), P()),
+            out_specs=P(("node", "gpu")),
+        )
+        key = jax.random.key(1)
+        return flat(jax.jit(mapped)(x.reshape(2, 4, -1), key)), jax.jit(on_mesh)(x, key)
+
+    for ours, expected in zip(gathered(dq.Hierarchical()), gathered(dq.Direct()), strict=True):
+        assert_same_bits(ours, expected)
+        assert_replicas_equal(np.asarray(ours))
+
+
+def test_inner_groups_scatter_with_noise_of_their_own():
+    """Equal gradients on all workers: slices of equal values are rounded apart."""
+    row = gradient(4, 1, 16 * 256)[0]
+    x = jnp.broadcast_to(jnp.tile(row, 8), (8, 8 * row.size))
+    for topology in HALVES.values():
+        slices = halves(x, CHEAP, topology)[0].reshape(8, -1)
+        assert len({found.tobytes() for found in slices}) == 8
 
 
 def test_each_level_must_serve_its_workers():

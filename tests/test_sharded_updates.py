@@ -319,8 +319,13 @@ def test_several_axes_of_workers():
     found, state = train(make("adamw", axis_name=axes), params, batches[:2], **options)
     assert_close(found, expected)
     assert state.masters["in"].sharding.spec == P(None, axes)
-    levels = dataclasses.replace(CHEAP, topology=dq.Hierarchical(outer=dq.Direct()))
-    found, _ = train(make("adamw", levels, axis_name=axes), params, batches[:2], **options)
+    topology = dq.Hierarchical(outer=dq.Direct())
+    exact = dataclasses.replace(EXACT, topology=topology)
+    assert_close(
+        train(make("adamw", exact, axis_name=axes), params, batches[:2], **options)[0], expected
+    )
+    levels = dataclasses.replace(CHEAP, topology=topology)
+    found, _ = train(make("adamw", levels, CHEAP, axis_name=axes), params, batches[:2], **options)
     assert_copies_equal(found)
     for name in ("in", "odd", "out"):
         moved = np.linalg.norm(expected[name] - params[name])

@@ -1,5 +1,6 @@
 """`wire_bits` is what the compiled program moves, bit for bit."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -172,6 +173,38 @@ def test_an_all_gather_moves_what_the_method_says():
     assert set(moved) == {"all-gather"}
     assert abs(method.method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
     assert sum(moved.values()) / n < 5.4 * (n - 1) * size
+
+
+LEVELS = {
+    "native inside": (dq.Hierarchical(outer=dq.Direct()), {"reduce-scatter", "all-to-all"}),
+    "compressed inside": (
+        dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring()),
+        {"all-to-all", "collective-permute"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", daily(LEVELS, ["native inside"]))
+def test_halves_over_two_levels_move_what_the_route_says(name):
+    """2 hosts of 4: a worker's link carries one payload; without levels it carries four."""
+    topology, expected = LEVELS[name]
+    sizes, n, part = (2, 4), 8, 256 * 20 + 40
+    method = dataclasses.replace(small(dq.DynamiQ()), topology=topology)
+    route = method.route(sizes)
+    tree = {
+        half: jax.ShapeDtypeStruct((k * part,), jnp.float32) for half, k in (("s", n), ("g", 1))
+    }
+    scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
+    for run, part_of_all, promised, moves in (
+        (scatter, tree["s"], route.half_wire_bits(part), expected | {"all-reduce"}),
+        (gather, tree["g"], route.half_wire_bits(part, method.method), {"all-gather"}),
+    ):
+        moved = moved_bits(*lower(run, part_of_all, sizes, method), n, n_inner=4)
+        crossing = moved.pop("crossing")
+        assert set(moved) == moves
+        assert abs(promised[0] - sum(moved.values()) / n) <= 1
+        assert abs(promised[1] - crossing / n) <= 1
+        assert 0 < promised[1] < 5.7 * part
 
 
 def test_nothing_moves_for_one_worker():

@@ -102,7 +102,7 @@ def all_to_all(
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
-    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
+    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=Direct())
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
     sizes, leaves, fixed = begin("all_to_all", axis, x, request, key, told)

@@ -23,7 +23,7 @@ from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.request.agreement import compare_first
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.routes import Route
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Grouping,
@@ -46,7 +46,7 @@ def psum_scatter(
     scatter_dimension: int = 0,
     tiled: bool = False,
     method: Compression | ShardedMethod | ByPath | None = None,
-    topology: Topology | None = None,
+    topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
@@ -67,7 +67,7 @@ def psum_scatter(
       tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
         it is n and is removed.
       method: as for `psum`.
-      topology: as for `psum`, but for `Hierarchical`.
+      topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
 
@@ -100,7 +100,7 @@ def scattering(
     sizes, leaves, fixed = begin("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n), route.flat)  # noqa: E731
+    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))  # noqa: E731
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
@@ -249,7 +249,7 @@ def all_gather(
       tiled: whether they are concatenated along it, or stacked as a new one.
       to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
         "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
-      method: as for `psum`.
+      method: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
 
@@ -278,7 +278,8 @@ def gather_over(
     """`all_gather` with its arguments as one request."""
     if not axis.names:
         return tree
-    compression = replace(compression, topology=None)
+    if len(axis.names) == 1 or axis.groups is not None:
+        compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     told = {"axis": dimension, "tiled": tiled, "to": to}
     sizes, leaves, fixed = begin("all_gather", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
@@ -290,7 +291,7 @@ def gather_over(
     for leaf in leaves:
         check_axis_of(leaf, "axis", dimension, more=not tiled)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(bucket.size, None)  # noqa: E731
+    bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)  # noqa: E731
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     run = _gather_leaves if axis.several_vmapped else _gather_compiled
@@ -349,7 +350,7 @@ def begin(
 ) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
     """Sizes of the axes, leaves, and which are fixed; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
-    told = {"key": key, **told, "hierarchies": False}
+    told = {"key": key, **told}
     compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
     check_groups(axis, all_reduce=False)
     check_key(key, axis)
@@ -382,7 +383,7 @@ def group_parts(
         return Limits(*(-(-limit // shards) for limit in limits))
 
     options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}
-    found = request.group(leaves, sizes, **options, hierarchies=False)
+    found = request.group(leaves, sizes, **options)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)
 

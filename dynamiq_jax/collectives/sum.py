@@ -42,6 +42,7 @@ from dynamiq_jax.request.compression import ByPath, Compression, first_states
 from dynamiq_jax.request.explanation import explain_grouping
 from dynamiq_jax.request.routes import Route
 from dynamiq_jax.request.ways import PARAMETERS
+from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
@@ -260,10 +261,11 @@ class Sum:
                 if seed is not None and rest:  # other groups scatter with other noise
                     seed = fold_seed(seed, lax.axis_index(rest))
                 topology = route.topology and route.topology.over(names, axes)
-                if topology is None and (route.topology or isinstance(route.method, BF16 | F32)):
+                plain = isinstance(route.method, BF16 | F32) and not isinstance(topology, Topology)
+                if plain or (topology is None and route.topology):
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
-                    half = dataclasses.replace(own, topology=topology and topology.sharded)
+                    half = dataclasses.replace(own, topology=topology)
                     run, of_some = scattering(
                         Axis(names), some, half, dimension, op=self.op, key=seed
                     )
@@ -285,14 +287,17 @@ class Sum:
         words = key_words(key)
         assert self.gathers is not None
         for some, own, split in self._kinds(shards, self.gathers, sharded=True):
+            told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
+            route = told.route(axis_sizes(self.axis))
             for dimension, names in split:
                 seed = None if words is None else fold_seed(words, GATHERS + dimension)
                 axis = Axis(names)
                 if isinstance(own.method, BF16 | F32):
-                    route = own.route((axis.size,), hierarchies=False)
                     some = _gather_natively(some, route, names, dimension, self.to)
                 else:
-                    some = gather_over(axis, some, own, dimension, key=seed, to=self.to)
+                    topology = route.topology and route.topology.over(names, self.axis.names)
+                    half = dataclasses.replace(own, topology=topology)
+                    some = gather_over(axis, some, half, dimension, key=seed, to=self.to)
             found |= some
         return treedef.unflatten(found.values())
 
@@ -395,7 +400,7 @@ def _gather_natively(
     def native(x: Array) -> Array:
         wire = route.method.native_dtype(x.dtype)
         narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
-        if not narrow or route.n_workers * x.size < route.limits.min_leaf_size:
+        if not narrow or lax.axis_size(names) * x.size < route.limits.min_leaf_size:
             return exact(x)
         words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens integers
         return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)

@@ -41,10 +41,13 @@ class Axis:
     Attributes:
       names: the mapped axes, the outermost first.
       groups: ``axis_index_groups`` of `jax.lax`: groups of equal size, which cover all workers.
+      levels: whether `all_gather` goes over the outer axes first, then over the inner one. Then
+        each outer link carries an array of one inner worker.
     """
 
     names: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] | None = None
+    levels: bool = False
 
     @property
     def name(self) -> AxisName:
@@ -177,6 +180,9 @@ class Axis:
         """`lax.all_gather` to a new leading axis; ``to`` counts where JAX tracks it."""
         if self.groups is not None:
             return lax.all_gather(x, **self._grouped)
+        if self.levels:
+            gathered = self.inner.all_gather(self.outer.all_gather(x, to), to)
+            return gathered.swapaxes(0, 1).reshape(-1, *x.shape)
         if self.several_vmapped:
             gathered = functools.reduce(lax.all_gather, reversed(self.names), x)
             return gathered.reshape(-1, *x.shape)

@@ -145,13 +145,11 @@ class Compression(Options):
         sizes: tuple[int, ...],
         method: Method | None = None,
         *,
-        hierarchies: bool = True,
         here: bool = True,
     ) -> Route:
         """The route of one method (default: this request's) among workers on axes of ``sizes``.
 
-        ``hierarchies`` says whether they can serve, and ``here`` whether workers are JAX's devices;
-        else the choice is `assumed`'s.
+        ``here`` says whether workers are JAX's devices; else the choice is `assumed`'s.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -160,14 +158,8 @@ class Compression(Options):
         if topology is None and method.native_by_default:
             reason = "native collectives, the method's default"
         elif topology is None:
-            topology, reason = automatic(sizes if hierarchies else (n_workers,), here=here)
+            topology, reason = automatic(sizes, here=here)
         if topology is not None:
-            if topology.sharded is None and not hierarchies:
-                raise ValueError(
-                    "topology=Hierarchical() serves psum and pmean; for psum_scatter and "
-                    "all_gather pass dq.Direct(), dq.Butterfly() or dq.Ring() and one axis at a "
-                    "time"
-                )
             found = topology.on(sizes)
             topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
             reason = f"{reason}; {how}" if how else reason
@@ -370,14 +362,12 @@ class Compression(Options):
         sizes: tuple[int, ...],
         leaves: list[Leaf],
         /,
-        *,
-        hierarchies: bool = True,
         **options: Any,
     ) -> dict[str, str]:
         """All that processes must choose alike, as text; ``options`` are arguments of the call."""
         methods = self.methods_of(leaves)
         chosen = dict.fromkeys(method for method in methods if method is not None)
-        routes = [self.route(sizes, m, hierarchies=hierarchies) for m in chosen or [None]]
+        routes = [self.route(sizes, m) for m in chosen or [None]]
         alike = len(chosen) == 1 and None not in methods
         pairs = list(zip((leaf.path for leaf in leaves), methods, strict=True))
         return {

@@ -162,7 +162,7 @@ def explain_grouping(
         bits_per_coord=bits(total, size),
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
-        ways=ways(grouping, total, n) if pays else (),
+        ways=ways(grouping, (total, outer), n) if pays else (),
     )
 
 

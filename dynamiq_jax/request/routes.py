@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.core.seeds import fold_seed
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import AnyTopology, Topology
@@ -60,23 +61,41 @@ class Route:
         share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
-    def half_bits(self, part: int, topology: Topology | None) -> float:
-        """Wire bits per coordinate of a scatter, or without a topology of a gather; bf16 takes 16.
+    def half_bits(self, part: int, *, gather: bool = False) -> float:
+        """Wire bits per coordinate of a scatter or of a gather, of which bf16 takes 16.
 
         Every worker has a slice of ``part`` coordinates.
         """
-        method, share = self.halves()[0], (self.n_workers - 1) * part
-        return method.sharded_wire_bits(part, self.n_workers, topology) / share if share else 0.0
+        share = (self.n_workers - 1) * part
+        gathers = cast(ShardedMethod, self.method) if gather else None
+        return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
+
+    def half_wire_bits(self, part: int, gathers: ShardedMethod | None = None) -> tuple[int, int]:
+        """Bits that one worker sends to scatter slices of ``part``, and those on the outer axes.
+
+        With a method that ``gathers``, those to gather such slices by it.
+        """
+        n, levels = self.n_workers, self.runner
+        method = gathers or cast(ShardedMethod, self.method)
+        if not isinstance(levels, TwoLevels):
+            bits = method.sharded_wire_bits(part, n, None if gathers else self.flat)
+            return bits, bits
+        if gathers is not None:
+            whole, outer = (
+                method.sharded_wire_bits(part, k, None) for k in (n, n // levels.n_inner)
+            )
+            return whole, outer
+        return levels.scatter_wire_bits(part, n)
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
-        """The method and the topology for the halves of an all-reduce."""
+        """What runs the halves of an all-reduce, `TwoLevels` as well, and the topology."""
         method = with_halves(self.method, "psum_scatter and all_gather")
         if method.needs_state:
             raise NotImplementedError(
                 f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
                 "pass a method without error feedback"
             )
-        return method, self.flat
+        return cast(ShardedMethod, self.runner), self.flat
 
     @property
     def relative_error(self) -> float | None:
@@ -141,14 +160,21 @@ class TwoLevels(Method):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends on both levels."""
-        outer = self.outer_wire_bits(size, n_workers, topology)
-        part, n = self._slice(size), self.n_inner
+        outer, part = self.outer_wire_bits(size, n_workers, topology), self._slice(size)
+        return outer + sum(self._inner_bits(part, way) for way in (self.inner, None))
+
+    def scatter_wire_bits(self, size: int, n_workers: int) -> tuple[int, int]:
+        """Bits that one worker sends to scatter slices of ``size``, and those on the outer axes."""
+        n_outer = n_workers // self.n_inner
+        outer = cast(ShardedMethod, self.method).sharded_wire_bits(size, n_outer, self.outer)
+        return outer + self._inner_bits(n_outer * size, self.inner), outer
+
+    def _inner_bits(self, part: int, topology: Topology | None) -> int:
+        """Bits of one half on the inner axis, of n_inner slices."""
         if self.inner is None:
             itemsize = self.method.native_dtype(jnp.float32).itemsize
-            return outer + 2 * (n - 1) * part * 8 * itemsize
-        halves = cast(ShardedMethod, self.method)
-        ways = (self.inner, None)
-        return outer + sum(halves.sharded_wire_bits(part, n, way) for way in ways)
+            return (self.n_inner - 1) * part * 8 * itemsize
+        return cast(ShardedMethod, self.method).sharded_wire_bits(part, self.n_inner, topology)
 
     def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends on the outer axes."""
@@ -179,12 +205,7 @@ class TwoLevels(Method):
         pad = self.n_inner * part - x.shape[0]  # the last slice is filled up with zeros
         slices = (jnp.pad(x, (0, pad)) if pad else x).reshape(self.n_inner, part)
 
-        with jax.named_scope("dynamiq_inner_scatter"):
-            if self.inner is None:
-                mine = inner.psum_scatter(slices.astype(self.method.native_dtype(x.dtype)))
-            else:
-                scatter = Call(inner, self.inner, seeds[0])
-                mine = cast(ShardedMethod, self.method).reduce_scatter(slices, scatter)
+        mine = self._scatter_inside(slices, inner, seeds[0])
         if call.n_workers > self.n_inner:
             slice_seed = fold_seed(seeds[1], inner.index)
             across = call._replace(axis=outer, topology=self.outer, seed=slice_seed)
@@ -202,6 +223,39 @@ class TwoLevels(Method):
                 gather = Call(inner, None, seeds[2])
                 whole = cast(ShardedMethod, self.method).all_gather(mine, gather, invarying=True)
         return Outcome(whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state, facts)
+
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """See `ShardedMethod`; only 1/n_inner of ``x`` travels over the outer axes."""
+        inner, outer = call.axis.inner, call.axis.outer
+        # Row (o, i) travels to inner worker i, and from there over the outer axes to o.
+        rows = x.reshape(-1, self.n_inner, x.shape[1]).swapaxes(0, 1)
+        seeds = [
+            fold_seed(fold_seed(call.seed, i), axis.index) for i, axis in enumerate((outer, inner))
+        ]
+        mine = self._scatter_inside(rows.reshape(self.n_inner, -1), inner, seeds[0])
+        mine = mine.reshape(-1, x.shape[1]).astype(x.dtype)
+        if call.n_workers == self.n_inner:
+            return outer.psum_scatter(mine)
+        across = Call(outer, self.outer, seeds[1])
+        return cast(ShardedMethod, self.method).reduce_scatter(mine, across)
+
+    def all_gather(
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """See `ShardedMethod`; payloads are gathered over the outer axes, then over the inner one.
+
+        The result has the bits of a gather over one level.
+        """
+        call = call._replace(axis=dataclasses.replace(call.axis, levels=True))
+        return cast(ShardedMethod, self.method).all_gather(x, call, invarying=invarying)
+
+    def _scatter_inside(self, rows: Float[Array, "n s"], inner: Axis, seed: Seed) -> Array:
+        """The sum of ``rows`` over the inner axis: every worker gets the row of its number."""
+        with jax.named_scope("dynamiq_inner_scatter"):
+            if self.inner is None:
+                return inner.psum_scatter(rows.astype(self.method.native_dtype(rows.dtype)))
+            scatter = Call(inner, self.inner, seed)
+            return cast(ShardedMethod, self.method).reduce_scatter(rows, scatter)
 
     def _slice(self, size: int) -> int:
         """Coordinates of one inner worker's slice: 1/n_inner of all, rounded up to whole units."""

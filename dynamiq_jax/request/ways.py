@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ShardedMethod
-from dynamiq_jax.methods.base import Method
-from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Grouping
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
@@ -30,6 +30,7 @@ class Way:
       name: "data parallel", "sharded updates" or "FSDP".
       call: the function of the library.
       sent_bytes: per step; FSDP gathers parameters twice, in the forward and the backward pass.
+      outer_bytes: of these, what crosses the outer axes of `Hierarchical`; of another topology all.
       kept_bytes: from step to step: parameters, masters where they are not the parameters, moments.
       gradient_bytes: at the end of the backward pass.
       wire_ms: milliseconds of ``sent_bytes`` at the link's rate; `None` if no rate is known.
@@ -38,6 +39,7 @@ class Way:
     name: str
     call: str
     sent_bytes: float
+    outer_bytes: float
     kept_bytes: float
     gradient_bytes: float
     wire_ms: float | None = None
@@ -54,11 +56,11 @@ def bytes_per_second(rate: str) -> float:
     return float(found[1]) * units[found[2]] / 8
 
 
-def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, ...]:
+def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
     """The three ways for the leaves of a grouping; none if a method does not scatter.
 
     Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
-    To all-reduce all gradients a worker sends ``all_reduced`` bytes.
+    To all-reduce all gradients a worker sends ``all_reduced`` bytes, in all and on the outer axes.
     """
     if not all(isinstance(b.route.method, ShardedMethod | BF16 | F32) for b in grouping.buckets):
         return ()
@@ -68,28 +70,37 @@ def ways(grouping: Grouping, all_reduced: float, n_workers: int) -> tuple[Way, .
     kept = sum(leaf.nbytes + MOMENTS * leaf.size for leaf in whole)
     split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
     size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
-    scattered = sum(
-        _half(bucket, bucket.route.method, bucket.route.flat, n) for bucket in grouping.buckets
+    scattered, differences, parameters = (
+        sum(_half_bytes(bucket, gathers) for bucket in grouping.buckets)
+        for gathers in (None, DIFFERENCES, PARAMETERS)
     )
-    differences = sum(_half(bucket, DIFFERENCES, None, n) for bucket in grouping.buckets)
-    parameters = sum(_half(bucket, PARAMETERS, None, n) for bucket in grouping.buckets)
-    gradients, scattered = sum(leaf.nbytes for leaf in whole), exact + scattered
-    by_all, by_updates = kept + nbytes + MOMENTS * size, (MASTER + MOMENTS) * size / n
-    by_shards = kept + (nbytes + MOMENTS * size) / n
-    updates = "sharded updates", "dq.optax.sharded", scattered + differences
-    fsdp = "FSDP", "dq.reduce_in_backward", scattered + 2 * parameters
+    gradients, by_all = sum(leaf.nbytes for leaf in whole), kept + nbytes + MOMENTS * size
+    by_updates, by_shards = (MASTER + MOMENTS) * size / n, kept + (nbytes + MOMENTS * size) / n
     return (
-        Way("data parallel", "dq.psum", all_reduced, by_all, gradients + nbytes),
-        Way(*updates, kept + nbytes + by_updates, gradients + nbytes),
-        Way(*fsdp, by_shards, gradients + nbytes / n),
+        Way("data parallel", "dq.psum", *all_reduced, by_all, gradients + nbytes),
+        Way(
+            "sharded updates",
+            "dq.optax.sharded",
+            *(exact + scattered + differences).tolist(),
+            kept + nbytes + by_updates,
+            gradients + nbytes,
+        ),
+        Way(
+            "FSDP",
+            "dq.reduce_in_backward",
+            *(exact + scattered + 2 * parameters).tolist(),
+            by_shards,
+            gradients + nbytes / n,
+        ),
     )
 
 
-def _half(bucket: Bucket, method: Method, topology: Topology | None, n_workers: int) -> float:
-    """Bytes of a reduce-scatter, or without a topology of an all-gather, of a bucket."""
-    if isinstance(method, ShardedMethod):
-        return method.sharded_wire_bits(-(-bucket.size // n_workers), n_workers, topology) / 8
-    return bucket.route.wire_bits(bucket)[0] / 8 / 2
+def _half_bytes(bucket: Bucket, gathers: ShardedMethod | None) -> np.ndarray:
+    """Bytes to scatter a bucket, or to gather it by a method: in all, and on the outer axes."""
+    route = bucket.route
+    if gathers or isinstance(route.method, ShardedMethod):
+        return np.array(route.half_wire_bits(-(-bucket.size // route.n_workers), gathers)) / 8
+    return np.array(route.wire_bits(bucket)) / 8 / 2
 
 
 def lines(found: Sequence[Way]) -> list[str]:
@@ -101,6 +112,9 @@ def lines(found: Sequence[Way]) -> list[str]:
         f"{way.gradient_bytes / 1e6:14,.1f}"
         for way in found
     ]
+    if any(way.outer_bytes < way.sent_bytes for way in found):
+        head += f"{'outer axes MB':>15}"
+        body = [f"{text}{w.outer_bytes / 1e6:15,.1f}" for text, w in zip(body, found, strict=True)]
     if timed:
         head += f"{'wire ms':>10}"
         body = [f"{text}{way.wire_ms:10,.1f}" for text, way in zip(body, found, strict=True)]

@@ -249,11 +249,6 @@ class Topology(Options, ABC):
         """The topology for the axes ``names``, some of all ``axes``."""
         return self
 
-    @property
-    def sharded(self) -> Self:
-        """The topology for a reduce-scatter over the same axes."""
-        return self
-
     def with_transport(self, transport: Transport) -> Self:
         """The topology with its transport filled in where it says none."""
         return dataclasses.replace(self, transport=self.transport or transport)

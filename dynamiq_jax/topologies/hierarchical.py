@@ -38,7 +38,8 @@ class Hierarchical(Options):
 
     The inner axis reduce-scatters the gradient, so that each of its workers is left with one slice
     of it; the outer axis all-reduces that slice, compressed; the inner axis gathers the results.
-    Only 1/n_inner of the gradient crosses the outer links.
+    Only 1/n_inner of the gradient crosses the outer links. A `psum_scatter` ends after the outer
+    axis has scattered; an `all_gather` sends its payloads over the outer axis first.
 
     Attributes:
       inner: how the inner axis scatters and gathers; `None`: natively, for links on which
@@ -79,11 +80,6 @@ class Hierarchical(Options):
         if names == axes[-1:]:
             return self.inner
         return self if names[-1:] == axes[-1:] else self.outer
-
-    @property
-    def sharded(self) -> None:
-        """A hierarchy has none: the halves take one axis at a time."""
-        return None
 
     def with_transport(self, transport: Transport) -> "Hierarchical":
         """The hierarchy with the transport of both levels filled in."""

@@ -57,7 +57,7 @@ def value_and_grad(
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
     all-reduced over the other data axes (HSDP). With `Hierarchical` the last data axis scatters
-    natively, in 16 bits.
+    natively, in 16 bits, and the others scatter compressed what it leaves.
 
     **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
     holds the whole model in the parameters' dtype. A warning has the bytes where they exceed 1 GiB.
