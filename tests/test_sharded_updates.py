@@ -31,6 +31,7 @@ import dynamiq_jax.optax
 from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.core.fingerprint import fingerprint
 from dynamiq_jax.methods.metrics import vnmse
+from dynamiq_jax.request.ways import DIFFERENCES
 
 sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded` is the function
 
@@ -330,6 +331,13 @@ def test_several_axes_of_workers():
     for name in ("in", "odd", "out"):
         moved = np.linalg.norm(expected[name] - params[name])
         assert 0 < np.linalg.norm(found[name] - expected[name]) < 0.3 * moved
+    five = dataclasses.replace(small(dq.DynamiQ()), topology=topology), small(DIFFERENCES)
+    found, _ = train(make("adamw", *five, axis_name=axes), params, batches, **options)
+    ours, loss = (
+        loss_fn(jax.device_get(p), batches.reshape(-1, 16))
+        for p in (found, plain(RULES["adamw"], params, batches)[0])
+    )
+    assert 0 < abs(float(ours / loss) - 1) < 0.01
 
 
 def test_accumulation_reduces_once_per_window():

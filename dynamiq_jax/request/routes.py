@@ -71,21 +71,19 @@ class Route:
         return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
 
     def half_wire_bits(self, part: int, gathers: ShardedMethod | None = None) -> tuple[int, int]:
-        """Bits that one worker sends to scatter slices of ``part``, and those on the outer axes.
+        """Bits that one worker sends to scatter slices of ``part``, and those on outer axes.
 
-        With a method that ``gathers``, those to gather such slices by it.
+        With a method ``gathers``: to gather such slices by it.
         """
         n, levels = self.n_workers, self.runner
-        method = gathers or cast(ShardedMethod, self.method)
-        if not isinstance(levels, TwoLevels):
-            bits = method.sharded_wire_bits(part, n, None if gathers else self.flat)
-            return bits, bits
         if gathers is not None:
-            whole, outer = (
-                method.sharded_wire_bits(part, k, None) for k in (n, n // levels.n_inner)
-            )
-            return whole, outer
-        return levels.scatter_wire_bits(part, n)
+            n_outer = n // levels.n_inner if isinstance(levels, TwoLevels) else n
+            sent, crossing = (gathers.sharded_wire_bits(part, k, None) for k in (n, n_outer))
+            return sent, crossing
+        if isinstance(levels, TwoLevels):
+            return levels.scatter_wire_bits(part, n)
+        bits = cast(ShardedMethod, self.method).sharded_wire_bits(part, n, self.flat)
+        return bits, bits
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
         """What runs the halves of an all-reduce, `TwoLevels` as well, and the topology."""

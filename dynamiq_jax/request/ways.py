@@ -71,27 +71,30 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
     size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
     scattered, differences, parameters = (
-        sum(_half_bytes(bucket, gathers) for bucket in grouping.buckets)
+        np.sum([_half_bytes(bucket, gathers) for bucket in grouping.buckets], axis=0)
         for gathers in (None, DIFFERENCES, PARAMETERS)
     )
-    gradients, by_all = sum(leaf.nbytes for leaf in whole), kept + nbytes + MOMENTS * size
-    by_updates, by_shards = (MASTER + MOMENTS) * size / n, kept + (nbytes + MOMENTS * size) / n
-    return (
-        Way("data parallel", "dq.psum", *all_reduced, by_all, gradients + nbytes),
-        Way(
+    gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
+    rows = (
+        ("data parallel", "dq.psum", all_reduced, copies + MOMENTS * size, nbytes),
+        (
             "sharded updates",
             "dq.optax.sharded",
-            *(exact + scattered + differences).tolist(),
-            kept + nbytes + by_updates,
-            gradients + nbytes,
+            exact + scattered + differences,
+            copies + (MASTER + MOMENTS) * size / n,
+            nbytes,
         ),
-        Way(
+        (
             "FSDP",
             "dq.reduce_in_backward",
-            *(exact + scattered + 2 * parameters).tolist(),
-            by_shards,
-            gradients + nbytes / n,
+            exact + scattered + 2 * parameters,
+            kept + (nbytes + MOMENTS * size) / n,
+            nbytes / n,
         ),
+    )
+    return tuple(
+        Way(name, call, float(sent[0]), float(sent[1]), held, gradients + split_gradients)
+        for name, call, sent, held, split_gradients in rows
     )
 
 
