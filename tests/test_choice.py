@@ -1,5 +1,6 @@
 """The rule by which `topology=None` chooses, and where small buckets travel natively."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CHEAP, assert_same_bits, gradient, limits_of, small
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
@@ -130,6 +133,26 @@ def test_what_is_passed_is_taken(slow):
         assert resolved.topology == filled(topology)
         assert resolved.reason == "as passed"
         assert resolved.n_workers == 8
+
+
+def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
+    axes = ("node", "gpu")
+    mesh = jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2)
+
+    def moves(run, name):
+        """The axes over which collectives of this name run."""
+        f = jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+        program = str(jax.make_jaxpr(f)(jnp.ones((64, 64 * 256))))
+        return set(re.findall(name + r"\[[^\]]*axis_name=(\(.*?\))", program))
+
+    both, node, gpu = "('node', 'gpu')", "('node',)", "('gpu',)"
+    scatter = lambda x: dq.psum_scatter(x, axes, tiled=True, method=CHEAP)  # noqa: E731
+    assert moves(scatter, "reduce_scatter") == {gpu}
+    assert moves(scatter, "ppermute") == {node}
+    assert moves(lambda x: dq.all_gather(x, axes, method=CHEAP), "all_gather") == {node, gpu}
+    eight = small(dq.DynamiQ(bits=8.5))
+    exchange = lambda x: dq.all_to_all(x, axes, 0, 0, tiled=True, method=eight)  # noqa: E731
+    assert moves(exchange, "all_to_all") == {both}
 
 
 def test_a_hierarchy_fills_in_its_outer_topology(slow):

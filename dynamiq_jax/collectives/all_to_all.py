@@ -102,7 +102,7 @@ def all_to_all(
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
-    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=Direct())
+    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
     sizes, leaves, fixed = begin("all_to_all", axis, x, request, key, told)
@@ -144,7 +144,7 @@ def _exchange_leaves(
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         blocks: Any = joined(parts)
         if cut.n_workers > 1:
-            forth = bucket.route.of_bucket(bucket)
+            forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
             seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
         found = pieces(blocks, [part.shape[1] for part in parts])
