@@ -432,4 +432,4 @@ def test_payloads_travel_as_the_library_would_send_them(monkeypatch):
     assert by(dq.Direct(transport="permutes"), (8,)) == "permutes"
     assert by(dq.Direct(transport="push"), (8,)) == "push"
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
-    assert [by(dq.Direct(), (8,)), by(dq.Hierarchical(), (4, 2))] == ["permutes"] * 2
+    assert [by(dq.Direct(), (4,)), by(dq.Hierarchical(), (2, 2))] == ["permutes"] * 2
