@@ -297,7 +297,7 @@ def test_halves_on_two_levels_leave_the_slices_of_the_flat_ones(name, mesh):
 
 
 @pytest.mark.parametrize("name", daily(HALVES, ["native inside"]))
-def test_halves_on_two_levels_err_no_more_than_flat_ones(name):
+def test_halves_on_two_levels_err_about_as_flat_ones(name):
     x, method = gradient(2, 8, 8 * (16 * 256 + 40)), small(dq.DynamiQ())
     errors = []
     for topology in (dq.Direct(), HALVES[name]):
@@ -305,7 +305,8 @@ def test_halves_on_two_levels_err_no_more_than_flat_ones(name):
         assert_replicas_equal(gathered)
         errors.append([relative_error(mine, x), relative_error(gathered[0], mine[None])])
     (flat_scatter, flat_gather), (scatter, gather) = errors
-    assert 1e-4 < scatter < 1.5 * flat_scatter
+    most = 1.5 if HALVES[name].inner is None else 2.5  # inside, sums are encoded once more
+    assert 1e-4 < scatter < most * flat_scatter
     assert gather == pytest.approx(flat_gather, rel=0.1)
 
 
