@@ -137,7 +137,7 @@ def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
         "v": [normal(n, 7, 30, dtype="bfloat16"), normal(n, 2, 101, dtype="float16")],
         "b": normal(n, 3, 9),  # with the others' not yet 600 in all
         "i": normal(n, 3, 70, dtype="int32"),
-        "empty": normal(n, 3, 0),
+        "empty": [normal(n, 3, 0), normal(n, 0, 3)],
     }
     options = {"axis": axis, "tiled": tiled}
     found = gather(method, **options)(tree, jax.random.key(0))

@@ -159,8 +159,10 @@ def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
     whole = jnp.moveaxis(blocks, 0, at)
-    shape = blocks.shape[1:]
-    return whole.reshape(*shape[:at], -1, *shape[at + 1 :]) if tiled else whole
+    if not tiled:
+        return whole
+    shape = blocks.shape[1:]  # may be that of an empty array, where -1 has no meaning
+    return whole.reshape(*shape[:at], len(blocks) * shape[at], *shape[at + 1 :])
 
 
 class Cut(NamedTuple):
