@@ -11,7 +11,7 @@ import pytest
 from cases import assert_same_bits, gradient, small, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.executors.sequential import tree_of
+from dynamiq_jax.executors.sequential import reduce_chunk, tree_of
 from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.base import n_slots, sink_slot
 
@@ -171,6 +171,27 @@ class Hasty(TwoArms):
         return (hops._replace(step=lambda t: hops.step(n_workers - 2 - t), looped=False),)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToItself(TwoArms):
+    """A worker sends its first chunk to itself, before it sends it on."""
+
+    def schedule(self, n_workers: int):
+        first = TwoArms.schedule(self, n_workers)
+        return (Rounds(1, lambda t: first[0].step(0)._replace(to=lambda w: w)), *first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doubled(TwoArms):
+    """Encodes every chunk twice in a step."""
+
+    def schedule(self, n_workers: int):
+        def twice(step):
+            return step._replace(chunks=lambda w: np.repeat(step.chunks(w), 2, axis=-1))
+
+        found = TwoArms.schedule(self, n_workers)
+        return tuple(r._replace(step=lambda t, r=r: twice(r.step(t))) for r in found)
+
+
 def test_schedules_that_break_their_promises_are_refused():
     broken = {
         "encode in one step chunks that arrived together": Partial(),
@@ -178,10 +199,15 @@ def test_schedules_that_break_their_promises_are_refused():
         "the owner of chunk 0 gets 3 of 5 gradients": OneArm(),
         "one that it has sent before": OneArm(times=2),
         "of 5 gradients": Hasty(),
+        "encodes chunk 2 for worker 0": ToItself(),
+        "of 5 gradients; its": Doubled(),
     }
     for complaint, topology in broken.items():
         with pytest.raises(ValueError, match=complaint):
             vmapped(small(dq.F32()), topology)(jnp.ones((5, 4096)), None)
+    for topology in (OneArm(), OneArm(times=2)):  # the simulator runs them elsewhere
+        with pytest.raises(ValueError, match="its schedule has to send every other worker's chunk"):
+            reduce_chunk(topology, 5, lambda arrays, worker: None, None)
 
 
 def test_a_loop_gives_the_bits_of_its_rounds():

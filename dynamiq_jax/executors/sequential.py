@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Topology, steps_of
-from dynamiq_jax.topologies.base import chunk_table, sink_slot
+from dynamiq_jax.topologies.base import check_schedule, chunk_table, sink_slot
 
 CodecOf = Callable[[Any, Array], ChunkCodec]
 """(arrays, worker) -> the codec of that worker's gradient, which has one chunk; hashable."""
@@ -94,6 +94,7 @@ def reduce_chunk(
     ``codec_of`` is a static argument of compiled functions, and takes ``arrays``. ``progress`` is
     called with the number of workers that have encoded, and of all.
     """
+    check_schedule(topology, n_workers)
     tree, payload = tree_of(topology, n_workers), None
     # By worker: its share plus what it has added so far, if anything, and what arrived last.
     waiting: dict[int, tuple[Array | None, _Encoded]] = {}

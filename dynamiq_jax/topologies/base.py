@@ -138,7 +138,7 @@ def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
       int32[slots, n].
 
     Raises:
-      ValueError: a worker sends a chunk twice, or an owner does not get all gradients.
+      ValueError: a worker sends a chunk twice or to itself, or an owner does not get all gradients.
     """
     found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
     workers = np.arange(n_workers, dtype=np.int32)[:, None]
@@ -149,21 +149,21 @@ def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
         to = chunks if step.to is None else np.broadcast_to(step.to(workers), chunks.shape)
         moves = to != workers  # all but what a worker would send to itself
         sent = np.take_along_axis(held, chunks, axis=1)
-        again = moves & ((sent == 0) | (chunks == workers))
-        if again.any():
-            worker, at = np.argwhere(again)[0]
+        wrong = moves & ((sent == 0) | (chunks == workers)) | ~moves & (step.to is not None)
+        if wrong.any():
+            worker, at = np.argwhere(wrong)[0]
             raise ValueError(
                 f"{topology!r}: in step {number} worker {worker} of {n_workers} encodes chunk "
-                f"{chunks[worker, at]}, its own or one that it has sent before; its schedule has "
-                "to send every other worker's chunk once"
+                f"{chunks[worker, at]} for worker {to[worker, at]}: its own, one that it has sent "
+                "before, or for itself; its schedule has to send every other worker's chunk once"
             )
         slots = np.broadcast_to(step.slot(workers), chunks.shape)
         found[slots[moves], chunks[moves]] = sent[moves]
         np.put_along_axis(held, chunks, np.where(moves, 0, sent), axis=1)
         np.add.at(held, (to[moves], chunks[moves]), sent[moves])
-    if (lacks := np.flatnonzero(np.diag(held) < n_workers)).size:
+    if (wrong := np.flatnonzero(np.diag(held) != n_workers)).size:
         raise ValueError(
-            f"{topology!r}: the owner of chunk {lacks[0]} gets {held[lacks[0], lacks[0]]} of "
+            f"{topology!r}: the owner of chunk {wrong[0]} gets {held[wrong[0], wrong[0]]} of "
             f"{n_workers} gradients; its schedule has to send every other worker's chunk, and "
             "after all that arrives for it"
         )
