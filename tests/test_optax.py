@@ -148,6 +148,14 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
             assert opt_state.memory is None
 
 
+@pytest.mark.parametrize("name", ["emit", "method"])
+def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
+    optimizer = optax.chain(dq.optax.all_reduce("data"), ADAM)
+    grads = jnp.ones(3)
+    with pytest.raises(TypeError, match=f"update got {name}=.*multi_steps"):
+        optimizer.update(grads, optimizer.init(grads), grads, **{name: None})
+
+
 @functools.cache
 def moved(optimizer, check_vma=True):
     """Bits that all workers send in the entry of a step's program, and in its branches."""

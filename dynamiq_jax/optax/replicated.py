@@ -63,7 +63,13 @@ def all_reduce(
         return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
 
     def update(updates, state, params=None, **extra) -> Any:
-        del params, extra
+        del params
+        if gone := extra.keys() & {"emit", "method"}:  # others are those of optimizers in a chain
+            raise TypeError(
+                f"update got {'= and '.join(sorted(gone))}=, which all_reduce takes no more: "
+                "dq.optax.multi_steps reduces once per window, and for another method in a step "
+                "call the update of another all_reduce"
+            )
         memory = state.memory
         folded = None if key is None else jax.random.fold_in(key, state.step)
         before = None if memory is None else memory.own()
