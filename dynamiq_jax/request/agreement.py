@@ -57,6 +57,10 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
             )
         _checks[client] += 1
         found = _exchange(client, f"check {_checks[client]}", facts, LONG_PATIENCE)
+        if ABSENT in found and refusal is None:
+            raise RuntimeError(
+                f"check_agreement compared nothing: {found[ABSENT]}; call it on all processes"
+            )
         if found and refusal is None:
             # With arguments that were refused nothing else is known.
             texts = [found["arguments"]] if "arguments" in found else found.values()

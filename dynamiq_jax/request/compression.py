@@ -340,7 +340,8 @@ class Compression(Options):
           specs: as for `psum`.
 
         Raises:
-          RuntimeError: names what differs, on which processes, and both values.
+          RuntimeError: names what differs, on which processes, and both values; or there is no
+            coordination service, or a process does not come within 600 seconds.
           ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
             would; the others say so as well, and wait for nobody.
         """
