@@ -222,7 +222,7 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
 def test_buckets_are_larger_than_what_pays():
     limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
     assert limits.min_bucket_bytes == psum_bytes(8)
-    assert limits.bucket_bytes == max(256 * 2**20, 4 * psum_bytes(8))
+    assert limits.bucket_bytes == max(256 * 2**20, 2 * psum_bytes(8))
     assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
     given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
     limits = limits_of(given, 8, fast_links=True)

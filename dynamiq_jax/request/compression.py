@@ -82,7 +82,7 @@ class Compression(Options):
         the size that `dynamiq_jax.methods.dynamiq.crossover` has for so many workers, since native
         psum is faster below it. A given ``min_bucket_size`` takes that default away.
       bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
-        ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 4
+        ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 2
         ``min_bucket_bytes`` at least.
     """
 

@@ -215,7 +215,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         size = 0 if given.get("min_bucket_bytes") == 0 else size
         least = psum_bytes(n_workers) if fast_links and "min_bucket_size" not in given else 0
         least = given.get("min_bucket_bytes", least)
-        own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 4 * least))
+        own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 2 * least))
         return own._replace(**given)
 
     def over_fast_links(self) -> Self:
