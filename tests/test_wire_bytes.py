@@ -162,8 +162,9 @@ def test_a_reduce_scatter_moves_what_the_method_says(name):
     )
     assert set(moved) == expected | {"all-reduce"}  # of statistics
     assert abs(method.method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
-    # Bits per coordinate: 20.2 super-groups take 3 tiles of 8.
-    assert sum(moved.values()) / n < 5.7 * (n - 1) * size
+    # Bits per coordinate: 20.2 super-groups take 3 tiles of 8, in two streams 2 tiles each.
+    most = 7.2 if topology.streams == 2 else 5.7
+    assert sum(moved.values()) / n < most * (n - 1) * size
 
 
 def test_an_all_gather_moves_what_the_method_says():
