@@ -507,10 +507,10 @@ class Mosaic:
                 "or backend='triton'"
             )
         thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
-        number = lax.axis_index("part") * THREADS + thread
+        number = lax.axis_index("dynamiq_part") * THREADS + thread
         of_tile = TILE_ROWS * fmt.groups
         t = jnp.minimum(number // of_tile, tiles - 1)
-        return _Tile(fmt, table_ref, t, number % of_tile, lax.axis_index("chunk"))
+        return _Tile(fmt, table_ref, t, number % of_tile, lax.axis_index("dynamiq_chunk"))
 
     def launch(self, launch: Launch, operands):
         """The result of a launch."""
@@ -528,7 +528,7 @@ class Mosaic:
             kernel,
             out_type=() if into else struct,
             grid=(launch.chunks, pl.cdiv(groups, THREADS)),
-            grid_names=("chunk", "part"),
+            grid_names=("dynamiq_chunk", "dynamiq_part"),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )
         if not into:
