@@ -86,7 +86,7 @@ class Route:
         return bits, bits
 
     def halves(self) -> tuple[ShardedMethod, Topology | None]:
-        """What runs the halves of an all-reduce, `TwoLevels` as well, and the topology."""
+        """The method that runs half of an all-reduce, perhaps `TwoLevels`, and the topology."""
         method = with_halves(self.method, "psum_scatter and all_gather")
         if method.needs_state:
             raise NotImplementedError(

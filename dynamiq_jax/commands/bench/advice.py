@@ -62,7 +62,7 @@ class Advice:
 
     @property
     def setting(self) -> dq.Compression:
-        """What to pass as ``method``."""
+        """The `Compression` of the row, or bf16 psum, for the argument ``method``."""
         return self.row.setting or dq.Compression(dq.BF16())
 
     def snippet(self, axis_names: tuple[str, ...] = ("data",)) -> str:
