@@ -1,6 +1,7 @@
 """From which size on compression pays on fast links, as `benchmarks/crossover.py` measured it.
 
-`crossover.json` beside this file holds one entry for each number of GPUs that was measured.
+`crossover.json` beside this file holds one entry for each number of GPUs. The entry of eight is
+twice the largest size that was measured, at which compression did not pay: its note says so.
 """
 
 import json
