@@ -13,8 +13,9 @@ the first way's mean loss over its last `WINDOW` steps, plus `TOLERANCE` percent
 after the first `WINDOW` steps whose mean loss is not above it.
 
 ``--json`` adds a run to a file ``{"runs": [...]}``. A run is ``{"about", "options", "rows"}``; its
-options have the target. A row is ``{"method", "seconds", "losses", "target_seconds"}``: the way's
-name, two lists with an entry for each step, and seconds to the target, ``null`` without an end.
+options have a title and the target. A row is ``{"method", "seconds", "losses", "target_seconds"}``:
+the way's name, two lists with an entry for each step, and seconds to the target, ``null`` where
+the way does not get there.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ def train(run: step_time.Run, program: step_time.Program, corpus: Corpus) -> dic
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(step_time.CONFIGS)}.")] = "125m",
     chosen: Annotated[str, typer.Option("--ways", help="See ways.py.")] = WAYS,
-    links: Annotated[str, typer.Option(help="Between workers, in words, for the file.")] = "",
+    links: Annotated[str, typer.Option(help="Between workers, in words, for the title.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
     steps: Annotated[int, typer.Option(min=WINDOW, help="Of every way.")] = 400,
@@ -109,7 +110,9 @@ def main(
     programs = step_time.compile_all(run, texts, say)
     if texts[0] not in programs:
         raise SystemExit(f"{texts[0]} sets the target, and did not compile")
-    options |= {"links": links, "hosts": jax.process_count(), "window": WINDOW, "target": None}
+    title = f"{model}, {steps} steps of {batch * config.seq_len:,} tokens per worker, "
+    title += f"{jax.device_count()} x {jax.devices()[0].device_kind}, {links}"
+    options |= {"title": title, "window": WINDOW, "target": None}
     found = {"about": tables.surroundings(jax.devices()), "options": options, "rows": []}
     for text, program in programs.items():
         row: dict[str, Any] = {"method": text} | train(run, program, corpus)
