@@ -94,35 +94,33 @@ def main(
         jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
     first = jax.process_index() == 0
     say = partial(print, flush=True) if first else lambda text: None
-    options = {"model": model, "batch": batch, "attention": attention, "steps": steps}
+    told = {"model": model, "batch": batch, "steps": steps}
     config = dataclasses.replace(step_time.CONFIGS[model], attention=attention)
     recipe = step_time.RECIPES[model]._replace(steps=steps)
-    told = {"make_model": partial(ways.llama, config), "limits": {}}
-    told["topology"] = contenders.parse_topology("direct")
-    training = step_time.make_training(model, make_mesh(jax.devices(), 1), **told)
+    mesh, topology = make_mesh(jax.devices(), 1), contenders.parse_topology("direct")
+    shared = {"make_model": partial(ways.llama, config), "limits": {}, "topology": topology}
+    training = step_time.make_training(model, mesh, **shared)
     optimizer = step_time.make_optimizer(recipe, optax.identity())
     training = dataclasses.replace(training, optimizer=optimizer)
     unused = {"samples": 1, "rate": None, "profiles": None, "xla": {}}
-    run = step_time.Run(
-        model=model, training=training, config=config, batch=batch, steps=steps, **unused
-    )
+    run = step_time.Run(training=training, config=config, **told, **unused)
     corpus = load_corpus(config.vocab_size)
     programs = step_time.compile_all(run, texts, say)
     if texts[0] not in programs:
         raise SystemExit(f"{texts[0]} sets the target, and did not compile")
     title = f"{model}, {steps} steps of {batch * config.seq_len:,} tokens per worker, "
-    title += f"{jax.device_count()} x {jax.devices()[0].device_kind}, {links}"
-    options |= {"title": title, "window": WINDOW, "target": None}
+    title += f"{mesh.size} x {jax.devices()[0].device_kind}, {links}"
+    options = told | {"attention": attention, "title": title, "window": WINDOW, "target": None}
     found = {"about": tables.surroundings(jax.devices()), "options": options, "rows": []}
     for text, program in programs.items():
         row: dict[str, Any] = {"method": text} | train(run, program, corpus)
         means = np.convolve(row["losses"], np.full(WINDOW, 1 / WINDOW), "valid")
         options["target"] = options["target"] or round(means[-1] * (1 + TOLERANCE / 100), 4)
         reached = np.flatnonzero(means <= options["target"])
-        row["target_seconds"] = row["seconds"][reached[0] + WINDOW - 1] if reached.size else None
+        end = row["seconds"][reached[0] + WINDOW - 1] if reached.size else None
+        row["target_seconds"] = end
         found["rows"].append(row)
-        last = f"{row['seconds'][-1]} s, loss {means[-1]:.4f}"
-        say(f"{text}: {last}, {options['target']} after {row['target_seconds']} s")
+        say(f"{text}: {row['seconds'][-1]} s, loss {means[-1]:.4f}, target after {end} s")
         if json_file and first:  # a command that is cut off leaves what it has
             json_file.write_text(json.dumps({"runs": [*kept, found]}) + "\n")
 
