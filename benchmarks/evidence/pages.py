@@ -307,6 +307,14 @@ OLDER = "step_time_pipeline.json"
 TIMED = ("25 Gb/s", "2 × H100"), ("25 Gb/s", "2 hosts × 2 H200"), *WITHIN[::-1]
 
 
+def less(share: float) -> str:
+    """How much less than one a share is; nothing for one itself, and for NaN: not measured."""
+    if math.isinf(share):
+        return "not reached"
+    differs = share != 1 and not math.isnan(share)
+    return f"{round(100 * (1 - share))}%".replace("-", "−") if differs else ""
+
+
 def steps_to_loss(curves: Mapping[str, np.ndarray], window: int) -> dict[str, float]:
     """Steps until a mean over ``window`` steps is 0.5% above bf16's last one, by method.
 
@@ -337,14 +345,13 @@ def time_to_loss_table() -> str:
     older = next(run for run in runs if "mxfp8" in run)
     at = times["host memory", "2 × H200"]
     at["mxfp8"] = [older["mxfp8"] / older[BF16] * at[BF16][0]]
-    lines = [("", "steps of 200", "of 2,300", *map(", ".join, TIMED))]
+    lines = [("", "steps, of 200", "of 2,300", *map(", ".join, TIMED))]
     for way, method in LOSSES_OF.items():
         ratio = max(steps[method] / steps[BF16] for steps in counts if method in steps)
         shares = [times[run].get(way, [math.nan])[0] / times[run][BF16][0] for run in TIMED]
-        cells = ["" if math.isnan(x) else f"{round(100 * (1 - ratio * x))}%" for x in shares]
-        steps = [f"{steps[method]:,.0f}" if method in steps else "" for steps in counts]
-        title = STEPS_OF.get(way, "MXFP8")
-        lines.append([title, *steps, *(cell.replace("-", "−") for cell in cells)])
+        cells = [f"{steps[method]:,.0f}" if method in steps else "" for steps in counts]
+        cells += [less(ratio * share) for share in shares]
+        lines.append([STEPS_OF.get(way, "MXFP8"), *cells])
     return markdown(lines)
 
 
@@ -360,10 +367,10 @@ def clock_table() -> str:
         for row in run["rows"]:
             name, end = row["method"], row["target_seconds"]
             cells = [title * (row is first), f"`{name}`", f"{row['seconds'][-1]:.1f}"]
-            less = 1 - (end or math.nan) / first["target_seconds"]
-            cells += (
-                [f"{end:.1f}", f"{100 * less:.0f}%" if less else ""] if end else ["not reached", ""]
-            )
+            cells += [
+                f"{end:.1f}" if end else "",
+                less((end or math.inf) / first["target_seconds"]),
+            ]
             lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
     return markdown(lines)
 
