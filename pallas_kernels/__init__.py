@@ -223,13 +223,14 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
 
 def all_reduce(
     source: Source,
-    tiles: tuple[Int[Array, "C T"], Int[Array, "C T"]],
+    tiles: tuple[Int[Array, "n T"], ...],
     noise: UInt[Array, "n 8"],
-    words: tuple[int, int],
+    words: tuple[int, ...],
     result: Result,
     axes: dict[str, int],
     *,
     fmt: WireFormat,
+    even: bool = False,
 ) -> Float[Array, "rows S"]:
     """`compress`, an exchange, a hop, another exchange and `decompress` in one kernel.
 
@@ -238,19 +239,21 @@ def all_reduce(
 
     Args:
       source: this worker's gradient.
-      tiles: the records of gradients, and of sums; of all n chunks, or one row for all of them.
+      tiles: the records of gradients, and of sums.
       noise: row i is the randomness of worker i, for the gradients and for the sums it encodes.
       words: lengths of a payload of gradients, and of sums.
       result: all sums, with no ``start``, and ``into`` nothing.
       axes: as for `exchange`.
       fmt: the wire format.
+      even: whether super-groups are in their order, all chunks have equal tiles and ``mean_sum`` is
+        zero. Then the kernel does without those arrays.
 
     Raises:
       NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
     """
     from pallas_kernels import push
 
-    return push.all_reduce(source, tiles, noise, words, result, axes, fmt=fmt)
+    return push.all_reduce(source, tiles, noise, words, result, axes, fmt=fmt, even=even)
 
 
 def _check_noise(noise: list, fmt: WireFormat) -> None:

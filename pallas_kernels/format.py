@@ -261,8 +261,8 @@ class Source(NamedTuple):
     mean: Float[Array, " M"] | None
     """The number that is subtracted from every coordinate of a super-group before encoding, f32;
     `None`: nothing is subtracted."""
-    order: Int[Array, "C m"] | None
-    """The super-groups of every chunk; `None`, for `all_reduce` alone: they follow each other."""
+    order: Int[Array, "C m"]
+    """The super-groups of every chunk."""
 
 
 class Target(NamedTuple):
@@ -279,9 +279,9 @@ class Target(NamedTuple):
 class Result(NamedTuple):
     """Finished sums to be written, as rows of super-groups."""
 
-    mean_sum: Float[Array, " M"] | None
+    mean_sum: Float[Array, " M"]
     """The number that is added to every coordinate of a super-group: n times the mean that was
-    subtracted, NaN for super-groups to be poisoned; f32. `None`, for `all_reduce` alone: 0."""
+    subtracted, NaN for super-groups to be poisoned; f32."""
     order: Int[Array, "C m"]
     """The super-groups of every chunk; `decompress_accumulate` goes by that of its source."""
     rows: int

@@ -181,11 +181,12 @@ def _encode_kernel(
         run()
 
 
-def encode_tile(total, rows, noise: tuple, record: tuple, payload: Payload, tile: Tile):
+def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Tile):
     """Encodes ``total``, the super-groups ``rows``, into a payload.
 
     ``noise`` is a reference with the place of its row, ``record`` one of tiles with the chunk.
     """
+    tiles_ref, chunk = record
 
     def branch(offset, w):
         def encode_record(total, words):
@@ -194,13 +195,14 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Payload, tile
 
         return encode_record
 
-    tile.by_width(*record, branch, total, _noise(*noise, rows, tile))
+    tile.by_width(tiles_ref, chunk, branch, total, _noise(*noise, rows, tile))
 
 
 def decode_tile(
     payload: Payload, rows, noise: tuple, record: tuple, mean_sum_ref, out_ref, divisor, tile: Tile
 ):
     """Decodes the finished super-groups ``rows`` to those of ``out_ref``; see `encode_tile`."""
+    tiles_ref, chunk = record
 
     def branch(offset, w):
         def decode_record(mean_sum):
@@ -212,7 +214,7 @@ def decode_tile(
         return decode_record
 
     mean_sum = np.float32(0) if mean_sum_ref is None else tile.load_rows(mean_sum_ref, rows)
-    tile.by_width(*record, branch, mean_sum)
+    tile.by_width(tiles_ref, chunk, branch, mean_sum)
 
 
 def _store(out_ref, value, rows, start, mean_sum, divisor: int, tile: Tile):

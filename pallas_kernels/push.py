@@ -229,13 +229,14 @@ class _Everywhere(NamedTuple):
 
 def all_reduce(
     source: Source,
-    tiles: tuple[Any, Any],
+    tiles: tuple[Any, ...],
     noise,
-    words: tuple[int, int],
+    words: tuple[int, ...],
     result: Result,
     axes: dict[str, int],
     *,
     fmt: WireFormat,
+    even: bool,
 ):
     """See `pallas_kernels.all_reduce`."""
     check_push(tuple(axes))
@@ -243,13 +244,16 @@ def all_reduce(
     n_tiles = tiles[0].shape[1]
     parts = mosaic.parts_of(fmt, n_tiles)
     blocks = min(parts, RESIDENT * _multiprocessors())
-    operands = x, source.mean, source.order, result.mean_sum, *tiles, noise, level_tables(fmt)
+    dealt = (None, None) if even else (source.order, result.mean_sum)
+    tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
+    operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)
     given = [operand for operand in operands if operand is not None]
 
     def kernel(*refs):
         refs = iter(refs)
+        of_operands: Any = [None if operand is None else next(refs) for operand in operands]
         x_ref, mean_ref, order_ref, mean_sum_ref, first_ref, last_ref, noise_ref, table_ref = (
-            None if operand is None else next(refs) for operand in operands
+            of_operands
         )
         out_ref, came_ref, sums_ref, met = refs
         me, block = _number(axes), lax.axis_index("pushed_part")
@@ -272,7 +276,7 @@ def all_reduce(
             return (chunk * n_tiles + tile.t) * TILE_ROWS + tile.row
 
         def record(ref, chunk):
-            return ref, chunk if ref.shape[0] > 1 else 0
+            return ref, 0 if even else chunk
 
         def send(i, tile):
             peer, place = peer_of(me, i, axes)
@@ -284,7 +288,8 @@ def all_reduce(
         def add(_, tile):
             rows = rows_of_chunk(tile, me)
             total = load(x_ref, mean_ref, rows, x.shape[0], tile)
-            arrived = Input(came_ref, first_ref, (me,), noise_ref)
+            skip: Any = (me,)  # as a reference of one number is read
+            arrived = Input(came_ref, first_ref, skip, noise_ref)
             total = accumulate(total, [[arrived]], rows, record(first_ref, me)[1], tile)
             places = [peer_of(me, i, axes)[1] for i in range(n - 1)]
             refs = sums_ref, *(plgpu.remote_ref(sums_ref, place) for place in places)

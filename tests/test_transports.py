@@ -268,15 +268,14 @@ def exchanged(tree, axes, *, to_all):
     return jax.tree.map(axis.all_gather, tree) if to_all else axis.all_to_all(tree)
 
 
-def reduced(source, tiles, noise, words, result, axes, *, fmt):
+def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
     """What `pk.all_reduce` stands for, by other kernels."""
     n, me, (first, last) = math.prod(axes.values()), Axis(tuple(axes)).index, tiles
-    if source.order is None:
+    if even:
         rows = first.shape[1] * pk.TILE_ROWS
-        first, last = (jnp.repeat(x, n, axis=0) for x in tiles)
-        nothing = jnp.zeros(n * rows)
+        first, last = (jnp.repeat(x[:1], n, axis=0) for x in tiles)
         source = source._replace(order=jnp.arange(n * rows, dtype=jnp.int32).reshape(n, rows))
-        result = result._replace(mean_sum=nothing)
+        result = result._replace(mean_sum=jnp.zeros(n * rows))
     result, everyone = result._replace(order=source.order), jnp.arange(n, dtype=jnp.int32)
     own, noises = noise[me], noise if fmt.dither else None
     sent = pk.compress(source, everyone, pk.Target(first, own, words[0]), fmt=fmt)

@@ -122,11 +122,11 @@ class HopMethod(TellsLosses):
         """The shared facts, after the small all-reduce of the messages."""
         message = self.measure(x, bound, call.state)
         if message is not None:
-            pushed = call.topology.transport == "push" and self.agreement == "sum"
-            if pushed:
-                check_schedule(call.topology, call.n_workers)
-            agree = "psum_by_push" if pushed else f"p{self.agreement}"
-            message = getattr(call.axis, agree)(message)
+            reduce, topology = f"p{self.agreement}", call.topology
+            if topology is not None and topology.transport == "push" and reduce == "psum":
+                check_schedule(topology, call.n_workers)
+                reduce = "psum_by_push"
+            message = getattr(call.axis, reduce)(message)
         shared = self.share(message, call.seed, bound)
         if self.debug_checks:
             assert_same_on_workers(shared, call.axis, "the plan")

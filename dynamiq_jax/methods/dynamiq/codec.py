@@ -147,12 +147,9 @@ def chunk_codec(
 
     def push(axis: Axis) -> Array:
         source, result = own._replace(x=axis.to_varying(x)), summed(layout.rows, None, None)
-        tiles, words = plan.tiles, layout.payload_words
-        if not layout.planned and layout.shards == 1:
-            # Chunks of consecutive super-groups, which have equal tiles.
-            source, result = source._replace(order=None), result._replace(mean_sum=None)
-            tiles = tuple(each[:1] for each in tiles)
-        return pk.all_reduce(source, tiles, noise, words, result, axis.pushed, fmt=layout.fmt)
+        words, even = layout.payload_words, not layout.planned and layout.shards == 1
+        told = {"fmt": layout.fmt, "even": even}
+        return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
 
     if keep_error:
         none_lost = Kept((), jnp.zeros((layout.rows, layout.super_group_size), jnp.float32))
