@@ -186,7 +186,7 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
 
     ``noise`` is a reference with the place of its row, ``record`` one of tiles with the chunk.
     """
-    tiles_ref, chunk = record
+    (noise_ref, place), (tiles_ref, chunk) = noise, record
 
     def branch(offset, w):
         def encode_record(total, words):
@@ -195,7 +195,7 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
 
         return encode_record
 
-    tile.by_width(tiles_ref, chunk, branch, total, _noise(*noise, rows, tile))
+    tile.by_width(tiles_ref, chunk, branch, total, _noise(noise_ref, place, rows, tile))
 
 
 def decode_tile(
