@@ -19,7 +19,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
-from pallas_kernels.backend import Backend, check_backend, resolve_backend
+from pallas_kernels.backend import Backend, check_backend, pushes, resolve_backend
 from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
@@ -221,6 +221,41 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     return push.exchange(tree, axes, to_all=to_all)
 
 
+def all_reduce(
+    source: Source,
+    tiles: tuple[Int[Array, "n T"], ...],
+    noise: UInt[Array, "n 8"],
+    words: tuple[int, ...],
+    result: Result,
+    axes: dict[str, int],
+    *,
+    fmt: WireFormat,
+    even: bool = False,
+) -> Float[Array, "rows S"]:
+    """`compress`, an exchange, a hop, another exchange and `decompress` in one kernel.
+
+    Chunk i is summed by worker i. The bits are those of the kernels it stands for. It runs where
+    `exchange` does.
+
+    Args:
+      source: this worker's gradient.
+      tiles: the records of gradients, and of sums.
+      noise: row i is the randomness of worker i, for the gradients and for the sums it encodes.
+      words: lengths of a payload of gradients, and of sums.
+      result: all sums, with no ``start``, and ``into`` nothing.
+      axes: as for `exchange`.
+      fmt: the wire format.
+      even: whether super-groups are in their order, all chunks have equal tiles and ``mean_sum`` is
+        zero. Then the kernel does without those arrays.
+
+    Raises:
+      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+    """
+    from pallas_kernels import push
+
+    return push.all_reduce(source, tiles, noise, words, result, axes, fmt=fmt, even=even)
+
+
 def _check_noise(noise: list, fmt: WireFormat) -> None:
     if fmt.dither and any(rows is None for rows in noise):
         raise ValueError(
@@ -241,6 +276,7 @@ __all__ = [
     "Target",
     "Upgrades",
     "WireFormat",
+    "all_reduce",
     "check_backend",
     "compress",
     "deal",
@@ -252,6 +288,7 @@ __all__ = [
     "noise_from",
     "exchange",
     "pack_tiles",
+    "pushes",
     "resolve_backend",
     "seed_words",
     "slot_noise",

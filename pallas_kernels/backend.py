@@ -5,8 +5,12 @@ from typing import Literal, get_args
 import jax
 
 from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels.format import WireFormat
 
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
+
+WARP = 32
+"""Groups of a super-group that kernels of "mosaic" take: one for each thread of a warp."""
 
 MOST_WORKERS = 8
 """Devices of a mesh for push kernels: the GPUs of a host that all reach each other."""
@@ -51,6 +55,11 @@ def resolve_backend(backend: Backend | None) -> Backend:
             "pass backend=None (the fastest that runs here)"
         )
     return backend
+
+
+def pushes(fmt: WireFormat, backend: Backend | None) -> bool:
+    """Whether one push kernel takes a format; "mosaic" and no backend allow it."""
+    return backend in (None, "mosaic") and fmt.groups <= WARP
 
 
 def check_push(names: tuple[str, ...]) -> None:

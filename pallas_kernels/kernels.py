@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import TILE_ROWS, Input, Result, Source, Target, WireFormat
 from pallas_kernels.hashing import NOISE_WORDS, Noise
-from pallas_kernels.tile import Tile, decode, encode, finished, level_tables, noise_of
+from pallas_kernels.tile import Payload, Tile, decode, encode, finished, level_tables, noise_of
 
 
 class Launch(NamedTuple):
@@ -121,13 +122,13 @@ def _noise(noise_ref, where: tuple, rows, tile: Tile):
     return noise_of(rows, words, tile)
 
 
-def _load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
+def load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
     """``x - mean`` of super-groups ``rows``."""
     x = tile.load(x_ref, rows, n_rows)
     return x if mean_ref is None else x - tile.load_rows(mean_ref, rows)
 
 
-def _accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
+def accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
     """``total`` plus the decoded records of the tile, of ``chunk``, in all inputs."""
     for alike in inputs:
 
@@ -169,23 +170,51 @@ def _encode_kernel(
     def run():
         chunk = chunks_ref[tile.c]
         rows = tile.rows(order_ref, chunk)
-        total = _load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
-        total = _accumulate(total, inputs, rows, chunk, tile)
-        noise = _noise(noise_ref, (), rows, tile)
-
-        def branch(offset, w):
-            def encode_tile(total, noise):
-                encode(total, noise, tile.payload(out_ref, (tile.c,)), offset, w, tile)
-                return jnp.int32(0)
-
-            return encode_tile
-
-        tile.by_width(tiles_ref, chunk, branch, total, noise)
+        total = load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
+        total = accumulate(total, inputs, rows, chunk, tile)
+        payload = tile.payload(out_ref, (tile.c,))
+        encode_tile(total, rows, (noise_ref, ()), (tiles_ref, chunk), payload, tile)
 
     if skips_chunk:
         pl.when(tile.c != rest[0][0])(run)
     else:
         run()
+
+
+def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Tile):
+    """Encodes ``total``, the super-groups ``rows``, into a payload.
+
+    ``noise`` is a reference with the place of its row, ``record`` one of tiles with the chunk.
+    """
+    (noise_ref, place), (tiles_ref, chunk) = noise, record
+
+    def branch(offset, w):
+        def encode_record(total, words):
+            encode(total, words, payload, offset, w, tile)
+            return jnp.int32(0)
+
+        return encode_record
+
+    tile.by_width(tiles_ref, chunk, branch, total, _noise(noise_ref, place, rows, tile))
+
+
+def decode_tile(
+    payload: Payload, rows, noise: tuple, record: tuple, mean_sum_ref, out_ref, divisor, tile: Tile
+):
+    """Decodes the finished super-groups ``rows`` to those of ``out_ref``; see `encode_tile`."""
+    tiles_ref, chunk = record
+
+    def branch(offset, w):
+        def decode_record(mean_sum):
+            words = functools.partial(_noise, *noise, rows, tile)
+            value = decode(payload, offset, w, words, tile)
+            _store(out_ref, value, rows, 0, mean_sum, divisor, tile)
+            return jnp.int32(0)
+
+        return decode_record
+
+    mean_sum = np.float32(0) if mean_sum_ref is None else tile.load_rows(mean_sum_ref, rows)
+    tile.by_width(tiles_ref, chunk, branch, mean_sum)
 
 
 def _store(out_ref, value, rows, start, mean_sum, divisor: int, tile: Tile):
@@ -202,8 +231,8 @@ def _finish_kernel(
     tile = lowering.tile(fmt, table_ref, order_ref.shape[1] // TILE_ROWS)
     chunk = chunks_ref[tile.c]
     rows = tile.rows(order_ref, chunk)
-    total = _load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
-    total = _accumulate(total, inputs, rows, chunk, tile)
+    total = load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
+    total = accumulate(total, inputs, rows, chunk, tile)
     mean_sum = tile.load_rows(mean_sum_ref, rows)
     _store(out_ref, total, rows, start_ref[0], mean_sum, divisor, tile)
 
@@ -216,18 +245,9 @@ def _decode_kernel(
     tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
     chunk = chunks_ref[tile.c]
     rows = tile.rows(order_ref, chunk)
-    mean_sum = tile.load_rows(mean_sum_ref, rows)
-
-    def branch(offset, w):
-        def decode_tile(mean_sum):
-            noise = functools.partial(_noise, noise_ref, (tile.c,), rows, tile)
-            value = decode(tile.payload(payloads_ref, (tile.c,)), offset, w, noise, tile)
-            _store(out_ref, value, rows, 0, mean_sum, divisor, tile)
-            return jnp.int32(0)
-
-        return decode_tile
-
-    tile.by_width(tiles_ref, chunk, branch, mean_sum)
+    payload, noise = tile.payload(payloads_ref, (tile.c,)), (noise_ref, (tile.c,))
+    record = tiles_ref, chunk
+    decode_tile(payload, rows, noise, record, mean_sum_ref, out_ref, divisor, tile)
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "lowering"))

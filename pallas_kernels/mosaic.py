@@ -26,12 +26,12 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import reference
 from pallas_kernels._compat import shape_struct
+from pallas_kernels.backend import WARP
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
 from pallas_kernels.kernels import Launch
 from pallas_kernels.tile import as_word
 
 THREADS = 128
-WARP = 32
 
 _REF = plgpu.RefType()
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -132,13 +132,17 @@ def _names(count: int, first: int) -> tuple[str, str]:
     return (f".v{count}", "{" + names + "}") if count > 1 else ("", names)
 
 
-def _load(address, count: int, wanted=None) -> list:
-    """``count`` words, at most 4; zeros where the i32 ``wanted`` is 0."""
+def _load(address, count: int, wanted=None, fresh: bool = False) -> list:
+    """``count`` words, at most 4; zeros where the i32 ``wanted`` is 0.
+
+    ``fresh`` ones may have been written since the kernel began.
+    """
     form, names = _names(count, 0)
     result = _i32() if count == 1 else llvm.StructType.get_literal([_i32()] * count)
-    code = f"ld.global.nc{form}.b32 {names}, [${count}];"
+    code = f"ld.global{'' if fresh else '.nc'}{form}.b32 {names}, [${count}];"
     if wanted is None:
-        found = _ptx(code, ",".join(["=r"] * count + ["l"]), result, address)
+        constraints = ",".join(["=r"] * count + ["l"])
+        found = _ptx(code, constraints, result, address, effects=fresh)
     else:
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
         code = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {code} }}"
@@ -176,14 +180,15 @@ def _load_item(ref, index):
     return load(ref, index)
 
 
-def _load_field(ref, word, number, bits: int):
+def _load_field(ref, word, number, bits: int, fresh: bool):
     """Fields of 8 or 16 bits, ``number`` of them behind ``word``, both int32[128]: uint32[128]."""
+    space = "global" if fresh else "global.nc"
 
     @_inline((_REF, _PER_THREAD, _PER_THREAD), _PER_THREAD, (THREADS,), jnp.uint32)
     def load(ref, word, byte):
         address = _address(ref, word[0], 4, byte[0])
-        code = f"{{ .reg .b16 h; ld.global.nc.u{bits} h, [$1]; cvt.u32.u{bits} $0, h; }}"
-        return [_ptx(code, "=r,l", _i32(), address)]
+        code = f"{{ .reg .b16 h; ld.{space}.u{bits} h, [$1]; cvt.u32.u{bits} $0, h; }}"
+        return [_ptx(code, "=r,l", _i32(), address, effects=fresh)]
 
     return load(ref, word, number * (bits // 8))
 
@@ -201,7 +206,7 @@ def _store_field(ref, word, number, fields, bits: int) -> None:
     store(ref, word, number * (bits // 8), fields)
 
 
-def _load_words(ref, word, count: int, at_once: int):
+def _load_words(ref, word, count: int, at_once: int, fresh: bool):
     """``count`` words from ``word`` int32[128] on: uint32[count, 128]."""
     at_once = min(at_once, count)
 
@@ -209,7 +214,7 @@ def _load_words(ref, word, count: int, at_once: int):
     def load(ref, word):
         address = _address(ref, word[0], 4)
         starts = range(0, count, at_once)
-        return [w for i in starts for w in _load(_after(address, 4 * i), at_once)]
+        return [w for i in starts for w in _load(_after(address, 4 * i), at_once, fresh=fresh)]
 
     return load(ref, word)
 
@@ -292,6 +297,8 @@ class _Payload(NamedTuple):
     ref: Any
     start: Any
     tile: "_Tile"
+    fresh: bool = False
+    """Whether the running kernel writes it."""
 
     @property
     def _at_once(self) -> int:
@@ -299,13 +306,13 @@ class _Payload(NamedTuple):
         return math.gcd(self.ref.shape[-1], 4)
 
     def load_row_scales(self, offset):
-        return _load_field(self.ref, self.start + offset, self.tile.row, 16)
+        return _load_field(self.ref, self.start + offset, self.tile.row, 16, self.fresh)
 
     def store_row_scales(self, offset, fields):
         _store_field(self.ref, self.start + offset, self.tile.row, fields, 16)
 
     def load_group_scales(self, offset, bits):
-        return _load_field(self.ref, self.start + offset, self.tile.group, bits)
+        return _load_field(self.ref, self.start + offset, self.tile.group, bits, self.fresh)
 
     def store_group_scales(self, offset, fields, bits):
         _store_field(self.ref, self.start + offset, self.tile.group, fields, bits)
@@ -318,10 +325,11 @@ class _Payload(NamedTuple):
         tile, start = self.tile, self.start + offset
         size = tile.fmt.group_size * bits  # bits of a group: a part of a word, or whole words
         if size < 32:
-            words = _load_field(self.ref, start, tile.group, size)
+            words = _load_field(self.ref, start, tile.group, size, self.fresh)
         else:
             count = size // 32
-            words = _load_words(self.ref, start + tile.group * count, count, self._at_once)
+            first = start + tile.group * count
+            words = _load_words(self.ref, first, count, self._at_once, self.fresh)
         return _spread(words, tile.quads) >> self._places(bits)
 
     def store_plane(self, offset, fields, bits):
@@ -347,6 +355,8 @@ class _Tile:
     group: Any
     """Each thread's group in its tile: int32[128]."""
     c: Any
+    fresh: bool = False
+    """Whether the running kernel writes the payloads."""
 
     @property
     def quads(self) -> int:
@@ -418,7 +428,7 @@ class _Tile:
         number = where[0]
         for position, size in zip(where[1:], ref.shape[1:-1], strict=True):
             number = number * size + position
-        return _Payload(ref, number * ref.shape[-1], self)
+        return _Payload(ref, number * ref.shape[-1], self, self.fresh)
 
     def levels(self, at):
         layout = _coordinates_layout(self.quads)
@@ -493,24 +503,34 @@ class _Tile:
         return _spread(of_groups, self.quads)
 
 
+def parts_of(fmt: WireFormat, tiles: int) -> int:
+    """The programs that a chunk of so many tiles takes."""
+    return pl.cdiv(tiles * TILE_ROWS * fmt.groups, THREADS)
+
+
+def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool = False) -> _Tile:
+    """The tiles of part ``part`` of a chunk of so many; past the last one, that one again."""
+    if fmt.groups > WARP:
+        raise NotImplementedError(
+            f"backend='mosaic' takes up to {WARP} groups per super-group, and "
+            f"super_group_size={fmt.super_group_size} has {fmt.groups} of "
+            f"group_size={fmt.group_size}; pass group_size >= {fmt.super_group_size // WARP}, "
+            "or backend='triton'"
+        )
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    number, of_tile = part * THREADS + thread, TILE_ROWS * fmt.groups
+    t = jnp.minimum(number // of_tile, tiles - 1)
+    return _Tile(fmt, table_ref, t, number % of_tile, chunk, fresh)
+
+
 @dataclass(frozen=True)
 class Mosaic:
     """A `pallas_kernels.kernels.Lowering`."""
 
     def tile(self, fmt, table_ref, tiles):
         """The tiles of the program that runs; past the last one, that one again."""
-        if fmt.groups > WARP:
-            raise NotImplementedError(
-                f"backend='mosaic' takes up to {WARP} groups per super-group, and "
-                f"super_group_size={fmt.super_group_size} has {fmt.groups} of "
-                f"group_size={fmt.group_size}; pass group_size >= {fmt.super_group_size // WARP}, "
-                "or backend='triton'"
-            )
-        thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
-        number = lax.axis_index("dynamiq_part") * THREADS + thread
-        of_tile = TILE_ROWS * fmt.groups
-        t = jnp.minimum(number // of_tile, tiles - 1)
-        return _Tile(fmt, table_ref, t, number % of_tile, lax.axis_index("dynamiq_chunk"))
+        part, chunk = map(lax.axis_index, ("dynamiq_part", "dynamiq_chunk"))
+        return tile_of(fmt, table_ref, tiles, part, chunk)
 
     def launch(self, launch: Launch, operands):
         """The result of a launch."""
@@ -522,12 +542,11 @@ class Mosaic:
 
         kernel.__name__ = f"dynamiq_{launch.name}"
         struct = shape_struct(launch.shape, launch.dtype, *operands)
-        groups = launch.tiles * TILE_ROWS * launch.fmt.groups
         into = launch.replaces is not None
         run = plgpu.kernel(
             kernel,
             out_type=() if into else struct,
-            grid=(launch.chunks, pl.cdiv(groups, THREADS)),
+            grid=(launch.chunks, parts_of(launch.fmt, launch.tiles)),
             grid_names=("dynamiq_chunk", "dynamiq_part"),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )

@@ -1,9 +1,15 @@
 """Push kernels: one Mosaic GPU kernel writes into the memory of all workers, over NVLink.
 
-A block (peer, part) copies its part of the words for that peer, by stores of 16 bytes where rows
-are multiples of them, adds one to the peer's counter, and waits until the block of the same number
-on another worker has done so here. Then all that this worker gets is there when its kernel ends,
-and XLA sees a custom call as any other. XLA begins a kernel once all workers have come to it.
+A block (peer, part) of `exchange` copies its part of the words for that peer, by stores of 16 bytes
+where rows are multiples of them, adds one to the peer's counter, and waits until the block of the
+same number on another worker has done so here. Then all that this worker gets is there when its
+kernel ends, and XLA sees a custom call as any other. XLA begins a kernel once all workers have come
+to it.
+
+A block of `all_reduce` goes through some tiles, the same of every chunk. It encodes those of other
+workers' chunks into their memory, and waits for the blocks of its number. It adds up the tiles of
+its worker's chunk, encodes the sums into the memory of all, and waits again. Then it decodes all
+sums. Blocks of one number read what each other wrote, and nothing else.
 """
 
 import math
@@ -21,13 +27,18 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import mosaic
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.backend import check_push
+from pallas_kernels.format import TILE_ROWS, Input, Result, Source, WireFormat
+from pallas_kernels.kernels import accumulate, decode_tile, encode_tile, load, rows_of
 from pallas_kernels.mosaic import THREADS
+from pallas_kernels.tile import level_tables
 
 BLOCKS = 512
 """Most blocks, of 128 threads: all of them are resident on any Hopper GPU, so that no block waits
 for one that has yet to begin."""
 AT_ONCE = 4
 """Loads of a thread that are under way together."""
+RESIDENT = 3
+"""Blocks of `all_reduce` for each multiprocessor: as many as hold their registers at once."""
 _POLLS = 2**26
 """Reads of a counter, about half a minute. After them the kernel traps, and JAX raises an error."""
 
@@ -60,6 +71,18 @@ def copies(lengths: list[int], n_workers: int) -> list[Copy]:
     return [Copy(words, count, parts) for words, count in zip(at_once, units, strict=True)]
 
 
+def _multiprocessors() -> int:
+    return jax.devices()[0].core_count
+
+
+def _number(axes: dict[str, int]):
+    """This worker's number."""
+    me = jnp.int32(0)
+    for name, size in axes.items():
+        me = me * size + lax.axis_index(name)
+    return me
+
+
 def peer_of(me, block, axes: dict[str, int]) -> tuple[Any, Any]:
     """Whom a block of a worker sends to, itself last, and its place on the axes of the mesh."""
     peer = lax.rem(me + block + 1, math.prod(axes.values()))
@@ -79,15 +102,13 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     plans = copies([x.shape[1] for x in sent], n)
 
     def kernel(*refs):
-        me = jnp.int32(0)
-        for name, size in axes.items():
-            me = me * size + lax.axis_index(name)
+        me = _number(axes)
         peer, place = peer_of(me, lax.axis_index("pushed_to"), axes)
         for plan, source, target in zip(plans, refs, refs[len(plans) : -1], strict=False):
             far = plgpu.remote_ref(target, place)
             _copy(plan, source, 0 if to_all else peer, far, me)
         pl.semaphore_signal(refs[-1], device_id=place)  # after all that the block has written
-        _wait(refs[-1])
+        _wait(refs[-1], 1)
 
     kernel.__name__ = "dynamiq_push"
     came = plgpu.kernel(
@@ -147,19 +168,157 @@ def _copy(plan: Copy, source, from_row, target, to_row) -> None:
     lax.fori_loop(0, plan.rounds, step, 0)
 
 
-def _wait(counter) -> None:
-    """Waits until a counter is not 0. Unlike `pl.semaphore_wait` it ends, if late, in an error."""
+def _wait(counter, count: int, meeting: int = 0) -> None:
+    """Waits for one half of a counter to reach ``count``; too long a wait ends in an error.
+
+    Then all threads read what was written before others counted.
+    """
 
     @mosaic._inline((mosaic._REF,))
     def wait(counter):
         at = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(counter))
-        # Thread 0 reads: the kernel ends with its last thread, and none of the others has to know.
         code = f"""{{ .reg .pred p; .reg .u32 v, n;
             mov.u32 n, %tid.x; setp.ne.u32 p, n, 0; @p bra DONE;
-            MORE: ld.acquire.sys.global.u32 v, [$0]; setp.ne.u32 p, v, 0; @p bra DONE;
+            MORE: ld.acquire.sys.global.u32 v, [$0]; bfe.u32 v, v, {16 * meeting}, 16;
+            setp.ge.u32 p, v, {count}; @p bra DONE;
             add.u32 n, n, 1; setp.lt.u32 p, n, {_POLLS}; @p bra MORE;
             trap;
             DONE: }}"""
         mosaic._ptx(code, "l,~{memory}", ir.Type.parse("!llvm.void"), at, effects=True)
+        mgpu.utils.warpgroup_barrier()
 
     wait(counter)
+
+
+def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
+    """Tells the blocks of this number on all other workers, and waits for them to do so.
+
+    Meetings 0 and 1 count in a half of the counter each: some worker may come to the second one
+    before another has told of the first.
+    """
+
+    @mosaic._inline((mosaic._REF,))
+    def written(_):
+        mgpu.utils.warpgroup_barrier()
+
+    written(counter)
+    others = math.prod(axes.values()) - 1
+    for i in range(others):
+        place = peer_of(me, i, axes)[1]
+        pl.semaphore_signal(counter, 1 << 16 * meeting, device_id=place)
+    _wait(counter, others, meeting)
+
+
+class _Everywhere(NamedTuple):
+    """Payloads that get the same fields."""
+
+    payloads: list[mosaic._Payload]
+
+    def store_row_scales(self, offset, fields):
+        for payload in self.payloads:
+            payload.store_row_scales(offset, fields)
+
+    def store_group_scales(self, offset, fields, bits):
+        for payload in self.payloads:
+            payload.store_group_scales(offset, fields, bits)
+
+    def store_plane(self, offset, fields, bits):
+        for payload in self.payloads:
+            payload.store_plane(offset, fields, bits)
+
+
+def all_reduce(
+    source: Source,
+    tiles: tuple[Any, ...],
+    noise,
+    words: tuple[int, ...],
+    result: Result,
+    axes: dict[str, int],
+    *,
+    fmt: WireFormat,
+    even: bool,
+):
+    """See `pallas_kernels.all_reduce`."""
+    check_push(tuple(axes))
+    n, x = math.prod(axes.values()), rows_of(source.x, fmt.super_group_size)
+    n_tiles = tiles[0].shape[1]
+    parts = mosaic.parts_of(fmt, n_tiles)
+    blocks = min(parts, RESIDENT * _multiprocessors())
+    dealt = (None, None) if even else (source.order, result.mean_sum)
+    tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
+    operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)
+    given = [operand for operand in operands if operand is not None]
+
+    def kernel(*refs):
+        refs = iter(refs)
+        of_operands: Any = [None if operand is None else next(refs) for operand in operands]
+        x_ref, mean_ref, order_ref, mean_sum_ref, first_ref, last_ref, noise_ref, table_ref = (
+            of_operands
+        )
+        out_ref, came_ref, sums_ref, met = refs
+        me, block = _number(axes), lax.axis_index("pushed_part")
+        turns = lax.div(parts - 1 - block, blocks) + 1  # parts block, block + blocks, ...
+
+        def each(count, run):
+            """``run(i, tile)`` for i below ``count`` and every tile of this block."""
+
+            def step(at, _):
+                part = block + lax.rem(at, turns) * blocks
+                tile = mosaic.tile_of(fmt, table_ref, n_tiles, part, 0, fresh=True)
+                run(lax.div(at, turns), tile)
+                return 0
+
+            lax.fori_loop(0, count * turns, step, 0)
+
+        def rows_of_chunk(tile, chunk):
+            if order_ref is not None:
+                return tile.rows(order_ref, chunk)
+            return (chunk * n_tiles + tile.t) * TILE_ROWS + tile.row
+
+        def record(ref, chunk):
+            return ref, 0 if even else chunk
+
+        def send(i, tile):
+            peer, place = peer_of(me, i, axes)
+            rows = rows_of_chunk(tile, peer)
+            values = load(x_ref, mean_ref, rows, x.shape[0], tile)
+            payload = tile.payload(plgpu.remote_ref(came_ref, place), (me, 0))
+            encode_tile(values, rows, (noise_ref, (me,)), record(first_ref, peer), payload, tile)
+
+        def add(_, tile):
+            rows = rows_of_chunk(tile, me)
+            total = load(x_ref, mean_ref, rows, x.shape[0], tile)
+            skip: Any = (me,)  # as a reference of one number is read
+            arrived = Input(came_ref, first_ref, skip, noise_ref)
+            total = accumulate(total, [[arrived]], rows, record(first_ref, me)[1], tile)
+            places = [peer_of(me, i, axes)[1] for i in range(n - 1)]
+            refs = sums_ref, *(plgpu.remote_ref(sums_ref, place) for place in places)
+            payload = _Everywhere([tile.payload(ref, (me,)) for ref in refs])
+            encode_tile(total, rows, (noise_ref, (me,)), record(last_ref, me), payload, tile)
+
+        def read(owner, tile):
+            rows, payload = rows_of_chunk(tile, owner), tile.payload(sums_ref, (owner,))
+            where, noise = record(last_ref, owner), (noise_ref, (owner,))
+            decode_tile(payload, rows, noise, where, mean_sum_ref, out_ref, result.divisor, tile)
+
+        each(n - 1, send)
+        _meet(met, 0, me, axes)
+        each(1, add)
+        _meet(met, 1, me, axes)
+        each(n, read)
+
+    kernel.__name__ = "dynamiq_push_all_reduce"
+    shapes = [(n, 1, words[0]), (n, words[1])]
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            shape_struct((result.rows, fmt.super_group_size), result.dtype, *given),
+            *(shape_struct(shape, jnp.uint32, *given) for shape in shapes),
+        ],
+        grid=(blocks,),
+        grid_names=("pushed_part",),
+        scratch_types=[plgpu.SemaphoreType.REGULAR],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(*given)[0]

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, programs, run
 
+import dynamiq_jax as dq
 import pallas_kernels as pk
 from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
@@ -199,3 +200,22 @@ def test_pushes_lower_for_cuda(axes, monkeypatch):
     lowered = _lowered_for_cuda(mapped, *leaves, mesh=(sizes, ("x", "y")))
     assert lowered.count("dynamiq_push") >= 2
     assert lowered.count("uses_xla_collective_metadata = true") == 2
+
+
+@pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")
+@pytest.mark.parametrize("plan", daily([True, False], [True]))
+@pytest.mark.parametrize("dither", [True, False])
+def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypatch):
+    monkeypatch.setattr(push, "check_push", lambda names: None)
+    monkeypatch.setattr(push, "_multiprocessors", lambda: 4)
+    method = dq.Compression(
+        dq.DynamiQ(bits=4, plan=plan, dither=dither), topology=dq.Direct(transport="push"),
+        min_bucket_size=0, min_bucket_bytes=0,
+    )  # fmt: skip
+    mapped = jax.shard_map(
+        lambda x: dq.psum(x[0], ("x", "y"), method=method), in_specs=P(("x", "y")), out_specs=P()
+    )
+    x = jax.ShapeDtypeStruct((4, 2**16), jnp.bfloat16)
+    lowered = _lowered_for_cuda(mapped, x, mesh=((2, 2), ("x", "y")))
+    assert "dynamiq_push_all_reduce" in lowered
+    assert lowered.count("uses_xla_collective_metadata = true") == 2  # with the message's

@@ -1,6 +1,7 @@
 """Payloads mean the same however they move: by collectives, by ppermutes, or by push kernels."""
 
 import functools
+import math
 from types import SimpleNamespace
 
 import jax
@@ -261,29 +262,59 @@ def test_what_jit_traces_knows_of_its_options(peers):
 PUSHED = {"topology": dq.Direct(transport="push", streams=1)}
 
 
+def exchanged(tree, axes, *, to_all):
+    """What a push kernel brings, on any machine."""
+    axis = Axis(tuple(axes))
+    return jax.tree.map(axis.all_gather, tree) if to_all else axis.all_to_all(tree)
+
+
+def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
+    """What `pk.all_reduce` stands for, by other kernels."""
+    n, me, (first, last) = math.prod(axes.values()), Axis(tuple(axes)).index, tiles
+    if even:
+        rows = first.shape[1] * pk.TILE_ROWS
+        first, last = (jnp.repeat(x[:1], n, axis=0) for x in tiles)
+        source = source._replace(order=jnp.arange(n * rows, dtype=jnp.int32).reshape(n, rows))
+        result = result._replace(mean_sum=jnp.zeros(n * rows))
+    result, everyone = result._replace(order=source.order), jnp.arange(n, dtype=jnp.int32)
+    own, noises = noise[me], noise if fmt.dither else None
+    sent = pk.compress(source, everyone, pk.Target(first, own, words[0]), fmt=fmt)
+    came = pk.Input(exchanged(sent, axes, to_all=False)[:, None], first, me, noises)
+    (total,) = pk.decompress_accumulate_recompress(
+        (came,), source, me[None], pk.Target(last, own, words[1]), fmt=fmt
+    )
+    sums = exchanged(total, axes, to_all=True)
+    return pk.decompress(sums, last, everyone, result, noises, fmt=fmt)
+
+
 @pytest.mark.parametrize(
-    ("method", "reduce"),
+    ("method", "reduce", "kernels"),
     [
-        (CHEAP, dq.psum),
-        (small(dq.comparators.MXFP4()), dq.psum),
-        (CHEAP, functools.partial(dq.psum_scatter, tiled=True)),
+        (small(dq.DynamiQ(bits=5, plan=True)), dq.psum, ["exchange", "all_reduce"]),
+        (small(dq.DynamiQ(bits=4, dither=True, plan=False)), dq.pmean, ["exchange", "all_reduce"]),
+        (small(dq.DynamiQ(bits=5, plan=False, backend="jnp")), dq.psum, ["exchange"] * 3),
+        (small(dq.comparators.MXFP4()), dq.psum, ["exchange"] * 2),
+        (CHEAP, functools.partial(dq.psum_scatter, tiled=True), ["exchange"] * 2),
     ],
-    ids=["DynamiQ", "MX", "psum_scatter"],
+    ids=["plan", "no plan, dither", "backend", "MX", "psum_scatter"],
 )
-def test_what_is_pushed_gives_the_bits_of_collectives(method, reduce, monkeypatch):
-    n, x, sent = 3, gradient(5, 3, 3 * 2**13), []
+def test_what_is_pushed_gives_the_bits_of_collectives(method, reduce, kernels, monkeypatch):
+    n, x, called = 3, gradient(5, 3, 3 * 2**13 + 7 * (reduce is dq.pmean)), []
 
-    def exchange(tree, axes, *, to_all):  # what the kernels bring, on any machine
-        sent.append((dict(axes), to_all))
-        axis = Axis(tuple(axes))
-        return jax.tree.map(axis.all_gather, tree) if to_all else axis.all_to_all(tree)
+    def recorded(name, run):
+        def call(*args, **options):
+            called.append(name)
+            return run(*args, **options)
 
-    monkeypatch.setattr(pk, "exchange", exchange)
-    spec, found = P() if reduce is dq.psum else P("data"), []
+        monkeypatch.setattr(pk, name, call)
+
+    recorded("exchange", exchanged)
+    recorded("all_reduce", reduced)
+    spec, found = P("data") if isinstance(reduce, functools.partial) else P(), []
     for route in (dq.Direct(transport="collectives", streams=1), PUSHED["topology"]):
         one = functools.partial(reduce, axis_name="data", method=method, topology=route)
         found.append(program(one, n, spec)(x))
-    assert sent == [({"data": n}, False), ({"data": n}, True)][: 2 if reduce is dq.psum else 1]
+    assert called == kernels
     np.testing.assert_array_equal(*found)
 
 

@@ -8,7 +8,9 @@ Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``, 
 * ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
   bits, and within a group by loss. ``docs/multihost.md`` and ``docs/performance.md`` get steps by
   way to train.
-* ``docs/speedups.png`` has speed-ups of steps by links and way.
+* ``docs/time-to-accuracy.md`` gets times to bf16's loss, and trainings against the clock.
+* ``docs/speedups.png`` has speed-ups of steps by links and way. ``docs/time-to-accuracy.png`` has
+  losses by seconds.
 """
 
 import json
@@ -19,8 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
-from training import BF16
+from training import BF16, CURVE_WINDOW
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -281,6 +284,118 @@ def table(name: str) -> str:
     return settings_text(chosen, rows) + "\n\n" + markdown(lines)
 
 
+# --- Time to bf16's loss --------------------------------------------------------------------------
+
+LOSSES_OF = {
+    BF16: BF16,
+    "bf16-zero": BF16,
+    "bf16-fsdp": BF16,
+    "mxfp8": "mxfp8",
+    "dp:5": "dynamiq:5",
+    "zero-pipeline:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
+    "zero-pipeline:4d/2.5": "dynamiq-dither:4/dynamiq-dither:2.5",
+    "fsdp:5/8": "dynamiq:5/dynamiq:8/whole",
+    "fsdp-keep:5/8": "dynamiq:5/dynamiq:8/whole",
+}
+"""Methods of `training.py` by ways of `ways.py`. Three ways take the mean of bf16 gradients."""
+LONG = {BF16: "bf16", "mxfp8": "mxfp8", "dynamiq:5": "dynamiq-5"}
+LONG |= {"dynamiq:5/dynamiq-dither:2.5": "dynamiq-5-dynamiq-dither-2.5"}
+LONG |= {"dynamiq:5/dynamiq:8/whole": "dynamiq-5-dynamiq-8-whole"}
+"""Files of ``long`` by methods."""
+OLDER = "step_time_pipeline.json"
+"""Steps of MXFP8, which `WAYS` lacks, on two H200 over host memory."""
+TIMED = ("25 Gb/s", "2 × H100"), ("25 Gb/s", "2 hosts × 2 H200"), *WITHIN[::-1]
+
+
+def less(share: float) -> str:
+    """How much less than one a share is; nothing for one itself, and for NaN: not measured."""
+    if math.isinf(share):
+        return "not reached"
+    differs = share != 1 and not math.isnan(share)
+    return f"{round(100 * (1 - share))}%".replace("-", "−") if differs else ""
+
+
+def steps_to_loss(curves: Mapping[str, np.ndarray], window: int) -> dict[str, float]:
+    """Steps until a mean over ``window`` steps is 0.5% above bf16's last one, by method.
+
+    ``curves`` are such means. Between the middles of two windows the loss is a straight line.
+    A method that does not get there has an infinite number.
+    """
+    target, found = 1.005 * curves[BF16][-1], {}
+    for method, curve in curves.items():
+        i = int(np.argmax(curve <= target))
+        share = (curve[i - 1] - target) / (curve[i - 1] - curve[i])
+        found[method] = window * (i - 0.5 + share) if i else math.inf
+    return found
+
+
+def time_to_loss_table() -> str:
+    """Steps to bf16's loss, and how much less time than bf16 psum they take, by links and cards.
+
+    A method's steps are those of the training that is worse for it, relative to bf16's.
+    """
+    files = (Losses(file, "125m", 200) for file in ("training_125m.json", "sharded.json"))
+    rows = [row for file in files for row in loss_rows(file)]
+    short = {row["settings"]["method"]: np.mean(row["training_loss"], axis=0) for row in rows}
+    losses = {method: load(f"long/{file}.json")["losses"] for method, file in LONG.items()}
+    long = {method: np.reshape(own, (-1, 100)).mean(axis=1) for method, own in losses.items()}
+    counts = steps_to_loss(short, CURVE_WINDOW), steps_to_loss(long, 100)
+    times = {(run["links"], run["cards"]): dict(run["ms"]) for run in load(WAYS)["runs"]}
+    runs = ({row["method"]: row["step_ms"] for row in run["rows"]} for run in load(OLDER)["runs"])
+    older = next(run for run in runs if "mxfp8" in run)
+    at = times["host memory", "2 × H200"]
+    at["mxfp8"] = [older["mxfp8"] / older[BF16] * at[BF16][0]]
+    lines = [("", "steps, of 200", "of 2,300", *map(", ".join, TIMED))]
+    for way, method in LOSSES_OF.items():
+        ratio = max(steps[method] / steps[BF16] for steps in counts if method in steps)
+        shares = [times[run].get(way, [math.nan])[0] / times[run][BF16][0] for run in TIMED]
+        cells = [f"{steps[method]:,.0f}" if method in steps else "" for steps in counts]
+        cells += [less(ratio * share) for share in shares]
+        lines.append([STEPS_OF.get(way, "MXFP8"), *cells])
+    return markdown(lines)
+
+
+CLOCK = "against_the_clock.json"
+
+
+def clock_table() -> str:
+    """Trainings of `against_the_clock.py`: seconds for all steps and to the target."""
+    lines = [("run, target", "way", "all steps, s", "to the target, s", "less", "last loss")]
+    for run in load(CLOCK)["runs"]:
+        options, first = run["options"], run["rows"][0]
+        title = f"{options['title']}: {options['target']:.3f}"
+        for row in run["rows"]:
+            name, end = row["method"], row["target_seconds"]
+            cells = [title * (row is first), f"`{name}`", f"{row['seconds'][-1]:.1f}"]
+            cells += [
+                f"{end:.1f}" if end else "",
+                less((end or math.inf) / first["target_seconds"]),
+            ]
+            lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
+    return markdown(lines)
+
+
+def clock() -> Figure:
+    """Losses by seconds of all runs of `CLOCK`, each a mean over the run's window of steps."""
+    runs = load(CLOCK)["runs"]
+    figure = Figure(figsize=(7.6, 2.9 * ((len(runs) + 1) // 2)), layout="constrained")
+    panels = figure.subplots((len(runs) + 1) // 2, min(len(runs), 2), squeeze=False).flat
+    for axes, run in zip(panels, runs, strict=False):
+        window = run["options"]["window"]
+        for row in run["rows"]:
+            means = np.convolve(row["losses"], np.full(window, 1 / window), "valid")
+            axes.plot(row["seconds"][window - 1 :], means, label=row["method"], linewidth=1)
+        axes.axhline(run["options"]["target"], color="black", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="seconds", ylabel="training loss")
+        axes.set_title(run["options"]["title"], fontsize=7)
+        axes.legend(frameon=False, fontsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+# --- Errors and transports ------------------------------------------------------------------------
+
+
 def error_origin() -> str:
     """The command, hardware and versions of the errors."""
     found = load("comparison_error.json")
@@ -344,6 +459,7 @@ def texts() -> dict[Path, str]:
             "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
         },
         DOCS / "performance.md": {"steps": steps_table(*WITHIN)},
+        DOCS / "time-to-accuracy.md": {"less": time_to_loss_table(), "clock": clock_table()},
     }
     return {path: filled(path.read_text(), own) for path, own in found.items()}
 
@@ -352,3 +468,4 @@ if __name__ == "__main__":
     for path, text in texts().items():
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
+    clock().savefig(DOCS / "time-to-accuracy.png", dpi=160)

@@ -203,13 +203,32 @@ class Axis:
 
     def push(self, tree: Any, *, to_all: bool) -> Any:
         """`all_to_all`, or `all_gather` if ``to_all``, of all leaves by one push kernel."""
+        sizes = self.pushed
+        return pk.exchange(self.to_varying(tree), sizes, to_all=to_all)
+
+    def psum_by_push(self, tree: Any) -> Any:
+        """`psum` by a push kernel; every worker adds up all terms, in f32 and in their order."""
+
+        def total(x: Array) -> Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return self.assume_invarying(jnp.sum(x, axis=0, dtype=x.dtype))
+            kind, wide = jnp.finfo(x.dtype), jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+            found = jnp.sum(x.astype(wide), axis=0)
+            # XLA would leave out a rounding that a cast back follows.
+            found = lax.reduce_precision(found, kind.nexp, kind.nmant)
+            return self.assume_invarying(found.astype(x.dtype))
+
+        return jax.tree.map(total, self.push(tree, to_all=True))
+
+    @property
+    def pushed(self) -> dict[str, int]:
+        """The axes and their sizes, as push kernels take them."""
         if self.groups is not None:
             raise NotImplementedError(
                 f'transport="push" has no axis_index_groups, and got {self.groups}; '
                 'pass transport="permutes" or "collectives"'
             )
-        sizes = {name: lax.axis_size(name) for name in self.names}
-        return pk.exchange(self.to_varying(tree), sizes, to_all=to_all)
+        return {name: lax.axis_size(name) for name in self.names}
 
     def ppermute(self, tree: Any, permutation: list[tuple[int, int]]) -> Any:
         """`lax.ppermute` by (source, destination) pairs of all workers."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from dynamiq_jax.core.axis import Axis
+
 Payload = Any
 """A pytree of arrays with static shapes; leading axes as said where it is used."""
 
@@ -57,3 +59,5 @@ class ChunkCodec(NamedTuple):
     """(arrived, chunks int32[1], result so far, carry) -> this worker's slice of the result with
     the chunk's finished sum in it, exact: not encoded again; next carry."""
     carry: Carry = ()
+    push: Callable[[Axis], Array] | None = None
+    """(axis) -> what `decode` makes of all chunks, by one push kernel; chunk i is worker i's."""

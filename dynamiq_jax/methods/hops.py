@@ -18,7 +18,7 @@ from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, State, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import n_slots
+from dynamiq_jax.topologies.base import check_schedule, n_slots
 
 Message = Any
 """A pytree of arrays; what one worker contributes to the agreement, or what all did."""
@@ -122,7 +122,11 @@ class HopMethod(TellsLosses):
         """The shared facts, after the small all-reduce of the messages."""
         message = self.measure(x, bound, call.state)
         if message is not None:
-            message = getattr(call.axis, f"p{self.agreement}")(message)
+            reduce, topology = f"p{self.agreement}", call.topology
+            if topology is not None and topology.transport == "push" and reduce == "psum":
+                check_schedule(topology, call.n_workers)
+                reduce = "psum_by_push"
+            message = getattr(call.axis, reduce)(message)
         shared = self.share(message, call.seed, bound)
         if self.debug_checks:
             assert_same_on_workers(shared, call.axis, "the plan")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import codec
@@ -212,21 +213,31 @@ def _pushing(mesh):
     return mesh
 
 
+PUSHED = {
+    "plan": {"plan": True},
+    "no plan": {"plan": False},
+    "dither": {"bits": 4, "plan": False, "dither": True},
+    "paper": contenders.PAPER,
+}
+
+
+@pytest.mark.parametrize("options", PUSHED.values(), ids=PUSHED.keys())
 @pytest.mark.parametrize("size", [2**18, 3 * 5 * 7 * 11 * 13 * 17 + 2])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_pushed_payloads_give_the_bits_of_other_transports(size, check_vma):
+def test_pushed_payloads_give_the_bits_of_other_transports(options, size, check_vma):
     mesh = _pushing(_mesh())
-    n, spec = mesh.size, P("data")
+    n, spec, key = mesh.size, P("data"), jax.random.key(7)
+    method = dq.Compression(dq.DynamiQ(**options), min_bucket_size=1)
     x = jax.random.normal(jax.random.key(size), (n, n * size)) * jnp.arange(1.0, n + 1)[:, None]
     x = jax.device_put(x, NamedSharding(mesh, spec))
 
     def run(transport):
-        options = {"method": METHOD, "topology": dq.Direct(transport=transport, streams=1)}
+        options = {"method": method, "topology": dq.Direct(transport=transport, streams=1)}
 
         def all_three(x):
-            total = dq.psum(x[0], "data", **options)
-            own = dq.psum_scatter(x[0], "data", tiled=True, **options)
-            whole = dq.all_gather(own, "data", tiled=True, method=METHOD)
+            total = dq.psum(x[0], "data", key=key, **options)
+            own = dq.psum_scatter(x[0], "data", tiled=True, key=key, **options)
+            whole = dq.all_gather(own, "data", tiled=True, key=key, method=method)
             return total[None], own[None], whole[None]
 
         mapped = jax.shard_map(
@@ -235,15 +246,16 @@ def test_pushed_payloads_give_the_bits_of_other_transports(size, check_vma):
         return [np.asarray(y) for y in dq.jit(mapped)(x)]
 
     found = {name: run(name) for name in ("push", "collectives", "permutes")}
-    for a, b, c in zip(*found.values(), strict=True):
-        np.testing.assert_array_equal(a, b)
-        if n == 2:  # of more workers, permutes add up in another order
-            np.testing.assert_array_equal(a, c)
-        else:
-            assert np.linalg.norm(a - c) < 1e-2 * np.linalg.norm(a)
+    for a, *others in zip(*found.values(), strict=True):
+        for number, b in enumerate(others):
+            # Of more workers, permutes add up in another order, and NCCL adds statistics up so.
+            if n == 2 or (number == 0 and options.get("plan") is False):
+                np.testing.assert_array_equal(a, b)
+            else:
+                assert np.linalg.norm(a - b) < 0.3 * np.linalg.norm(a)
     total = found["push"][0]
     np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
-    assert 1e-6 < _error(total[0], x) < 2e-2
+    assert 1e-6 < _error(total[0], x) < 1e-1
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])

@@ -15,8 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+import against_the_clock
 import llm_data
 import llm_model
 import step_time
@@ -163,3 +165,26 @@ def test_the_host_waits_for_the_loss_of_so_many_steps_before(ahead):
     assert [event for event in events[:read] if event[0] == "start"] == [
         ("start", i) for i in range(ahead + 1)
     ]
+
+
+def test_trainings_against_the_clock_start_alike_and_end_at_the_target(monkeypatch, tmp_path):
+    monkeypatch.setitem(llm_model.CONFIGS, "tiny", LAYER)
+    file = tmp_path / "clock.json"
+    options = ["--model", "tiny", "--batch", 1, "--steps", 30, "--links", "none", "--json", file]
+    ran = invoke(against_the_clock.main, *options, "--ways", "bf16-psum,none,zero-pipeline:5/2.5")
+    assert ran.exit_code == 0, ran.output
+    (run,) = json.loads(file.read_text())["runs"]
+    bf16, none, sharded = run["rows"]
+    assert run["options"]["title"] == "tiny, 30 steps of 16 tokens per worker, 8 x cpu, none"
+    assert run["options"]["target"] == pytest.approx(
+        1.005 * np.mean(bf16["losses"][-25:]), abs=1e-4
+    )
+    for row in (bf16, none, sharded):
+        assert len(row["losses"]) == 30 and row["seconds"] == sorted(row["seconds"])
+        # The second step has the first one's update, at the rate 0.
+        assert row["losses"][:2] == pytest.approx(bf16["losses"][:2], abs=2e-3)
+    for row in (bf16, sharded):
+        means = np.convolve(row["losses"], np.full(25, 1 / 25), "valid")
+        first = int(np.argmax(means <= run["options"]["target"]))
+        assert row["target_seconds"] == row["seconds"][first + 24]
+    assert bf16["losses"][-1] < bf16["losses"][0] - 0.1

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt
 
 import pallas_kernels as pk
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
 from dynamiq_jax.methods.dynamiq.layout import Layout
@@ -144,8 +145,17 @@ def chunk_codec(
         result = summed(layout.shard_rows, slice_start, into)
         return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common), carry
 
-    nothing_lost = Kept((), jnp.zeros((layout.rows, layout.super_group_size), jnp.float32))
-    return ChunkCodec(encode, add, decode, finish, nothing_lost if keep_error else ())
+    def push(axis: Axis) -> Array:
+        source, result = own._replace(x=axis.to_varying(x)), summed(layout.rows, None, None)
+        words, even = layout.payload_words, not layout.planned and layout.shards == 1
+        told = {"fmt": layout.fmt, "even": even}
+        return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
+
+    if keep_error:
+        none_lost = Kept((), jnp.zeros((layout.rows, layout.super_group_size), jnp.float32))
+        return ChunkCodec(encode, add, decode, finish, none_lost)
+    pushes = pk.pushes(layout.fmt, backend)
+    return ChunkCodec(encode, add, decode, finish, push=push if pushes else None)
 
 
 def expected_error(
