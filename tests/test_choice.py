@@ -178,21 +178,6 @@ def test_psum_follows_the_rule(slow):
     assert np.any(reduced(None) != reduced(dq.Direct()))
 
 
-def test_explain_says_which_and_why(hosts, capsys):
-    tree = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
-    hosts(2, devices(domains=2))
-    explanation = dq.explain(tree, (2, 4), method=small(dq.DynamiQ()))
-    assert explanation.topology == repr(filled(dq.Hierarchical(outer=dq.Butterfly())))
-    assert "several axes" in explanation.reason
-    assert "several axes" in " ".join(capsys.readouterr().out.split())
-    # 16 bits both ways on three quarters of the inner links, and 5 bits of a quarter outside.
-    inner = 2 * 3 / 4 * 2 * 2**20
-    assert explanation.wire_bytes - explanation.outer_wire_bytes == pytest.approx(inner)
-    assert explanation.outer_wire_bytes == pytest.approx(2**18 * 5 / 8, rel=0.01)
-    passed = dq.explain(tree, 8, topology=dq.Ring(), verbose=False)
-    assert passed.reason == "as passed"
-
-
 @pytest.mark.parametrize(
     ("kind", "fast"),
     [

@@ -110,19 +110,6 @@ def test_bits_of_slices_by_hand():
         assert 4.9 * 3 * coords < layout.wire_bits <= 5 * 3 * coords
 
 
-def test_without_means_there_is_half_the_statistics():
-    size, n = 10**6, 4
-    with_mean = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True)).layout(
-        size, n, dq.Ring(streams=1)
-    )
-    without = dq.DynamiQ(bits=5).layout(size, n, dq.Ring(streams=1))
-    assert 2 * without.stats_bits == with_mean.stats_bits
-    saved = with_mean.stats_bits - without.stats_bits
-    more = without.payload_bits - with_mean.payload_bits
-    payloads = sum(without.payloads_sent)
-    assert abs(saved - more) < 32 * payloads * 4
-
-
 def test_only_the_narrowest_width_may_exceed_the_budget():
     fmt, stages = WireFormat(widths=(4, 8)), dq.Ring().stages(2)
     of = functools.partial(allocate, stages, fmt, widths=(4, 8), floor=None, balance=None)
