@@ -25,7 +25,7 @@ SILENCE = 60
 """Seconds without a new line from any process of a group, after which it counts as hanging."""
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 DEVICES = "--xla_force_host_platform_device_count"
-KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
+KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", worker.BRIEF)
 """Variables that processes inherit: neither proxies nor a cluster's, by which JAX would go."""
 
 BLAMES = (r"Task (\d+) heartbeat timeout", r"heartbeats\):\n(\d+)\n", r"task names:\n(\d+)\n")
@@ -129,7 +129,17 @@ def results(folder, n):
         with np.load(folder / f"{i}.npz") as held:
             assert not rows.keys() & held.keys()
             rows.update(held)
-    return Results(rows, [json.loads((folder / f"{i}.json").read_text()) for i in range(n)])
+    files = sorted(folder.glob("?.json"))
+    return Results(rows, [json.loads(file.read_text()) for file in files])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def brief(request):
+    """Only releases train: that takes most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.config.option.release:
+            patch.setenv(worker.BRIEF, "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +194,8 @@ def test_several_processes_train_with_the_bits_of_one(alone, together, way):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("n", daily(worker.COLLECTIVES, [2]))
+@pytest.mark.release
+@pytest.mark.parametrize("n", worker.COLLECTIVES)
 def test_all_devices_end_training_with_the_bits_of_one_process(alone, together, n):
     records, (expected,) = together(n).records, alone(n).records
     assert all(record["mesh"] == {"node": n, "gpu": 2} for record in records)
