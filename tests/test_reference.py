@@ -197,32 +197,6 @@ def test_sums_are_placed_in_the_slice_of_their_owner():
     np.testing.assert_array_equal(found, exact[20:40])
 
 
-def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
-    """A super-group is encoded alike wherever the plan puts it."""
-    fmt = WireFormat(widths=(4,))
-    rng = np.random.default_rng(1)
-    straight, shuffled = Chunk(fmt, (4,) * 6), Chunk(fmt, (4,) * 6, order=rng.permutation(48))
-    x, mean = normal(straight, seed=6)
-    seed = jnp.array([2, 3], jnp.uint32)
-    _, expected = straight.round_trip(x, mean, seed)
-    np.testing.assert_array_equal(shuffled.round_trip(x, mean, seed)[1], expected)
-
-    # The same super-groups as two chunks of three tiles, encoded and decoded one at a time.
-    order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:, :3].repeat(2, axis=0)
-
-    @jax.jit
-    def in_two_chunks(noise):
-        target = pk.Target(tiles, noise, sum(shuffled.words[:3]))
-        payloads = pk.compress(pk.Source(x, mean, order), jnp.arange(2), target, fmt=fmt)
-        so_far = None
-        for c in (1, 0):
-            result = pk.Result(mean, order, 48, jnp.float32, into=so_far)
-            so_far = pk.decompress(payloads[c : c + 1], tiles, jnp.array([c]), result, fmt=fmt)
-        return so_far.reshape(-1)
-
-    np.testing.assert_array_equal(in_two_chunks(straight.noise(seed)), expected)
-
-
 def test_statistics():
     x = np.random.default_rng(2).normal(1.0, 2.0, 256 * 4 + 100).astype(np.float32)
     padded = np.pad(x, (0, 156)).reshape(5, 256).astype(np.float64)

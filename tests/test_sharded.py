@@ -302,6 +302,7 @@ def test_derivatives_are_those_of_lax():
             np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.release
 def test_shard_map_gives_the_bits_of_vmap():
     n, key = 4, jax.random.key(3)
     x = plan_is_exact(n, n * 3 * 8 * 256)
