@@ -22,9 +22,11 @@ from dynamiq_jax.commands.simulate import (
     add_exactly,
     mixture_source,
     shared_by_all,
+    simulate,
     worker_gradient,
     workers_of,
 )
+from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors import sequential
 from dynamiq_jax.executors.sequential import decode_chunk, reduce_chunk
@@ -52,6 +54,12 @@ class TestGradients:
         rows = rows_of(source, 5)
         assert_same_bits(rows[4], jax.jit(worker_gradient)(source, 4))
         assert len(np.unique(np.asarray(rows))) > 0.99 * rows.size
+
+    def test_magnitudes_are_the_mixtures(self):
+        key = jax.random.key(4)
+        source = mixture_source(key, 64)
+        x = lognormal_mixture(jax.random.split(key)[0], 512, 64).reshape(512, 64, 256)
+        np.testing.assert_allclose(jnp.std(x, axis=(0, 2)), source.deviation, rtol=0.02)
 
 
 @functools.cache
@@ -107,6 +115,21 @@ def test_a_chunk_of_the_library_bit_for_bit(name):
     own = (256 * own[:, None] + np.arange(256)).reshape(-1)
     assert len(np.unique(np.asarray(found)[own])) > 1
     assert_same_bits(found[own], totals[0][own])
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("n", TOPOLOGIES, ids=str)
+def test_error_is_that_of_the_library(n):
+    """Each of its chunks holds what is simulated; the data are others."""
+    workers = workers_of(METHOD, TOPOLOGIES[n], n, SUPER_GROUPS)
+    ratios = []
+    for seed in range(12):
+        x = rows_of(repeated_source(n, seed), n)
+        exact = np.sum(np.asarray(x, np.float64), axis=0)
+        total = library(METHOD, TOPOLOGIES[n], n)(x, jnp.array([seed, 1], jnp.uint32))[0][0]
+        expected = np.sum((np.asarray(total, np.float64) - exact) ** 2) / np.sum(exact**2)
+        ratios.append(simulate(workers, jax.random.key(seed)) / expected)
+    assert np.mean(np.log(ratios)) == pytest.approx(0, abs=0.05)
 
 
 def test_sums_keep_what_f32_rounds_off():
