@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, limits_of, small
+from cases import CHEAP, assert_same_bits, gradient, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -202,13 +202,3 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
-
-
-def test_buckets_are_larger_than_what_pays():
-    limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
-    assert limits.min_bucket_bytes == psum_bytes(8)
-    assert limits.bucket_bytes == max(256 * 2**20, 2 * psum_bytes(8))
-    assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
-    given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
-    limits = limits_of(given, 8, fast_links=True)
-    assert (limits.bucket_bytes, limits.min_bucket_bytes) == (7, 0)

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 
 METHOD = small(dq.DynamiQ(bits=32, widths=(8,)))
 REDUCTIONS = {
@@ -142,7 +141,7 @@ def placed(mesh, params, batch):
 
 
 def test_value_and_grad_is_that_of_the_whole_batch_on_all_devices():
-    """In jit and outside of it, where it is one program; `test_deferred` has Explicit axes."""
+    """The call is one program outside of jit, too; `test_deferred` has Explicit axes."""
     mesh, (loss, grads) = auto_mesh(), plain()
     params, batch = placed(mesh, *problem())
     method = dataclasses.replace(METHOD, topology=LOOP, exclude="bias")
@@ -186,19 +185,3 @@ def test_outside_of_jit_arguments_may_be_numbers_numpy_and_absent():
         assert aux == {"none": None}
         assert float(grads["scale"]) == 6.0
         np.testing.assert_array_equal(grads["w"], np.full(4, 2.0, np.float32))
-
-
-def test_batches_may_be_trees_and_gradients_of_low_precision():
-    mesh = auto_mesh()
-    params, (x, y) = problem()
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-
-    def loss(params, batch):
-        return model(jax.tree.map(lambda p: p.astype(jnp.float32), params), *batch["pair"])
-
-    f = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=as_compression(METHOD, LOOP))
-    value, grads = jax.jit(f)(params, {"pair": (x, y)})
-    expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, {"pair": (x, y)})
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
-    assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
-    assert float(vnmse(jax.device_get(grads), expected)) < 1e-3

@@ -199,11 +199,6 @@ def test_what_cannot_be_is_refused(options, complaint):
         mapped(partial(model, each=each), True)(layers, x)  # in the forward pass already
 
 
-def test_an_axis_that_is_not_mapped_is_named():
-    with pytest.raises(NameError, match="data.*call reduce_in_backward under"):
-        dq.reduce_in_backward(inputs()[0], "data")
-
-
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_there_are_no_second_derivatives(check_vma):
     layers, x = inputs()

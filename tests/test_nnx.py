@@ -100,7 +100,7 @@ def test_steps_are_those_of_nnx(kind, wrt):
 
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "LoRA"])
 def test_steps_in_a_map_are_those_of_nnx(wrt):
-    """`dq.pmean` of gradients, which are states of the module, in `nnx.shard_map`."""
+    """`dq.pmean` takes gradients, which are states of the module, in `nnx.shard_map`."""
 
     def in_a_map(loss_fn, **options):
         def run(model, scale, batch):
