@@ -49,8 +49,8 @@ TWO_WIDTHS = small(dq.DynamiQ(widths=(3, 6), format=dq.Format(group_scale="bf16"
 """The least that has a plan: for tests of who shares one, and where."""
 
 LOOP = dq.Ring(unroll_up_to=1, balance=0.0)
-"""A ring as a loop, which compiles in half the time; the same bits as unrolled (test_ring). Its
-stages have equal bits, so that width 4 is what the least of chunks gets of 5 bits."""
+"""A ring as a loop, which compiles in half the time; the same bits as unrolled (`test_topologies`).
+Its stages have equal bits, so that width 4 is what the least of chunks gets of 5 bits."""
 
 TWO_STREAMS = {"streams": 2}
 TOPOLOGIES = {
@@ -349,6 +349,27 @@ def relative_error(estimate, exact):
     """|estimate - exact|² / |exact|² in f64."""
     exact = np.asarray(exact, np.float64)
     return np.sum((np.asarray(estimate, np.float64) - exact) ** 2) / np.sum(exact**2)
+
+
+def sum_error(result, x):
+    """`relative_error` of a sum of all workers' x."""
+    return relative_error(result, np.sum(np.asarray(x, np.float64), axis=0))
+
+
+def plan_is_exact(n, size, seed=0):
+    """f32[n, size] whose statistics are exact in bf16 in whatever order workers are added.
+
+    XLA on CPU adds a bf16 all-reduce in f32 under shard_map, and under vmap in bf16, so that the
+    plan may differ. Here a super-group holds as many 1 as -1, 3 and -3, times a power of two, in
+    an order of each worker's own: squared norms are 5 * 2^k, of which up to 51 add up exactly, and
+    means 0. Partial sums differ between workers and coordinates, and are rounded.
+    """
+    rng = np.random.default_rng(seed)
+    rows = -(-size // 256)
+    x = rng.permuted(np.tile([1.0, -1.0, 3.0, -3.0], (n, rows, 64)), axis=2)
+    x = x * np.exp2(rng.integers(-6, 6, (rows, 1)))
+    x[:, -1] = 0.0  # the last super-group is cut off
+    return jnp.asarray(x.reshape(n, -1)[:, :size], jnp.float32)
 
 
 def bits_of(x) -> np.ndarray:

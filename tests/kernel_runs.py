@@ -27,7 +27,7 @@ FORMATS = {
     "dither": dq.DynamiQ(dither=True, format=dq.Format(levels="piecewise"))
     .allocation(8, dq.Direct())
     .fmt,
-    "dither, three widths": pk.WireFormat(widths=(1, 6, 16), dither=True),
+    "dither, width 6": pk.WireFormat(widths=(6,), dither=True),
     "dither, odd widths": pk.WireFormat(widths=(0, 1, 2, 3, 6, 9, 16), dither=True),
 } | {f"width {w}": pk.WireFormat(widths=(w,)) for w in range(17)}
 

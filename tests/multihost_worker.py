@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import time
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import LOOP, small
+from cases import LOOP, plan_is_exact, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_ring import plan_is_exact
 
 import dynamiq_jax as dq
-from dynamiq_jax.request.compression import as_compression
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -41,6 +38,8 @@ import train_multihost
 from train_multihost import AXES, Run
 
 HEARTBEAT_TIMEOUT = 10
+BRIEF = "COLLECTIVES_ALONE"
+"""The environment variable with which `library` does not train."""
 VICTIM = 1
 """The process that dies when one has to."""
 
@@ -151,44 +150,9 @@ def hashes(tree):
     return [digest.hexdigest() for digest in digests.values()]
 
 
-def disagreements(mesh):
-    """{what: a check of agreement}, in which the last process differs from others."""
-    odd = jax.process_index() == jax.process_count() - 1
-    tree = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
+# --- Ways of training -----------------------------------------------------------------------------
 
-    def told(tree=tree, axis_name=AXES, method=None, topology=None, **options):
-        request = as_compression(method, topology)
-        return partial(request.check_agreement, tree, mesh, axis_name, **options)
-
-    return {
-        "nothing": told(key=jax.random.key(1), method=METHOD, topology=dq.Hierarchical()),
-        "method": told(method=dq.DynamiQ(bits=4.5) if odd else dq.DynamiQ()),
-        "kind of method": told(method=dq.comparators.MXFP8() if odd else dq.DynamiQ()),
-        "topology": told(topology=dq.Ring() if odd else dq.Direct()),
-        "key": told(key=jax.random.key(2 if odd else 1)),
-        "presence of a key": told(key=jax.random.key(1) if odd else None),
-        "shape": told(tree | {"w": jnp.ones((400, 300))} if odd else tree),
-        "dtype": told(tree | {"b": jnp.ones(7)} if odd else tree),
-        "structure": told(tree | {"c": jnp.ones(3)} if odd else tree),
-        "a refusal": told(axis_name="chip" if odd else AXES),
-    }
-
-
-def complaints(mesh):
-    """{what: what the check says to this process, "" if nothing}."""
-    found = {}
-    for what, check in disagreements(mesh).items():
-        found[what] = ""
-        try:
-            check()
-        except (RuntimeError, ValueError) as error:
-            found[what] = f"{type(error).__name__}: {error}"
-    return found
-
-
-# --- Ways of training, for hosts ------------------------------------------------------------------
-
-WIDTH = 192  # twelve times sixteen: 4 and 6 workers have equal slices
+WIDTH = 192
 REQUEST = small(METHOD.method)
 
 
@@ -215,8 +179,7 @@ def of_rows(mesh, step, out_specs):
 
 def by_default(mesh):
     """A psum without a topology; in one process the one that several processes take by default."""
-    outer = dq.Butterfly() if mesh.shape[NODE] == 2 else dq.Ring()
-    topology = dq.Hierarchical(outer=outer) if jax.process_count() == 1 else None
+    topology = dq.Hierarchical(outer=dq.Butterfly()) if jax.process_count() == 1 else None
     own = partial(dq.psum, axis_name=AXES, method=small(METHOD.method, topology=topology))
 
     def step(params, x):
@@ -281,62 +244,20 @@ WAYS = {
 }
 
 
-def told_apart(mesh):
-    """{what: what the first call says}, where the last host has other bits, topology or tree.
-
-    Nothing is computed: processes compare while they trace.
-    """
-    odd = jax.process_index() == jax.process_count() - 1
-    tree = {"w": jnp.zeros(300 if odd else 200)}
-    topology = dq.Ring() if odd else dq.Direct()
-    method = small(dq.DynamiQ(bits=4.5 if odd else 5))
-    calls = {
-        "topology": partial(dq.psum, {"w": jnp.zeros(300)}, AXES, topology=topology),
-        "method": partial(dq.psum_scatter, jnp.zeros(SIZE), NODE, tiled=True, method=method),
-        "tree": partial(dq.all_gather, tree["w"], NODE, tiled=True),
-    }
-    said = {}
-    for what, call in calls.items():
-        said[what] = ""
-        traced = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                jax.eval_shape(traced)
-        except (RuntimeError, UserWarning) as error:
-            said[what] = f"{type(error).__name__}: {error}"
-    return said
-
-
-def ways(folder, mesh):
-    """Results of all `WAYS`, as this process has them."""
+def ways(mesh):
+    """{"way/leaf/worker": result} of all `WAYS`, as this process has them."""
     rows, workers = {}, {device: worker for worker, device in enumerate(mesh.devices.flat)}
     for way, run in WAYS.items():
         for name, leaf in run(mesh).items():
             for shard in leaf.addressable_shards:
                 rows[f"{way}/{name}/{workers[shard.device]}"] = np.asarray(shard.data)
         say(way)
-    np.savez(folder / f"{jax.process_index()}.npz", **rows)
-
-
-def ways_alone(folder):
-    """In one process, on a mesh as hosts of two devices have it."""
-    devices = np.array(jax.devices()).reshape(-1, 2)
-    ways(folder, Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2))
+    return rows
 
 
 def this_host():
     """Coordinator, number of hosts and number of this one, as `benchmarks/hosts.py` tells them."""
     return os.environ["COORDINATOR"], int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
-
-
-def on_hosts(folder):
-    """On hosts: what they say of each other, results, and then steps for ever."""
-    train_multihost.join(*this_host(), HEARTBEAT_TIMEOUT)
-    mesh = train_multihost.make_mesh()
-    (folder / f"{jax.process_index()}.json").write_text(json.dumps(told_apart(mesh)))
-    ways(folder, mesh)
-    endless(mesh)
 
 
 def steps_on_hosts(folder, heartbeat_timeout):
@@ -373,19 +294,21 @@ def say(line):
 
 
 def library(mesh, folder, n_nodes):
-    """Collectives, then training, as `COLLECTIVES` and `make_run` have it for so many nodes."""
+    """Collectives, ways, the example: `COLLECTIVES`, `WAYS`, `make_run` for so many nodes."""
     rows = {}
     for name, collective in COLLECTIVES[n_nodes].items():
         for worker, row in held_rows(reduced(mesh, collective)).items():
             rows[f"{name}/{worker}"] = row
         say(name)
+    rows |= ways(mesh) if n_nodes == 4 else {}
     np.savez(folder / f"{jax.process_index()}.npz", **rows)
+    if os.environ.get(BRIEF):
+        return
     outcome = train_multihost.train(make_run(mesh), corpus(), log=say)
     record = {
         "mesh": dict(mesh.shape),
         "losses": outcome.losses,
         "hashes": hashes(outcome.state.params),
-        "complaints": complaints(mesh),
     }
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(record))
 
@@ -441,8 +364,6 @@ MODES = {
     "together": together,
     "command_line": partial(command_line, dies=False),
     "command_line_dies": partial(command_line, dies=True),
-    "ways_alone": ways_alone,
-    "on_hosts": on_hosts,
     "steps_on_hosts": steps_on_hosts,
     "training_on_hosts": training_on_hosts,
 }

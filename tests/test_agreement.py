@@ -102,6 +102,7 @@ DIFFERENT = {
     "topology": (check(topology=dq.Ring()), check()),
     "limits": (check(method=dq.Compression(dq.DynamiQ(), min_leaf_size=5)), check()),
     "key": (check(key=jax.random.key(2)), check(key=jax.random.key(1))),
+    "presence of a key": (check(key=jax.random.key(1)), check()),
     "op": (check(op="sum"), check()),
     "weight": (check(weight=1.0), check()),
     "specs": (check(specs={"w": P("data"), "b": None}), check()),
@@ -177,6 +178,7 @@ def reduced(method, x):
     return jax.jit(mapped)(x)
 
 
+@pytest.mark.release
 def test_debug_checks_change_nothing_where_workers_agree():
     x = gradient(0, 8, 8 * 2048 - 5)
     plain, checked = (

@@ -22,7 +22,6 @@ from dynamiq_jax.methods.dynamiq.plan import (
 )
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
-from pallas_kernels.energy import octave_end, steps_below
 
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 BITS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0, 12.0)
@@ -110,28 +109,6 @@ def test_without_a_floor_squared_error_decides():
     assert new.layout(10**6, 8, dq.Direct(balance=0.0)).payload_words == (19284, 19284)
 
 
-def test_all_tiles_reach_the_floor_before_any_gets_more():
-    fmt, tiles, floor = WireFormat(widths=(2, 3, 4, 6, 8, 10)), 40, 4
-    energy = np.random.default_rng(0).lognormal(0, 6, tiles).astype(np.float32)
-    energy[7] = 0
-    given = jnp.asarray(-np.sort(-energy))
-    level = steps_below(given, octave_end(given))
-    words = [fmt.tile_words(w) for w in range(11)]
-    spares = range(-tiles * (words[4] - words[2]), 3 * words[4], 37)
-    budgets = tuple(tiles * words[floor] + spare for spare in spares)
-    taken, upgrades = upgrades_of(fmt, tiles, budgets, (floor,) * len(budgets))
-    assigned = widened(level[None], taken, upgrades, 1)
-    for spare, found in zip(spares, assigned, strict=True):
-        widths = np.asarray(unpack_tiles(found[0])[1])
-        if spare < 0:
-            assert widths.max() <= floor
-            assert np.all(np.diff(widths) <= 0)  # those of least energy do without
-        else:
-            assert widths.min() == floor
-        used = sum(words[w] for w in widths)
-        assert 0 <= tiles * words[floor] + spare - used < words[10] - words[8] or spare < 0
-
-
 def test_the_way_through_a_floor_leaves_the_hull_only_there():
     fmt = WireFormat(widths=(0, 1, 2, 3, 4, 8))
     narrowest, upgrades = width_upgrades(fmt, 3)
@@ -149,16 +126,6 @@ def planned(energy, layout):
         return [plan_widths(plan, stage) for stage in range(len(layout.floors))]
 
     return [np.asarray(own) for own in run(jnp.asarray(energy, jnp.bfloat16))]
-
-
-@pytest.mark.parametrize("name", daily(NAMED, ["ring"]))
-@pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [3.5]))
-def test_every_super_group_has_the_floor_at_every_stage(name, bits):
-    method, n, rows = dq.DynamiQ(bits=bits), 8, 8 * TILE_ROWS * 16
-    layout = method.layout(rows * 256, n, dataclasses.replace(NAMED[name], streams=1))
-    energy = np.random.default_rng(1).lognormal(0, 8, (1, rows))
-    for own, floor in zip(planned(energy, layout), layout.floors, strict=True):
-        assert own.min() == floor
 
 
 def widths_of(level, layout):

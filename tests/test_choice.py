@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, limits_of, small
+from cases import CHEAP, assert_same_bits, gradient, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -178,21 +178,6 @@ def test_psum_follows_the_rule(slow):
     assert np.any(reduced(None) != reduced(dq.Direct()))
 
 
-def test_explain_says_which_and_why(hosts, capsys):
-    tree = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
-    hosts(2, devices(domains=2))
-    explanation = dq.explain(tree, (2, 4), method=small(dq.DynamiQ()))
-    assert explanation.topology == repr(filled(dq.Hierarchical(outer=dq.Butterfly())))
-    assert "several axes" in explanation.reason
-    assert "several axes" in " ".join(capsys.readouterr().out.split())
-    # 16 bits both ways on three quarters of the inner links, and 5 bits of a quarter outside.
-    inner = 2 * 3 / 4 * 2 * 2**20
-    assert explanation.wire_bytes - explanation.outer_wire_bytes == pytest.approx(inner)
-    assert explanation.outer_wire_bytes == pytest.approx(2**18 * 5 / 8, rel=0.01)
-    passed = dq.explain(tree, 8, topology=dq.Ring(), verbose=False)
-    assert passed.reason == "as passed"
-
-
 @pytest.mark.parametrize(
     ("kind", "fast"),
     [
@@ -217,13 +202,3 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
-
-
-def test_buckets_are_larger_than_what_pays():
-    limits = limits_of(dq.DynamiQ(), 8, fast_links=True)
-    assert limits.min_bucket_bytes == psum_bytes(8)
-    assert limits.bucket_bytes == max(256 * 2**20, 2 * psum_bytes(8))
-    assert limits_of(dq.DynamiQ(), 8, fast_links=False).bucket_bytes == 256 * 2**20
-    given = dq.Compression(bucket_bytes=7, min_bucket_size=9)
-    limits = limits_of(given, 8, fast_links=True)
-    assert (limits.bucket_bytes, limits.min_bucket_bytes) == (7, 0)

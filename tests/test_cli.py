@@ -353,11 +353,6 @@ def test_the_version_is_that_of_the_library_and_of_jax():
     assert result.output == f"dynamiq_jax {dq.__version__}, jax {jax.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench"]])
-def test_without_a_command_there_is_help(arguments):
-    assert "Usage: " in run(*arguments).output
-
-
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):
         mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
@@ -418,12 +413,6 @@ class TestTiming:
     def test_counts_below_one_are_refused(self, count):
         with pytest.raises(ValueError, match=f"{count} is 0"):
             timing.time_calls([], **({"repeats": 1} | {count: 0}))
-
-
-def test_sizes():
-    sizes = {"16MiB": 2**24, "64kib": 2**16, "3MB": 3_000_000, "512": 512}
-    assert {text: contenders.parse_size(text) for text in sizes} == sizes
-    assert [tables.format_size(size) for size in (2**24, 2**30)] == ["16MiB", "1GiB"]
 
 
 def test_payloads_travel_as_the_library_would_send_them(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import (
     CHEAP,
+    EVERY_METHOD,
     TOPOLOGIES,
     assert_same_bits,
     auto_mesh,
@@ -128,21 +129,14 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
         assert_same_bits(np.asarray(on_devices(rows(grouped), x, check_vma=True)), found)
 
 
+IN_GROUPS = [
+    EVERY_METHOD[name].method for name in ("bf16", "mxfp8", "thc", "thc, two-shot", "omnireduce")
+]
+IN_GROUPS.append(small(dq.DynamiQ(debug_checks=True)))
+
+
 @pytest.mark.release
-@pytest.mark.parametrize(
-    "method",
-    [
-        dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.comparators.MXFP8(), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(dq.comparators.THC(piece_size=512), min_leaf_size=1, min_bucket_size=1),
-        dq.Compression(
-            dq.comparators.THC(piece_size=512, form="two-shot"), min_leaf_size=1, min_bucket_size=1
-        ),
-        dq.Compression(dq.comparators.OmniReduce(), min_leaf_size=1, min_bucket_size=1),
-        small(dq.DynamiQ(debug_checks=True)),
-    ],
-    ids=lambda method: type(method).__name__,
-)
+@pytest.mark.parametrize("method", IN_GROUPS, ids=lambda method: type(method.method).__name__)
 def test_every_method_sums_in_groups(method):
     x = gradient(1, N, SIZE)
 
@@ -193,17 +187,6 @@ def test_no_axes_is_the_identity(name):
     found, expected = ours(tree, ()), native(tree, ())
     assert_same_bits(found, expected)
     assert_same_bits(ours(tree, []), expected)
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_keywords_of_lax(name):
-    ours, native = COLLECTIVES[name]
-    x = jnp.arange(N * 8.0).reshape(N, 8)
-    found, expected = (
-        jax.jit(jax.vmap(lambda x, f=f: f(x=x, axis_name="data"), axis_name="data"))(x)
-        for f in (ours, native)
-    )
-    assert_same_bits(found, expected)
 
 
 def test_constants_stay_constants():

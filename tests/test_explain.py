@@ -161,13 +161,6 @@ def test_table_is_printed_unless_told_not_to(capsys):
     explanation = dq.explain(TREE, 8, topology=dq.Ring(streams=3))
     printed = capsys.readouterr().out
     assert printed.strip() == str(explanation).strip()
-    for text in ("['half'][0]", "2000x300", "scalar", "compressed, bucket 0", "exact: dtype int32"):
-        assert text in printed
-    assert f"{explanation.wire_bytes:,.0f}" in printed
-    assert "8 workers" in printed
-    assert "streams=3" in printed
-    assert "as passed" in printed
-    assert "DynamiQ()" in printed
     lines = printed.splitlines()
     table = lines[2 : lines.index("", 2)]
     assert len(table) == len(jax.tree.leaves(TREE)) + 4  # with head, total and two rules
@@ -213,20 +206,6 @@ def test_workers_that_the_devices_here_may_be_are_explained_by_them(sizes):
     assert found.topology.startswith("Direct(")
     known = "all devices are in one process or NVLink domain"
     assert found.reason == f"{known}, where Direct errs least"
-
-
-def test_what_crosses_the_outer_axes_is_printed_below_the_total():
-    """By hand: 4 nodes of 8 workers; in units in which all of a bf16 all-reduce takes 16 bits."""
-    method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
-    found = dq.explain(LARGE, (4, 8), method=method, verbose=False)
-    *_, total, outer, _, caption = str(found).splitlines()[:-6]
-    assert total.split() == ["total", f"{found.wire_bytes:,.0f}", f"{found.bits_per_coord:.3f}"]
-    bits = 8 * found.outer_wire_bytes / (2 * 31 / 32 * 2**24)
-    numbers = f"{found.outer_wire_bytes:,.0f}", f"{bits:.3f}"
-    assert outer.split() == [*"of it on outer axes".split(), *numbers]
-    assert bits == pytest.approx(5 / 8 * (3 / 4) / (31 / 32), rel=0.01)
-    assert caption.startswith("DynamiQ(")
-    assert "outer axes" not in str(dq.explain(LARGE, (4, 8), topology=dq.Ring(), verbose=False))
 
 
 def test_ways_to_train_are_compared():

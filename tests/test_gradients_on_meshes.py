@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EIGHT, TWO_WIDTHS, assert_copies_equal, daily, once, small
+from cases import EIGHT, assert_copies_equal, daily, once, small
 from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -197,35 +197,6 @@ def test_gradients_of_shards_are_compressed(route):
         assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
         assert 1e-8 < float(vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
     assert_copies_equal(grads)
-
-
-@pytest.mark.parametrize("kind", daily(KINDS, ["automatic"]))
-def test_copies_of_a_leaf_are_equal_beside_leaves_that_are_split(kind):
-    """FSDP and tensor parallelism: "same" is whole over the model axis, "parts" is not."""
-    layout = Layout(
-        {"fsdp": 4, "model": 2}, "fsdp", {"same": P("fsdp"), "parts": P("fsdp", "model")}
-    )
-    mesh = layout.make(kind)
-    keys = jax.random.split(jax.random.key(1), 3)
-    sharding = functools.partial(NamedSharding, mesh)
-    params = {
-        name: jax.device_put(jax.random.normal(key, (64, 128)), sharding(spec))
-        for key, (name, spec) in zip(keys, layout.specs.items(), strict=False)
-    }
-    x = jax.device_put(jax.random.normal(keys[2], (16, 64)), sharding(P("fsdp")))
-
-    def loss(params, x):
-        told = (
-            [{}, {}]
-            if kind == "automatic"
-            else [{"out_sharding": P("fsdp", None)}, {"out_sharding": P("fsdp", "model")}]
-        )
-        same = jnp.dot(x, params["same"], **told[0])
-        return jnp.mean(same**2) + jnp.mean(jnp.dot(x, params["parts"], **told[1]) ** 3)
-
-    options = {"mesh": mesh, "axis_name": "fsdp", **told_specs(layout, kind)}
-    f = dq.value_and_grad(loss, method=TWO_WIDTHS, **options)
-    assert_copies_equal({"same": jax.jit(f)(params, x)[1]["same"]})
 
 
 def test_parameters_whose_sharding_cannot_be_seen_are_refused():

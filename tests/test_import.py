@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -64,18 +63,6 @@ def test_command_says_what_to_install(missing):
     result = python(code, "--help")
     assert result.returncode == 1
     assert result.stderr == f"dynamiq-jax needs {missing}: pip install 'dynamiq_jax[cli]'\n"
-
-
-def test_script_and_extras_of_the_package():
-    """The script is not called `dynamiq`, a command that another package installs."""
-    assert list(PROJECT["scripts"]) == ["dynamiq-jax"]
-    module, name = PROJECT["scripts"]["dynamiq-jax"].split(":")
-    assert callable(getattr(import_module(module), name))
-    extras = PROJECT["optional-dependencies"]
-    assert {"rich", "typer"} == set(extras["cli"])
-    assert not set(extras["cli"]) & set(PROJECT["dependencies"])
-    assert "dynamiq_jax[cli]" in extras["train"]
-    assert "dynamiq_jax[cli]" in extras["dev"]
 
 
 def test_the_version_has_one_source():

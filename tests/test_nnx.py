@@ -98,6 +98,38 @@ def test_steps_are_those_of_nnx(kind, wrt):
     assert moved == (wrt is nnx.Param)
 
 
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "LoRA"])
+def test_steps_in_a_map_are_those_of_nnx(wrt):
+    """`dq.pmean` takes gradients, which are states of the module, in `nnx.shard_map`."""
+
+    def in_a_map(loss_fn, **options):
+        def run(model, scale, batch):
+            (loss, aux), grads = nnx.value_and_grad(loss_fn, **options)(model, scale, batch)
+            grads = dq.pmean(grads, "data", method=small(dq.F32()))
+            return (jax.lax.pmean(loss, "data"), aux), grads
+
+        maps = {"in_specs": (P(), P(), P("data")), "out_specs": ((P(), P("data")), P())}
+        mapped = nnx.shard_map(run, mesh=mesh_of("auto"), check_vma=False, **maps)
+        return lambda model, scale, batch: mapped(model, scale, batch)
+
+    assert_close(trained("auto", in_a_map, wrt, axis_name="data"), plain(wrt))
+
+
+def test_paths_of_states_exclude_norms():
+    asked = []
+
+    def by_path(path, leaf):
+        asked.append(path)
+        return None if path.startswith("norm/") else dq.comparators.MXFP8()
+
+    grads = nnx.state(Model(), nnx.Param)
+    found = dq.explain(grads, 8, method=small(by_path), topology=dq.Direct(), verbose=False)
+    assert "out/kernel/value" in asked
+    routes = {row.name: row.route for row in found.rows}
+    assert {route for name, route in routes.items() if "norm" in name} == {"exact: excluded"}
+    assert {route for name, route in routes.items() if "norm" not in name} == {"compressed"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_of_random_numbers_move_on(kind):
     """On Auto axes workers draw masks of their own, and the model's key stays."""

@@ -168,7 +168,9 @@ KINDS = ("plain", "layers", "means", "shared", "heavy", "sparse", "mixed tiles")
 CASES = [(kind, bits) for kind in KINDS for bits in CODE_BITS]
 
 
-@pytest.mark.parametrize(("kind", "bits"), daily(CASES, [c for c in CASES if c[1] == 5]))
+@pytest.mark.parametrize(
+    ("kind", "bits"), daily(CASES, [(kind, 5) for kind in ("layers", "means", "heavy")])
+)
 def test_errors_and_widths_are_the_papers(kind, bits):
     """Within 7% and with equal widths if numpy has the library's differences, else a factor of 2.
 
@@ -187,21 +189,6 @@ def test_errors_and_widths_are_the_papers(kind, bits):
         if documented or bits == 5:
             assert low < error / relative_error(estimate, exact) < high
         np.testing.assert_allclose(shares, [np.mean(width == w) for w in (2, 4, 8)], atol=most)
-
-
-def test_zeros_stay_zero_and_a_bad_super_group_is_bad_on_all_workers():
-    """`test_psum` has this of other formats."""
-    x, sick = gradients("means"), np.isin(np.arange(TILES * 8), [3, 77])
-    zero = np.arange(TILES * 8) % 3 == 1
-    x = np.where(np.repeat(zero, SUPER), 0, x)
-    x[2, 3 * SUPER + 5], x[6, 77 * SUPER] = np.nan, np.inf
-    found = np.asarray(library(5.0)(x, jax.random.key(7))[0])
-    assert_replicas_equal(found)
-    found = found[0].reshape(-1, SUPER)
-    np.testing.assert_array_equal(np.isfinite(found).all(1), ~sick)
-    np.testing.assert_array_equal(np.isfinite(found).any(1), ~sick)
-    np.testing.assert_array_equal(found[zero & ~sick], 0)
-    assert np.mean(found[~zero & ~sick] != 0) > 0.9
 
 
 def test_bias_is_as_small_as_the_papers():

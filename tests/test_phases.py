@@ -103,24 +103,6 @@ def test_rounds_of_an_all_reduce(topology, count):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_what_is_ready_can_be_exchanged():
-    """A caller passes operands and results through operations of its own."""
-    x = jnp.arange(N, dtype=jnp.float32)
-
-    def doubled(x):
-        progress = Progress.start(trace(lambda x: lax.psum(x + 1, "data"), x), x)
-        progress.compute()
-        progress.ready = [2 * value for value in progress.ready]
-        progress.exchange()
-        progress.ready = [value + 5 for value in progress.ready]
-        progress.compute()
-        assert progress.done
-        return progress.result
-
-    found = jax.jit(jax.vmap(doubled, axis_name="data"))(x)
-    np.testing.assert_array_equal(found, np.full(N, 2 * (6 + N) + 5.0))
-
-
 def test_what_only_shapes_the_result_is_left_to_it():
     """A caller's operations take what the last kernels have written, not parts of it."""
 

@@ -31,6 +31,8 @@ def lines(topology, n_workers, n_leaves=1):
 @pytest.mark.parametrize("topology", [dq.Direct(), dq.Ring(unroll_up_to=1)])
 def test_workers_add_nothing(topology):
     assert lines(topology, 64) <= 1.02 * lines(topology, 8)
+    default = type(topology)()  # which is a loop where workers are many
+    assert lines(default, 64) <= 1.02 * lines(topology, 64)
 
 
 def test_a_butterfly_grows_by_its_rounds():

@@ -129,40 +129,6 @@ def test_values_on_levels_come_back_exactly(name):
     np.testing.assert_array_equal(decoded, x)
 
 
-@pytest.mark.parametrize("name", daily(["default", "dither"], ["default"]))
-def test_hop_is_accumulate_then_compress(name):
-    """The fused hop gives the bits of its two halves, also from one plan of widths to another."""
-    fmt = FORMATS[name]
-    permutation = np.random.default_rng(0).permutation(8 * 5)
-    before = Chunk(fmt, widths=(16, 7, 5, 2, 1), order=permutation)
-    after = Chunk(fmt, widths=(9, 8, 4, 3, 3), order=permutation)
-    x, mean = normal(before, seed=4)
-    other, _ = normal(before, seed=5)
-    seed, chunks = jnp.array([1, 9], jnp.uint32), jnp.zeros(1, jnp.int32)
-    payload, sent = before.round_trip(other, mean, seed)
-    inputs = (pk.Input(payload[None], before.tiles, noise=before.noise(seed)[None]),)
-
-    source, zero = pk.Source(x, mean, before.order), jnp.zeros_like(mean)
-
-    @jax.jit
-    def accumulate(inputs, source):
-        result = before.result(zero, start=jnp.int32(0))
-        return pk.decompress_accumulate(inputs, source, chunks, result, fmt=fmt)
-
-    @jax.jit
-    def hop(inputs, source):
-        target = after.target(seed)
-        return pk.decompress_accumulate_recompress(inputs, source, chunks, target, fmt=fmt)
-
-    total = accumulate(inputs, source)
-    own, sent = (np.asarray(a).reshape(before.rows, -1) for a in (x, sent))
-    both = own + sent - 2 * np.asarray(mean)[:, None]
-    np.testing.assert_allclose(total, both, rtol=1e-5, atol=1e-5)
-
-    apart, _ = after.round_trip(total.reshape(-1), zero, seed)
-    np.testing.assert_array_equal(hop(inputs, source), apart)
-
-
 @pytest.mark.parametrize("name", daily(["default", "dither"], ["dither"]))
 def test_inputs_of_a_hop_are_added_one_after_another(name):
     """Several payloads in one input, inputs with tiles of their own, and one payload left out."""
@@ -231,32 +197,6 @@ def test_sums_are_placed_in_the_slice_of_their_owner():
     np.testing.assert_array_equal(found, exact[20:40])
 
 
-def test_rounding_does_not_depend_on_order_chunk_or_neighbours():
-    """A super-group is encoded alike wherever the plan puts it."""
-    fmt = WireFormat(widths=(4,))
-    rng = np.random.default_rng(1)
-    straight, shuffled = Chunk(fmt, (4,) * 6), Chunk(fmt, (4,) * 6, order=rng.permutation(48))
-    x, mean = normal(straight, seed=6)
-    seed = jnp.array([2, 3], jnp.uint32)
-    _, expected = straight.round_trip(x, mean, seed)
-    np.testing.assert_array_equal(shuffled.round_trip(x, mean, seed)[1], expected)
-
-    # The same super-groups as two chunks of three tiles, encoded and decoded one at a time.
-    order, tiles = shuffled.order.reshape(2, 24), shuffled.tiles[:, :3].repeat(2, axis=0)
-
-    @jax.jit
-    def in_two_chunks(noise):
-        target = pk.Target(tiles, noise, sum(shuffled.words[:3]))
-        payloads = pk.compress(pk.Source(x, mean, order), jnp.arange(2), target, fmt=fmt)
-        so_far = None
-        for c in (1, 0):
-            result = pk.Result(mean, order, 48, jnp.float32, into=so_far)
-            so_far = pk.decompress(payloads[c : c + 1], tiles, jnp.array([c]), result, fmt=fmt)
-        return so_far.reshape(-1)
-
-    np.testing.assert_array_equal(in_two_chunks(straight.noise(seed)), expected)
-
-
 def test_statistics():
     x = np.random.default_rng(2).normal(1.0, 2.0, 256 * 4 + 100).astype(np.float32)
     padded = np.pad(x, (0, 156)).reshape(5, 256).astype(np.float64)
@@ -271,24 +211,6 @@ def test_statistics_are_finite_exactly_where_the_gradient_is(bad):
     x[2, 17] = bad
     mean, _ = pk.statistics(jnp.asarray(x.reshape(-1)), super_group_size=256)
     np.testing.assert_array_equal(np.isfinite(mean), [True, True, False, True])
-
-
-def test_decompress_divides_and_poisons():
-    chunk = Chunk(WireFormat(widths=(8,)), (8,))
-    x, mean = normal(chunk, seed=8)
-    mean_sum = (mean * 4).at[3].set(jnp.nan)
-    payload, _ = chunk.round_trip(x, mean, jnp.array([1, 1], jnp.uint32))
-
-    @functools.partial(jax.jit, static_argnames="divisor")
-    def run(divisor):
-        result = chunk.result(mean_sum, divisor=divisor)
-        chunks = jnp.zeros(1, jnp.int32)
-        return pk.decompress(payload, chunk.tiles, chunks, result, fmt=chunk.fmt)
-
-    whole, quarter = (np.asarray(run(divisor)) for divisor in (1, 4))
-    np.testing.assert_array_equal(quarter * 4, whole)  # a power of two: exact
-    np.testing.assert_array_equal(np.isnan(whole).all(axis=1), np.arange(8) == 3)
-    np.testing.assert_array_equal(np.isnan(whole).any(axis=1), np.arange(8) == 3)
 
 
 def test_a_start_is_refused_but_for_sums_of_a_slice():

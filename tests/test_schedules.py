@@ -4,11 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_same_bits, gradient, small, vmapped
+from cases import small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.executors.sequential import reduce_chunk, tree_of
@@ -209,11 +208,3 @@ def test_schedules_that_break_their_promises_are_refused():
     for topology in (OneArm(), OneArm(times=2)):  # the simulator runs them elsewhere
         with pytest.raises(ValueError, match="its schedule has to send every other worker's chunk"):
             reduce_chunk(topology, 5, never, None)
-
-
-def test_a_loop_gives_the_bits_of_its_rounds():
-    x = gradient(2, 5, 3000)
-    unrolled, looped = (dq.Ring(unroll_up_to=up_to, streams=2) for up_to in (9, 1))
-    method = small(dq.comparators.MXFP4(rounding="stochastic"))
-    key = jax.random.key(0)
-    assert_same_bits(vmapped(method, unrolled)(x, key), vmapped(method, looped)(x, key))

@@ -13,7 +13,6 @@ import pytest
 from cases import (
     CHEAP,
     assert_close,
-    assert_copies_equal,
     assert_same_bits,
     auto_mesh,
     daily,
@@ -149,19 +148,6 @@ def test_stacked_layers_are_split_along_another_axis_than_theirs():
         {"kernel": P(None, "data", None), "bias": P(None, None)},
         {"out": P(None, "data")},
     ]
-
-
-@pytest.mark.release
-def test_compressed_copies_stay_equal_and_train():
-    params, batches = problem()
-    optimizer = make(SOME, rule=SGD)
-    found, state = train(params, batches, optimizer, in_pipeline, SOME)
-    expected, _ = train(params, batches, make(rule=SGD), in_pipeline)
-    assert_copies_equal(found)
-    for own, other, first in zip(*map(jax.tree.leaves, (found, expected, params)), strict=True):
-        moved = np.linalg.norm(np.asarray(other) - first)
-        assert 0 < np.linalg.norm(np.asarray(own) - np.asarray(other)) < 0.4 * moved
-    assert state.masters[1]["kernel"].addressable_shards[1].data.shape == (DIM, DIM // N)
 
 
 @pytest.mark.release
@@ -375,9 +361,10 @@ def test_exact_shards_have_the_gradients_of_one_device(kind, check_vma):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]))
-def test_payloads_that_stay_are_not_gathered_again(functions):
-    """The gradients keep their bits."""
+@pytest.mark.parametrize("functions", [FUNCTIONS, REMAT])
+@pytest.mark.parametrize("bits", daily([False, True], [False]))
+def test_payloads_that_stay_are_not_gathered_again(functions, bits):
+    """The gradients keep their ``bits``."""
     params, batches = problem()
 
     def traced(reshard):
@@ -389,10 +376,11 @@ def test_payloads_that_stay_are_not_gathered_again(functions):
         return jax.jit(run).trace(params, batches[0])
 
     kept, again = traced(reshard=False), traced(reshard=True)
-    found, expected = (own.lower().compile()(params, batches[0]) for own in (kept, again))
-    assert_same_bits(jax.device_get(found), jax.device_get(expected))
     gathers, twice = (str(own.jaxpr).count(" all_gather[") for own in (kept, again))
     assert gathers == 2 * len(functions) and twice == 2 * gathers  # scales and payloads
+    if bits:
+        found, expected = (own.lower().compile()(params, batches[0]) for own in (kept, again))
+        assert_same_bits(jax.device_get(found), jax.device_get(expected))
 
 
 def test_functions_may_return_more_or_fewer_arrays_than_they_take():

@@ -1,6 +1,5 @@
 """Every topology: exact where it can be, unbiased, the same bits on all workers and maps."""
 
-import dataclasses
 import functools
 
 import jax
@@ -17,13 +16,14 @@ from cases import (
     bias,
     daily,
     gradient,
+    plan_is_exact,
     sharded,
     small,
+    sum_error,
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
 from test_exact_sums import anchored
-from test_ring import plan_is_exact, relative_error
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
@@ -46,7 +46,7 @@ def test_sums_come_back_for_any_number_of_workers(name, n):
     found = np.asarray(run(rough, jax.random.key(0)))
     assert_replicas_equal(found)
     if n > 1:
-        assert 1e-7 < relative_error(found[0], rough) < 5e-5 * n  # 1.9e-4 / 4.8 for each encoding
+        assert 1e-7 < sum_error(found[0], rough) < 5e-5 * n  # 1.9e-4 / 4.8 for each encoding
 
 
 @pytest.mark.parametrize("n", [3, 5, 6, 7, 9, 12])
@@ -106,14 +106,6 @@ def test_several_axes_count_as_one(name):
 
 METHOD = TWO_WIDTHS
 WHOLE = 4096 * 256 - 100
-
-
-@functools.cache
-def of_eight(name):
-    """jit of (x, key) -> every worker's result, for eight workers and five bits."""
-    return vmapped(METHOD, TOPOLOGIES[name][0])
-
-
 LEAST = [("ring", 0.0013), ("butterfly", 0.0012), ("direct", 0.0008)]
 
 
@@ -123,51 +115,63 @@ def test_fewer_encodings_err_less(name, promised):
     x = lognormal_mixture(jax.random.key(0), 8, 4096)[:, :WHOLE]
     method = small(dq.DynamiQ(floor=None, format=dq.Format(levels="piecewise")))
     found = vmapped(method, TOPOLOGIES[name][0])(x, jax.random.key(0))
-    assert 1e-4 < relative_error(found[0], x) <= promised
+    assert 1e-4 < sum_error(found[0], x) <= promised
 
 
-@pytest.mark.release
-def test_two_workers_err_alike_whatever_the_topology():
-    """One encoding and the sink: a pair of antithetic roundings."""
-    x, key = gradient(0, 2, 40_000), jax.random.key(1)
-    direct, ring = (
-        relative_error(vmapped(CHEAP, topology)(x, key)[0], x)
-        for topology in (dq.Direct(), dq.Ring())
-    )
-    assert direct == pytest.approx(ring, rel=0.1)
-    alone = dataclasses.replace(
-        CHEAP, method=dataclasses.replace(CHEAP.method, rounding="independent")
-    )
-    assert ring < 0.75 * relative_error(vmapped(alone, dq.Direct())(x, key)[0], x)
-
-
-@functools.cache
-def on_one_device(name):
-    x = plan_is_exact(8, 2 * 8 * 8 * 256 - 100)
-    result = np.asarray(of_eight(name)(x, jax.random.key(3)))
+def on_one_device(name, n):
+    """Inputs whose plan does not depend on the map, and every worker's result."""
+    x = plan_is_exact(n, 2 * 8 * n * 256 - 100)
+    result = np.asarray(vmapped(METHOD, TOPOLOGIES[name][0])(x, jax.random.key(3)))
     assert_replicas_equal(result)
-    assert 1e-5 < relative_error(result[0], x) < 0.1  # far from exact: rounding is compared
+    assert 1e-5 < sum_error(result[0], x) < 0.2  # far from exact: rounding is compared
     return x, result
 
 
 @pytest.mark.release
 def test_unchecked_shard_map_gives_the_bits_of_vmap():
-    x, expected = on_one_device("butterfly")
+    x, expected = on_one_device("butterfly", 8)
     result = sharded(METHOD, TOPOLOGIES["butterfly"][0])(x, jax.random.key(3))
     assert len({shard.device for shard in result.addressable_shards}) == 8
     assert_same_bits(np.asarray(result), expected)
 
 
-@pytest.mark.parametrize("name", daily(["butterfly", "direct"], ["butterfly"]))
-def test_checked_shard_map_gives_one_result_of_the_same_bits(name):
-    x, expected = on_one_device(name)
+ON_DEVICES = [("ring", 4), ("butterfly", 4), ("direct", 8)]
+
+
+@pytest.mark.parametrize(("name", "n"), daily(ON_DEVICES, ON_DEVICES[:2]))
+def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
+    """A ring that runs as a loop gives these bits, too."""
+    x, expected = on_one_device(name, n)
 
     def one(x, key):
         return dq.psum(x[0], "data", method=METHOD, topology=TOPOLOGIES[name][0], key=key)
 
-    checked = jax.shard_map(one, mesh=auto_mesh(), in_specs=(P("data"), P()), out_specs=P())
+    checked = jax.shard_map(one, mesh=auto_mesh(n), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))
     copies = [np.asarray(shard.data) for shard in result.addressable_shards]
-    assert len(copies) == 8
+    assert len(copies) == n
     for copy in copies:
         assert_same_bits(copy, expected[0])
+    if name == "ring":
+        looped = vmapped(METHOD, dq.Ring(unroll_up_to=2))(x, jax.random.key(3))
+        assert_same_bits(looped, expected)
+
+
+@pytest.mark.parametrize("n", daily([17, 33], [17]))
+def test_long_rings(n):
+    x = gradient(n, n, 8 * 256 * n - 13)  # a tile of width 4 for each chunk
+    result = np.asarray(vmapped(CHEAP)(x, jax.random.key(0)))
+    assert_replicas_equal(result)
+    # One hop more for each worker, each with a larger sum: n times the error of one encoding.
+    assert sum_error(result[0], x) < 0.02 * n
+
+
+@pytest.mark.parametrize("dtype", daily(["bfloat16", "float16"], ["bfloat16"]))
+def test_low_precision_gradients(dtype):
+    x = (gradient(6, 4, 10_000) / 64).astype(dtype)
+    result = np.asarray(vmapped(CHEAP)(x, jax.random.key(0)))
+    assert result.dtype == x.dtype
+    assert_replicas_equal(result)
+    # The sum is kept in f32 between hops: no worse than f32 but for the last cast.
+    single = np.asarray(vmapped(CHEAP)(x.astype(jnp.float32), jax.random.key(0)))
+    assert_same_bits(result, single.astype(result.dtype))

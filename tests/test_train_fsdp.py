@@ -66,7 +66,6 @@ def difference(tree, expected):
     return vnmse(jax.device_get(tree), jax.device_get(expected))
 
 
-@pytest.fixture(scope="module")
 def whole_run():
     """Every worker holds all, and gradients are averaged by lax.pmean in f32."""
     replicated = NamedSharding(auto_mesh(N), P())
@@ -78,25 +77,19 @@ def whole_run():
     return trained(train_llm.make_step(method, optimizer), params, opt_state)
 
 
-@pytest.fixture(scope="module")
-def exact_run():
-    init, step = sharded("exact")
-    return trained(step, *init(jax.random.key(0)))
-
-
 @pytest.mark.release
-def test_exact_collectives_train_the_parameters_of_the_whole_run(whole_run, exact_run):
-    params, moments, losses = exact_run
-    assert losses[-1] < losses[0] - 0.5
-    np.testing.assert_allclose(losses, whole_run[2], rtol=1e-5)
-    for tree, expected in ((params, whole_run[0]), (moments, whole_run[1])):
+def test_it_trains_as_whole_parameters_do_and_every_worker_holds_an_eighth():
+    """Exact collectives give the same parameters and moments, and compressed ones are close."""
+    whole, (exact, compressed) = (
+        whole_run(),
+        (trained(step, *init(jax.random.key(0))) for init, step in map(sharded, METHODS)),
+    )
+    assert exact[2][-1] < exact[2][0] - 0.5
+    np.testing.assert_allclose(exact[2], whole[2], rtol=1e-5)
+    for tree, expected in zip(exact[:2], whole[:2], strict=True):
         assert jax.tree.structure(tree) == jax.tree.structure(expected)
         assert difference(tree, expected) < 1e-9
-
-
-@pytest.mark.release
-def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
-    for leaf in jax.tree.leaves(exact_run[:2]):
+    for leaf in jax.tree.leaves(exact[:2]):
         held = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(held) == N
         if leaf.ndim > 1:
@@ -104,14 +97,8 @@ def test_every_worker_holds_an_eighth_of_matrices_and_moments(exact_run):
             assert_same_bits(np.concatenate(held), np.asarray(leaf))
         else:
             assert_replicas_equal(np.stack(held))
-
-
-@pytest.mark.release
-def test_compressed_training_is_close(exact_run):
-    init, step = sharded("compressed")
-    params, _, losses = trained(step, *init(jax.random.key(0)))
-    assert difference(params, exact_run[0]) > 1e-7  # compression took place
-    np.testing.assert_allclose(losses, exact_run[2], rtol=0.01)
+    assert difference(compressed[0], exact[0]) > 1e-7  # compression took place
+    np.testing.assert_allclose(compressed[2], exact[2], rtol=0.01)
 
 
 def test_layers_travel_at_the_bits_asked_for():

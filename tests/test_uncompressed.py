@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors import reduce_scatter
 
@@ -134,21 +133,3 @@ def test_hierarchies_of_f32_round_once_to_the_leafs_dtype(dtype):
     total = x.sum(axis=(0, 1), keepdims=True).astype(dtype)
     found = over_two_levels(F32, jnp.asarray(x, dtype))
     assert_same_bits(np.asarray(found), np.broadcast_to(total, x.shape))
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="min_leaf_size=-1 must not be negative"):
-        dq.Compression(dq.BF16(), min_leaf_size=-1)
-    scatter = jax.vmap(lambda v: dq.psum_scatter(v, "data", method=F32), axis_name="data")
-    with pytest.raises(NotImplementedError, match="does not do psum_scatter"):
-        scatter(jnp.ones((2, 2)))
-
-
-def test_the_benchmark_knows_the_names():
-    contender = contenders.parse_method("bf16", dq.Ring())
-    assert (contender.label, contender.backend) == ("bf16 ring", "xla")
-    assert contender.wire_bytes(2**20, 8) == 2 * 7 * 2 * 2**20 // 8
-    eight_bits = contenders.parse_method("mxfp8", dq.Direct()).wire_bytes(2**20, 8)
-    assert eight_bits == 2 * 7 * 8.25 / 8 * 2**20 / 8
-    with pytest.raises(ValueError, match="bf16 has no choice of bits: write bf16"):
-        contenders.parse_method("bf16:5", dq.Ring())

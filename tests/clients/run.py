@@ -5,15 +5,14 @@
 The path is a checkout of the client's repository at the commit that its module names. The trainer
 runs three times, each in a process of its own and from a copy of its files: as it is, with our
 patch and the exact method `dq.F32`, and with our patch and 5 bits. Its data set is random, its
-model is small; its loss, state, shardings and step are its own. Prints the patch, and for every run
-the loss of the last step, the bytes that one device sends per step, the largest array of a native
-all-reduce, and whether all copies of the state are equal; README.md has the figures.
+model is small; its loss, state, shardings and step are its own. Prints for every run the loss of
+the last step, the bytes that one device sends per step, and whether all copies of the state are
+equal; README.md has the figures.
 
 Needs flax, optax, orbax-checkpoint and ml_collections. Not part of the library's tests.
 """
 
 import argparse
-import difflib
 import importlib
 import json
 import os
@@ -22,14 +21,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TESTS)]  # in place of this folder, whose modules have names of clients'
+sys.path.append(str(TESTS.parent / "benchmarks"))
 
 CLIENTS = sorted(
     file.stem
     for file in Path(__file__).parent.glob("*.py")
-    if file.stem not in ("run", "client", "measure", "stubs")
+    if file.stem not in ("run", "client", "stubs")
 )
 METHODS = {
     "native": None,
@@ -50,32 +51,21 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     module = importlib.import_module(f"clients.{options.client}")
-    variants = [options.variant] if options.variant else list(module.VARIANTS)
     if options.child:
         _train(module, module.VARIANTS[options.variant], options)
         return 0
     failed = False
-    for variant in variants:
+    for variant in [options.variant] if options.variant else module.VARIANTS:
         client = module.VARIANTS[variant]
         print(f"\n{options.client}, {variant}: {client.repository} {client.commit[:10]}")
-        _check_commit(options.checkout, client.commit)
-        runs = options.only or METHODS
-        found = {run: _run(options, variant, client, run) for run in runs}
+        found = {run: _run(options, variant, client, run) for run in options.only or METHODS}
         _report(options.client, variant, client, found)
-        failed |= any("error" in result for result in found.values())
+        failed |= None in found.values()
     return int(failed)
 
 
-def _check_commit(checkout: Path, commit: str) -> None:
-    """Says if the checkout is at another commit; a folder without git is taken as it is."""
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if commit and told.returncode == 0 and told.stdout.strip() != commit:
-        print(f"the checkout is at {told.stdout.strip()}, the patch is for {commit}")
-
-
-def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict:
-    """Trains in a process of its own, from a copy of the trainer's files."""
+def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | None:
+    """Trains in a process of its own, from a copy of the trainer's files; `None` if it fails."""
     from clients.client import apply
 
     with tempfile.TemporaryDirectory() as folder:
@@ -94,57 +84,55 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict:
         command = [sys.executable, __file__, options.client, str(options.checkout)]
         command += ["--steps", str(options.steps), "--seed", str(options.seed)]
         command += ["--variant", variant, "--child", folder]
-        done = subprocess.run(command, env=os.environ | own, check=False)
-        if done.returncode:
-            return {"error": done.returncode}
+        if subprocess.run(command, env=os.environ | own, check=False).returncode:
+            return None
         return {"lines": n_lines, **json.loads((root / "result").read_text())}
 
 
-def _report(name: str, variant: str, client, found: dict[str, dict]) -> None:
-    """Prints the patch, what every run gave, and the client's row of the table."""
-    for change in client.patch:
-        lines = difflib.ndiff(*(text.strip("\n").splitlines() for text in change[1:]))
-        print("\n".join(f"    {line}" for line in lines if line[0] in "+-"))
-    for run, result in found.items():
-        if "error" in result:
-            print(f"{run}: failed, see above")
-            continue
-        first, last = result["losses"][0], result["losses"][-1]
-        print(
-            f"{run}: loss {first:.6f} to {last:.6f} in {len(result['losses'])} steps, "
-            f"{result['megabytes']:.3f} MB sent per step {result['by']}, largest native "
-            f"all-reduce {result['largest']}, copies {'equal' if result['equal'] else 'DIFFER'}"
-        )
-    cells = [f"{name}, {variant}", client.mesh]
-    cells.append(str(max(result.get("lines", 0) for result in found.values())))
-
-    def all_of(of) -> str:
-        return " / ".join("-" if "error" in result else of(result) for result in found.values())
-
-    cells.append(all_of(lambda result: f"{result['losses'][-1]:.4f}"))
-    cells.append(all_of(lambda result: f"{result['megabytes']:.2f}"))
-    print("|", " | ".join(cells), "|", flush=True)
+def _report(name: str, variant: str, client, found: dict[str, dict | None]) -> None:
+    """Prints what every run gave, and the client's row of the table."""
+    ran = {run: result for run, result in found.items() if result}
+    for run, result in ran.items():
+        copies = "equal" if result["equal"] else "DIFFER"
+        print(f"{run}: {result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, copies {copies}")
+    lines = max(result["lines"] for result in ran.values()) if ran else 0
+    losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in ran.values())
+    sent = " / ".join(f"{result['megabytes']:.2f}" for result in ran.values())
+    print("|", " | ".join([f"{name}, {variant}", client.mesh, str(lines), losses, sent]), "|")
 
 
 def _train(module, client, options: argparse.Namespace) -> None:
     """Trains in this process, and writes what came of it."""
-    from clients import measure, stubs
+    from clients import stubs
+    from ways import sent_bytes
 
     root, stubs.SEED = options.child, options.seed
     folder = root / "checkout" / client.folder
     here = folder if (folder.is_dir() and not (folder / "__init__.py").exists()) else folder.parent
     sys.path.insert(0, str(here))
     trained = module.train(options.steps, **client.options)
-    program = measure.program_of(root / "dump", client.step)
-    sent, largest = measure.traffic(program)
+    programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
     result = {
         "losses": [float(loss) for loss in trained.losses],
-        "megabytes": sum(sent.values()) / 1e6,
-        "by": {name: round(n / 1e6, 3) for name, n in sorted(sent.items())},
-        "largest": largest,
-        "equal": measure.copies_equal(trained.state),
+        "megabytes": sent_bytes(programs[-1].read_text(), 8) / 1e6,
+        "equal": _copies_equal(trained.state),
     }
     (root / "result").write_text(json.dumps(result))
+
+
+def _copies_equal(tree: Any) -> bool:
+    """Whether all devices that hold the same part of an array hold the same bits of it."""
+    import jax
+    import numpy as np
+
+    first: dict = {}
+    return all(
+        first.setdefault((number, str(shard.index)), data) == data
+        for number, x in enumerate(jax.tree.leaves(tree))
+        if isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        for shard in x.addressable_shards
+        for data in [np.asarray(shard.data).tobytes()]
+    )
 
 
 if __name__ == "__main__":

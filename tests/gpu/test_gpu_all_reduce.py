@@ -14,7 +14,6 @@ from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import codec
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.plan import make_plan
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.backend import MOST_WORKERS
@@ -190,17 +189,6 @@ def test_no_temporary_of_the_size_of_the_gradient():
 
     memory = reduce.lower(struct).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.5 * 2 * size
-
-
-def test_small_buckets_travel_natively_on_fast_links():
-    mesh = _mesh()
-    if not dq.topologies.fast_links():
-        pytest.skip(f"{jax.devices()[0].device_kind} may be without NVLink")
-    least = psum_bytes(mesh.size) // 2
-    small, large = (jax.ShapeDtypeStruct((k,), jnp.bfloat16) for k in (least - 1, least))
-    routes = [dq.explain(x, mesh.size, verbose=False).rows[0].route for x in (small, large)]
-    assert "min_bucket_bytes" in routes[0]
-    assert routes[1] == "compressed"
 
 
 def _pushing(mesh):

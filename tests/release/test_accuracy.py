@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from cases import LOOP, limits_of, small, vmapped
+from cases import small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
@@ -89,37 +89,3 @@ def test_antithetic_beats_correlated_beats_independent_rounding():
     # 9% and 40% less, on the same data.
     assert np.all(found[0] < found[1])
     assert np.all(found[1] < found[2])
-
-
-def test_error_grows_no_faster_than_the_ring_is_long():
-    """A hop with t gradients errs with t times the variance of one: n hops, n² in all.
-
-    So the error, over the squared norm of the sum of n independent gradients, grows like n.
-    """
-    method, relative = dq.DynamiQ(bits=6), []
-    for n in (2, 5, 12):
-        x = jax.random.normal(jax.random.key(7), (n, 64 * n * 256))
-        exact = np.sum(np.asarray(x, np.float64), axis=0)
-        estimate = np.asarray(vmapped(small(method))(x, jax.random.key(n))[0], np.float64)
-        relative.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2) / n)
-    # Measured: 2.0e-3, 1.7e-3, 1.4e-3; pairs of hops share noise.
-    assert max(relative) < 1.6 * min(relative)
-
-
-@pytest.mark.parametrize("n", [2, 8, 12])
-@pytest.mark.parametrize("topology", [LOOP, None], ids=["ring", "default"])
-def test_what_is_compressed_by_default_is_worth_sending(n, topology):
-    """Just above the smallest bucket that is compressed, where padding takes most of the bits.
-
-    Five bits for each coordinate are enough for width 4, with an error of 0.0045 n on Gaussians.
-    """
-    method = dq.DynamiQ()
-    size = limits_of(method, n, fast_links=False).min_bucket_size + 1
-    x = jax.random.normal(jax.random.key(0), (n, size))
-    (row,) = dq.explain(x[0], n, method=method, topology=topology, verbose=False).rows
-    assert row.route == "compressed"
-    exact = np.sum(np.asarray(x, np.float64), axis=0)
-    estimate = np.asarray(vmapped(method, topology)(x, jax.random.key(0))[0], np.float64)
-    assert np.sum((estimate - exact) ** 2) / np.sum(exact**2) < 0.018 * n
-    (row,) = dq.explain(x[0, :-2], n, method=method, verbose=False).rows
-    assert row.route == f"exact: bucket of {size - 2} < min_bucket_size {size - 1}"

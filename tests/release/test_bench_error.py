@@ -69,12 +69,6 @@ def measured(label="known", leaves: error.Leaves | None = LEAVES, **options):
     return error.bench_error(contender, "ring", [known_gradients()], 2, leaves)
 
 
-def save(file, **arrays):
-    leaves = {"names": np.array(LEAVES.names), "sizes": np.array(SIZES)}
-    arrays = {"gradients": np.asarray(known_gradients()), **leaves, **arrays}
-    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
-
-
 def invoke(*options):
     return CliRunner().invoke(app, ["error", *map(str, options)])
 
@@ -124,19 +118,3 @@ def test_worst_leaf_is_neither_small_nor_zero_and_a_mean_over_seeds():
     # .16 under one seed and 0 under the other is less than .09 under both.
     row = measured(errors=((0, 3.0, 0, 0), (0, 3.0, 0.4, 0)))
     assert (row.worst_leaf, row.worst_leaf_error) == ("embed", pytest.approx(0.09, rel=1e-5))
-
-
-def test_leaves_cost_no_further_compilation():
-    traced = []
-    measured("one", traced=traced)
-    assert traced == ["one"]
-
-
-def test_leaves_of_a_file(tmp_path):
-    file = tmp_path / "g.npz"
-    save(file)
-    assert error.load(file, None)[1] == LEAVES
-    save(file, names=None, sizes=None)
-    found, leaves = error.load(file, 2)
-    assert leaves == error.Leaves()
-    np.testing.assert_array_equal(found, known_gradients())

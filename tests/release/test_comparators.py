@@ -17,7 +17,6 @@ import pytest
 from cases import (
     EVERY_METHOD,
     LOOP,
-    ONE_OF_A_KIND,
     OVER,
     TOPOLOGIES,
     assert_replicas_equal,
@@ -77,8 +76,6 @@ METHODS = {
 }
 NATIVE = [name for name in METHODS if METHODS[name].method.native_by_default]
 MEMORY = [name for name in METHODS if getattr(METHODS[name].method, "kind", "") == "ef14"]
-SOME = [*MEMORY, "mxfp8, ef21m", "mxfp4, econtrol", "omnireduce, union, ef21"]
-SOME += [name for name in ONE_OF_A_KIND if name in METHODS and name not in SOME]
 MATRICES = ("powersgd", "arc top-k")
 
 
@@ -162,34 +159,6 @@ def test_rounding_at_random_is_unbiased(name):
     assert abs(np.mean(found.spread) - 1) < 0.25
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_devices_compute_what_vmap_does(name):
-    """Three steps in one program with check_vma=True, as in a training loop.
-
-    XLA sums bf16 in f32 on devices of a CPU, and `vmap` does in bf16.
-    """
-    n, method, axis = 2, METHODS[name], Axis(("data",))
-    x = draw(4, n, name)
-
-    def steps(x):
-        x = x[0]
-        state = axis.to_varying(as_compression(method, route(name)).init_state(x, n))
-        options = {"op": "sum", "method": method, "topology": route(name), "key": KEY}
-
-        def step(state, _):
-            total, state, _ = dq.reduce(x, "data", state=state, **options)
-            return axis.to_varying(state), total
-
-        return lax.scan(step, state, length=3)[1]
-
-    mapped = jax.shard_map(steps, mesh=auto_mesh(n), in_specs=P("data"), out_specs=P())
-    found = jax.jit(mapped)(x)
-    state = first_state(method, x, n, route(name))
-    for i in range(3):
-        expected, state = stepper(method, route(name))(x, KEY, state)
-        assert relative_error(found[i], expected[0]) < 1e-4
-
-
 @pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "omnireduce, union", "marsit"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
@@ -220,12 +189,6 @@ def test_topologies_and_missing_states_are_refused(name):
             run()
     else:
         assert run().shape == x.shape
-
-
-def test_every_comparator_is_here():
-    rows = [row.method.method for row in EVERY_METHOD.values()]
-    classes = {type(getattr(method, "method", method)).__name__ for method in rows}
-    assert set(of.__all__) <= classes
 
 
 SCALES = of.MXFP6(rounding="stochastic", sum="shared-scale")

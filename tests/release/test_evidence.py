@@ -150,13 +150,3 @@ def test_wrong_options_are_refused(arguments, complaint):
 def test_the_pages_have_the_tables_of_today():
     for path, text in pages.texts().items():
         assert path.read_text() == text, f"{path}: run make figures"
-
-
-def test_the_picture_of_speedups_has_a_bar_for_every_time():
-    (axes,) = pages.speedups().axes
-    runs = [run["ms"] for run in pages.load(pages.WAYS)["runs"] if "dp:5" in run["ms"]]
-    found = [(ms, ms.get(way) or ms.get(way[:4] + way[9:])) for ms in runs for way in pages.SHOWN]
-    ratios = [ms["bf16-psum"][0] / steps[0] for ms, steps in found if steps]
-    shown = sorted(text.get_text() for text in axes.texts)
-    assert shown == sorted(f"{ratio:.2f}" for ratio in ratios)
-    assert len(axes.patches) == len(ratios) == 20

@@ -104,17 +104,6 @@ class TestStepTime:
         assert "bf16-zero failed: RuntimeError: out of luck" in plain(ran.output)
         assert "bf16-psum  " in ran.stdout and "bf16-zero  " not in ran.stdout
 
-    def test_functions_one_by_one_compute_what_the_model_does(self):
-        config = dataclasses.replace(LAYER, n_layers=4)
-        shapes = jax.eval_shape(partial(llm_model.init_params, config), jax.random.key(0))
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        params = step_time.random_params(shapes, one)
-        tokens = jax.random.randint(jax.random.key(1), (2, LAYER.seq_len + 1), 0, 256)
-        stages = llm_model.make_stages(config)
-        assert len(stages.functions) == 4 + 2
-        found = stages.loss(stages.split(params), tokens)
-        np.testing.assert_allclose(found, llm_model.make_loss(config)(params, tokens), rtol=1e-6)
-
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
