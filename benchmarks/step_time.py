@@ -363,6 +363,9 @@ def main(
     bucket_mib: Annotated[
         float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
     ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="Of payloads: collectives, permutes, push.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
@@ -402,7 +405,8 @@ def main(
     try:
         xla = parse_options(option or ())
         per_second = bytes_per_second(rate) if rate else None
-        limits = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
+        limits: dict[str, Any] = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
+        limits["transport"] = transport
         training = make_training(
             model, make_mesh(jax.devices(), nodes), make_model=partial(ways.llama, config),
             limits=limits, topology=contenders.parse_topology(topology, nodes),

@@ -380,6 +380,8 @@ def clock() -> Figure:
     runs = load(CLOCK)["runs"]
     figure = Figure(figsize=(7.6, 2.9 * ((len(runs) + 1) // 2)), layout="constrained")
     panels = figure.subplots((len(runs) + 1) // 2, min(len(runs), 2), squeeze=False).flat
+    for axes in panels[len(runs) :]:
+        axes.set_axis_off()
     for axes, run in zip(panels, runs, strict=False):
         window = run["options"]["window"]
         for row in run["rows"]:
@@ -387,7 +389,7 @@ def clock() -> Figure:
             axes.plot(row["seconds"][window - 1 :], means, label=row["method"], linewidth=1)
         axes.axhline(run["options"]["target"], color="black", linewidth=0.8, linestyle="--")
         axes.set(xlabel="seconds", ylabel="training loss")
-        axes.set_title(run["options"]["title"], fontsize=7)
+        axes.set_title(run["options"]["title"].replace(" worker, ", " worker,\n"), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
