@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -14,7 +13,6 @@ from dynamiq_jax.commands.bench.advice import check, decide
 from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.request.configuration import SUFFIX
 
 
 def command(
@@ -37,7 +35,6 @@ def command(
     process_id: options.ProcessId = 0,
     coordinator: options.Coordinator = "localhost:29400",
     repeats: options.Repeats = None,
-    config: Annotated[Path | None, typer.Option(help="Write the choice to FILE.json.")] = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
@@ -47,8 +44,6 @@ def command(
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
-    if config and config.suffix != SUFFIX:
-        raise typer.BadParameter(f"{config} must end in {SUFFIX}", param_hint="--config")
     if step_time_ms is not None and not (step_time_ms > 0 and math.isfinite(step_time_ms)):
         raise typer.BadParameter(
             f"{step_time_ms:g} is not a positive number: pass for example 180",
@@ -56,16 +51,13 @@ def command(
         )
     name, tree = checked("MODEL", read_model, model)
     leaves = checked("MODEL", floating_leaves, tree)
-    outputs = {"--config": config, "--json": json_file}
-    options.writable(outputs, model_file(model), first=process_id == 0)
+    options.writable({"--json": json_file}, model_file(model), first=process_id == 0)
     tried = None if bits is None else checked("--bits", settings.parse_bits, bits)
     options.join(processes, process_id, coordinator)
     workers = jax.devices()
     on_cpu = options.on_cpu(workers)
     if len(workers) < 2:
         raise typer.BadParameter("1 device found: an all-reduce takes two; pass --processes")
-    if on_cpu and config:
-        raise typer.BadParameter("a CPU gives no advice: measure on GPUs", param_hint="--config")
     mesh = checked("--nodes", all_reduce.make_mesh, workers, nodes)
     routes = _routes(topology, mesh, nodes)
     repeats = repeats or (5 if on_cpu else 20)
@@ -92,9 +84,6 @@ def command(
         _report((check(rows),), None)
     else:
         _report(said.sentences, said.snippet(("data",) if nodes == 1 else mesh.axis_names))
-    if config:
-        said.setting.save(config)
-        typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")
 
 
 def _routes(topology: str | None, mesh: Any, nodes: int) -> list[Any]:

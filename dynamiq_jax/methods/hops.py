@@ -1,8 +1,7 @@
 """Methods that run over topologies: agree on what all must know, then encode hop by hop.
 
 Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
-it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives: the
-library's all-reduce here and the simulator of thousands of workers run the same three functions.
+it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives.
 """
 
 import warnings

@@ -128,8 +128,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         else:
             values, workers = now, f"{now[0].shape[0]} workers"
             note = f"was not saved and starts anew for {workers}"
-            if all(x is not None for x in then):
-                note = f"was reset, from {jnp.shape(then[0])[0]} to {workers}"
+            shapes = [jnp.shape(x) for x in then if x is not None]
+            if len(shapes) == len(now):
+                note = f"was reset, from {shapes[0][0]} to {workers}"
             notes.append(f"{_name(path)} {note}")
         done.append(jax.tree.unflatten(inner, values))
     if notes:

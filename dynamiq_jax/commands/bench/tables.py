@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
-from dynamiq_jax.request.configuration import describe
 
 PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
@@ -51,12 +50,6 @@ ALL_REDUCE_COLUMNS = (
     Column("#wrong", lambda r: str(r.wrong)),
     Column("backend", lambda r: r.backend),
     Column("payloads by", lambda r: r.transport),
-)
-
-KERNEL_COLUMNS = (
-    Column("kernel", lambda r: r.kernel),
-    *TIME_COLUMNS,
-    Column("backend", lambda r: r.backend),
 )
 
 ERROR_COLUMNS = (
@@ -164,7 +157,7 @@ def report(
         tables = {"rows": rows, **more}
         fields = {k: [_fields(row) for row in table] for k, table in tables.items()}
         document = {"about": about} | fields
-        file.write_text(json.dumps(document, indent=1, default=describe) + "\n")
+        file.write_text(json.dumps(document, indent=1, default=repr) + "\n")
 
 
 def _fields(row: Any) -> dict[str, Any]:
