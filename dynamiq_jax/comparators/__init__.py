@@ -14,7 +14,6 @@ XLA's own collectives and serve ``topology=None`` only.
 from dynamiq_jax.comparators.arc_top_k import ARCTopK
 from dynamiq_jax.comparators.clt_k import CLTK
 from dynamiq_jax.comparators.global_qsgd import GlobalQSGD
-from dynamiq_jax.comparators.marsit import Marsit
 from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.comparators.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.comparators.omnireduce import OmniReduce
@@ -30,7 +29,6 @@ __all__ = [
     "MXFP4",
     "MXFP6",
     "MXFP8",
-    "Marsit",
     "MinMax",
     "OmniReduce",
     "PermK",

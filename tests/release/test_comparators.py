@@ -17,13 +17,11 @@ from cases import (
     EVERY_METHOD,
     LOOP,
     OVER,
-    TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
     bias,
     first_state,
-    gradient,
     low,
     relative_error,
     small,
@@ -33,20 +31,16 @@ from cases import (
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.comparators import hadamard, lanes, sidco
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
-from dynamiq_jax.comparators.mx import ScaleState
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
-from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)
 of = dq.comparators
@@ -65,8 +59,6 @@ METHODS = {
     if not name.startswith(("dynamiq", "bf16", "f32"))
 } | {
     "mxfp4, memory": memory(of.MXFP4()),
-    "mxfp8, ef21m": small(dq.ErrorFeedback(of.MXFP8(), kind="ef21m")),
-    "omnireduce, union": small(of.OmniReduce(select="union", block_size=64)),
     "powersgd, memory, f32": memory(of.PowerSGD(rank=5, wire="f32")),
 }
 NATIVE = [name for name in METHODS if METHODS[name].method.native_by_default]
@@ -120,13 +112,10 @@ def test_what_is_not_delivered_is_in_memory(name, mean):
 
 UNBIASED = {
     "mxfp8": (of.MXFP8(rounding="stochastic"), LOOP),
-    "mxfp4, shared": (of.MXFP4(rounding="stochastic", sum="shared-scale"), LOOP),
     "minmax": (MinMax(), LOOP),
     "minmax, direct": (MinMax(bits=2), dq.Direct()),
     "qsgd": (QSGD(piece_size=128), LOOP),
-    "qsgd, exponential": (QSGD(levels="exponential", piece_size=256), dq.Direct()),
     "thc": (of.THC(p=1e-9, table=False, piece_size=512), None),
-    "thc, two-shot": (of.THC(p=1e-9, table=False, form="two-shot", piece_size=512), None),
     "perm-k": (of.PermK(), None),
 }
 
@@ -135,8 +124,7 @@ UNBIASED = {
 def test_rounding_at_random_is_unbiased(name):
     """See `cases.Bias`: a bias of 2% of a step scores 5 or more in blocks of 128 coordinates.
 
-    Blocks of 32 begin with 1, the largest value, so that no sum of up to 4 saturates. `MinMax`'s
-    shift is one number for a bucket, which the formula of its codec has.
+    Blocks of 32 begin with 1, the largest value, so that no sum of up to 4 saturates.
     """
     method, topology = UNBIASED[name]
     n, size, samples = 4, 8 * 128, 400
@@ -154,7 +142,7 @@ def test_rounding_at_random_is_unbiased(name):
     assert abs(np.mean(found.spread) - 1) < 0.25
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "omnireduce, union", "marsit"])
+@pytest.mark.parametrize("name", ["mxfp8", "thc, memory"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
     options = {"op": "sum", "method": method, "topology": route(name)}
@@ -186,14 +174,11 @@ def test_topologies_and_missing_states_are_refused(name):
         assert run().shape == x.shape
 
 
-SCALES = of.MXFP6(rounding="stochastic", sum="shared-scale")
-
-
-@pytest.mark.parametrize("method", [EXACT(rank=2), of.ARCTopK(), of.PermK(), SCALES])
+@pytest.mark.parametrize("method", [EXACT(rank=2), of.ARCTopK(), of.PermK()])
 def test_without_a_key_and_a_state_a_sum_is_the_same_again(method):
-    """Shared scales, and the gradients of `PermK`, make the key."""
+    """Gradients of `PermK` make the key."""
     matrices = method in (EXACT(rank=2), of.ARCTopK())
-    x, run = draw(8, 3, MATRICES[0]), vmapped(small(method), LOOP if method == SCALES else None)
+    x, run = draw(8, 3, MATRICES[0]), vmapped(small(method), None)
     first = run(x, None)
     assert_replicas_equal(first)
     assert_same_bits(first, run(x, None))
@@ -206,16 +191,11 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 @pytest.mark.parametrize(
     ("method", "n", "bits"),
     [
-        (of.OmniReduce(select="union"), 8, 16 * 0.5 + (16 + 8) / 256),
-        (of.OmniReduce(select="union"), 256, 16 * 0.5 + (16 + 32) / 256),
         (of.OmniReduce(density=1 / 16, block_size=64), 8, 16 / 16 + 16 / 64),
         (MinMax(bits=5, rounding="nearest"), 8, 5 + 32 / 128),
         (MinMax(bits=8, bucket_size=1024), 8, 8 + 32 / 1024),
-        # 32 bits hold so many lanes, which n g fits; 4 up, and 8, 9 and 12 down.
+        # 32 bits hold so many lanes, which n g fits.
         *((of.THC(), n, bits) for n, bits in ((2, 6.4), (8, 8), (9, 32 / 3), (136, 16))),
-        *((of.THC(form="two-shot"), n, bits) for n, bits in ((8, 6), (9, 6.5), (136, 8))),
-        (of.THC(form="two-shot", table=False, saturate=True), 136, 4),
-        (of.THC(form="two-shot", table=False, saturate=True, sum_bits=6), 136, 5),
     ],
 )
 def test_bits_that_depend_on_workers_and_fields(method, n, bits):
@@ -227,21 +207,19 @@ def test_bits_that_depend_on_workers_and_fields(method, n, bits):
 
 BAD: dict[Any, dict[str, tuple]] = {
     of.CLTK: {"density": (0, 1.5), "chunk_size": (0, 257)},
-    of.OmniReduce: {"density": (1.5,), "block_size": (0,), "select": ("random",)},
+    of.OmniReduce: {"density": (1.5,), "block_size": (0,)},
     of.SIDCo: {"density": (0,), "headroom": (math.nan, 0.5), "block_size": (0,)},
     of.ARCTopK: {"density": (1.5,), "rank": (0,), "wire": ("fp8",)},
     of.PowerSGD: {"rank": (0, 2.0), "wire": ("fp8",)},
     of.THC: {
-        "bits": (9,), "granularity": (14,), "p": (0, 1), "piece_size": (100,), "form": ("ring",),
-        "sum_bits": (32,), "saturate": (True,),
+        "bits": (9,), "granularity": (14,), "p": (0, 1), "piece_size": (100,),
     },
     functools.partial(of.THC, table=False): {"granularity": (16,)},
-    of.Marsit: {"period": (1, 5000), "scale": (0, math.inf), "block_size": (48,)},
-    of.MXFP8: {"element": ("e2m1",), "max_saturated": (2,), "growth": (0.5,)},
-    of.MXFP6: {"sum": ("psum",)},
+    of.MXFP8: {"element": ("e2m1",)},
+    of.MXFP6: {"element": ("e4m3",)},
     of.MXFP4: {"rounding": ("up",)},
     MinMax: {"bits": (0, 9), "bucket_size": (30,), "rounding": ("up",)},
-    QSGD: {"bits": (2, 9), "piece_size": (100,), "levels": ("odd",)},
+    QSGD: {"bits": (2, 9), "piece_size": (100,)},
 }  # fmt: skip
 
 
@@ -257,11 +235,7 @@ def test_bad_fields_are_refused(method):
     ("method", "topology", "n", "message"),
     [
         (QSGD(bits=4), dq.Direct(), 8, "no step for 8 workers.*pass bits=5"),
-        (QSGD(), dq.Direct(), 128, "or levels='exponential'"),
-        (QSGD(levels="exponential"), dq.Ring(), 128, "may need 135 above the scale"),
-        (of.Marsit(), dq.Ring(), 5000, "up to 4096 workers, and here are 5000; pass topology=dq"),
-        (of.THC(sum_bits=8), None, 9, r"9 workers.*granularity=30 reach 270.*the 255 of 8 bits"),
-        (of.THC(sum_bits=8), None, 9, "pass sum_bits=9, or a granularity of at most 28"),
+        (QSGD(), dq.Direct(), 128, "no step for 128 workers.*at most 8, or dq.Hierarchical"),
         (of.THC(), None, 1 << 28, "exceeds the 2147483647 of 31 bits; pass a gran.* most 7"),
     ],
 )
@@ -402,14 +376,10 @@ def minmax_grid(x, bits):
     return low, as_bf16((x.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1), 1)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "shift"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, rounding):
-    """Level c of the grid, which a shift moves by as much as the decoder knows.
-
-    Uniform noise rounds up with the probability of the fraction; a shift is uniform, too, and the
-    nearest level of the shifted grid is at most half a step away.
-    """
+    """Uniform noise rounds up with the probability of the fraction."""
     rng = np.random.default_rng(bits)
     scale, middle = np.meshgrid([1e-30, 1e-20, 1.0, 1e20, 1e35], [0.0, 3.0, -100.0])
     x = rng.standard_normal((15, 32)) + middle.reshape(-1, 1)
@@ -418,13 +388,11 @@ def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, roun
     noise = None if rounding == "nearest" else jnp.asarray(words)
     method = of.MinMax(bits=bits, bucket_size=32, rounding=rounding)
     payload = method.encoded(jnp.asarray(x.reshape(-1)), noise)
-    found = np.asarray(method.decoded(payload, noise, x.size)).reshape(x.shape)
+    found = np.asarray(method.decoded(payload, x.size)).reshape(x.shape)
     low, step = minmax_grid(x, bits)
     draws = words.reshape(x.shape) / 2.0**32
-    shift = (np.floor(draws[:, :1] * 2.0 ** (15 - bits)) + 0.5) * 2.0 ** (bits - 15)
-    share = {"nearest": 0.5, "stochastic": draws, "shift": shift}[rounding]
-    place = (x.astype(np.float64) - low) / step + share
-    level = np.clip(np.floor(place), 0, 2**bits - 1) + (0.5 - shift if rounding == "shift" else 0)
+    place = (x.astype(np.float64) - low) / step + (0.5 if rounding == "nearest" else draws)
+    level = np.clip(np.floor(place), 0, 2**bits - 1)
     clear = np.abs(place - np.round(place)) > 1e-4
     assert clear.mean() > 0.8
     room = 1e-6 * np.abs(x).max(axis=1, keepdims=True)
@@ -513,9 +481,9 @@ def minmax_round_trip(x):
 NEAREST = {
     "minmax": (MinMax(bits=5, rounding="nearest"), minmax_round_trip, 0.002),
     **{
-        f"{name}, {kind}": (getattr(of, f"MXFP{mx.ELEMENTS[name].bits}")(element=name, sum=kind),
-                            functools.partial(mx_round_trip, name=name), 0)
-        for name in FLOATS for kind in ("recompress", "shared-scale")
+        name: (getattr(of, f"MXFP{mx.ELEMENTS[name].bits}")(element=name),
+               functools.partial(mx_round_trip, name=name), 0)
+        for name in FLOATS
     },
 }  # fmt: skip
 """Methods that round to nearest, a value on the wire and back, the part that may round apart."""
@@ -524,103 +492,38 @@ NEAREST = {
 @pytest.mark.parametrize("topology", [LOOP, dq.Direct()])
 @pytest.mark.parametrize("name", NEAREST)
 def test_sums_are_those_of_the_definition(name, topology):
-    """An independent ring, and an all-to-all, in numpy: the same bits.
-
-    With shared scales elements of mu v / 2^E are added, E the largest of all workers.
-    """
+    """An independent ring, and an all-to-all, in numpy: the same bits."""
     method, round_trip, apart = NEAREST[name]
     n, rng = 8, np.random.default_rng(2)
     x = rng.standard_normal((n, n, 4, 32)) * np.exp(rng.standard_normal((n, n, 4, 1)))
     x = x.astype(np.float32)
-    state, unit, u = ((),), np.float32(1), x
-    if "shared" in name:
-        element = name.split(",")[0]
-        state = (ScaleState(jnp.full(n, 0.25, jnp.float32)),)
-        unit = mx_scale(x, element).max(axis=0) * 4
-        u, round_trip = x / unit, lambda values: mx_cast(values, element).astype(np.float64)
     expected = []
     for c in range(n):
         if topology == LOOP:
-            total = np.zeros_like(u[0, 0], np.float64)
+            total = np.zeros_like(x[0, 0], np.float64)
             for hop in range(1, n + 1):
-                total = round_trip((u[(c + hop) % n, c] + total).astype(np.float32))
+                total = round_trip((x[(c + hop) % n, c] + total).astype(np.float32))
         else:
-            total = u[c, c].astype(np.float64)
+            total = x[c, c].astype(np.float64)
             for worker in range(n):
-                total = total + (round_trip(u[worker, c]) if worker != c else 0)
+                total = total + (round_trip(x[worker, c]) if worker != c else 0)
             total = round_trip(total.astype(np.float32))
         expected.append(total)
-    expected = (np.stack(expected) * unit).reshape(-1)
-    found, _ = stepper(small(method), topology)(x.reshape(n, -1), KEY, state)
+    expected = np.stack(expected).reshape(-1)
+    found, _ = stepper(small(method), topology)(x.reshape(n, -1), KEY, ((),))
     assert_replicas_equal(found)
     # A sum next to a boundary may go to either side, as the order of additions decides.
     off = np.abs(np.asarray(found[0], np.float64) - expected) > 1e-5 * np.abs(expected) + 1e-7
     assert off.mean() <= apart
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "shift"])
-@pytest.mark.parametrize("topology", [dq.Ring(), dq.Direct(streams=2)])
-def test_minmax_halves_are_sums_of_slices_and_the_same_shards_for_all(rounding, topology):
-    n, size = 4, 3000
-    method = low(MinMax(bits=6, bucket_size=1024, rounding=rounding))
-    x = gradient(0, n, n * size)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=auto_mesh(n), in_specs=P("data"), out_specs=P("data"))
-    def halves(x):
-        options = {"tiled": True, "method": method, "key": KEY}
-        own = dq.psum_scatter(x[0], "data", topology=topology, **options)
-        return own, dq.all_gather(own, "data", **options)[None]
-
-    own, gathered = halves(x)
-    assert 1e-5 < float(vnmse(own, total_of(x))) < 0.02
-    assert_replicas_equal(gathered)
-    assert 1e-5 < float(vnmse(gathered[0], own)) < 0.01
-
-
-@pytest.mark.parametrize("levels", ["linear", "exponential"])
 @pytest.mark.parametrize(("route", "n"), [("ring", 8), ("butterfly", 4), ("direct", 2)])
-def test_qsgd_equal_maxima_neither_wrap_nor_vanish_and_pieces_are_apart(levels, route, n):
-    """All workers hold the largest magnitude everywhere, which is a linear level."""
+def test_qsgd_equal_maxima_neither_wrap_nor_vanish_and_pieces_are_apart(route, n):
+    """All workers hold the largest magnitude everywhere, which is a level."""
     sign = np.where(np.arange(2048) % 2 == 0, 1.0, -1.0) * np.repeat([1e-4, 1.0], 1024)
     x = jnp.asarray(np.tile(3 * sign, (n, 1)), jnp.float32)
-    method = low(QSGD(levels=levels, piece_size=1024))
-    found = np.asarray(vmapped(method, OVER[route])(x, KEY)[0], np.float64)
-    ratio = found / (3 * n * sign)
-    if levels == "linear":
-        np.testing.assert_allclose(ratio, 1, rtol=1e-6)
-    else:
-        assert abs(np.mean(ratio) - 1) < 0.06
-        assert np.all((ratio > 0) & (ratio <= 2 ** (n - 1)))
-
-
-@pytest.mark.parametrize("method", [of.MXFP8(sum="shared-scale"), of.MXFP4(sum="shared-scale")])
-def test_mx_multiplier_halves_on_saturation_and_grows_otherwise(method):
-    element, n, size = mx.ELEMENTS[method.element], 4, 1971
-    x = np.random.default_rng(11).standard_normal((n, size)).astype(np.float32)
-    step, safe = stepper(small(method), LOOP), largest(method.element)
-    safe /= 2 ** (exponent(method.element) + 1) * n
-    state = as_compression(small(method), LOOP).init_state(jnp.zeros(size), n)
-    assert state[0].mu == np.float32(safe)
-
-    def next_mu(x, mu):
-        after = step(x, None, (ScaleState(jnp.full(n, mu, jnp.float32)),))[1][0].mu
-        assert_replicas_equal(after)
-        return float(after[0])
-
-    assert next_mu(x, safe) == pytest.approx(safe * method.growth, rel=1e-6)
-    assert next_mu(x, 0.8) == pytest.approx(0.4)
-    # The threshold counts finished sums of finite blocks; NaN blocks are none.
-    assert next_mu(np.where(np.arange(size) == 40, np.nan, 0 * x), safe) > safe
-    # Equal gradients that are all at the top fit at the safe multiplier, but just so.
-    top = np.full((n, size), element.max_value * 2 / 2**element.emax * 0.99, np.float32)
-    assert next_mu(top, safe / 2) > safe / 2
-    # Where nothing ever saturates it stops at what a single largest value needs.
-    limit = element.max_value / 2**element.emax
-    assert next_mu(np.zeros_like(x), limit) == pytest.approx(limit)
-    # Without a state the multiplier is the safe one; a division may become a product.
-    known = step(x, None, (ScaleState(jnp.full(n, safe, jnp.float32)),))[0]
-    np.testing.assert_allclose(vmapped(small(method))(x, None), known, rtol=1e-6)
+    found = np.asarray(vmapped(low(QSGD(piece_size=1024)), OVER[route])(x, KEY)[0], np.float64)
+    np.testing.assert_allclose(found / (3 * n * sign), 1, rtol=1e-6)
 
 
 # --- THC ------------------------------------------------------------------------------------------
@@ -635,24 +538,13 @@ def test_thc_correlated_words_cancel_rounding_errors_of_identical_workers():
     assert errors["correlated"] < errors["independent"] / 4
 
 
-SATURATING: dict[str, Any] = {"form": "two-shot", "table": False, "saturate": True}
-
-
-@pytest.mark.parametrize(
-    ("n", "options"),
-    [
-        *((8, {"form": form, "sum_bits": 8}) for form in ("psum", "two-shot")),
-        *((17, {"form": form, "sum_bits": 8, "table": False}) for form in ("psum", "two-shot")),
-        *((8, {**SATURATING, "sum_bits": bits}) for bits in (5, 7)),
-    ],
-)
-def test_thc_full_sums_end_at_their_bits_and_do_not_wrap(n, options):
+@pytest.mark.parametrize(("n", "table"), [(8, True), (17, False)])
+def test_thc_full_sums_end_at_their_bits_and_do_not_wrap(n, table):
     """Every coordinate of every worker clips, the first half at the bottom.
 
-    Lanes of 8 bits hold 8 x 30 and 17 x 15 = 255, those of 7 bits 8 x 15. Saturating sums end
-    where their bits do, half an integer above the middle where that is none.
+    Lanes of 8 bits hold 8 x 30 and 17 x 15 = 255.
     """
-    method = THC(p=0.5, **options)
+    method = THC(p=0.5, table=table)
     sign = np.where(np.arange(1024) < 512, -1, 1).astype(np.float32)
     x = hadamard.unrotate(jnp.asarray(sign)[None], SEED)
 
@@ -662,134 +554,9 @@ def test_thc_full_sums_end_at_their_bits_and_do_not_wrap(n, options):
     found = jax.jit(jax.vmap(one, axis_name="data"))(jnp.broadcast_to(x, (n, 1024)))
     assert_replicas_equal(found)
     step, room = 2 * thc.clip_threshold(0.5) / method.g, n * method.g
-    least = 0
-    if options["sum_bits"] < 7:
-        room = 2**method.sum_bits - 1
-        least = -(-(n * method.g - room) // 2)
-    ends = (np.array([least, least + room]) - n * method.g / 2) * step
+    ends = np.array([-room, room]) / 2 * step
     sums = hadamard.rotate(found[:1], SEED)[0]
     np.testing.assert_allclose(sums, np.where(sign < 0, *ends), rtol=1e-3)
-
-
-# --- Marsit ---------------------------------------------------------------------------------------
-
-SIZE, BLOCK = 3011, 256
-
-
-def Marsit(**options):
-    return small(of.Marsit(block_size=BLOCK, **options))
-
-
-@functools.cache
-def first_signs(n, topology, samples):
-    """(y f32[n, SIZE], key) -> the finished values [samples, n, SIZE] of a first round."""
-    method = Marsit(period=None)
-
-    def one(x, key, state):
-        options = {"op": "mean", "method": method, "topology": topology}
-        return dq.reduce(x, "data", key=key, state=state, **options).tree
-
-    run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")
-    run = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
-    like = np.zeros((n, SIZE), np.float32)
-    keys, state = jax.random.split(KEY, samples), first_state(method, like, n, topology)
-    return lambda x: np.asarray(run(x.astype(np.float32), keys, state))
-
-
-ROUTES = [("ring", 5), ("ring, two streams", 5), ("butterfly", 8), ("direct", 3), ("direct", 8)]
-
-
-@pytest.mark.parametrize(("route", "n"), ROUTES)
-def test_marsit_a_coordinate_gets_the_sign_of_a_worker_drawn_uniformly(route, n):
-    """Coordinate c is positive on the first k workers, or on worker k - n - 1 alone.
-
-    The mean sign is exact, whoever is positive. So is the variance, 1 - mean².
-    """
-    samples, kind = 128, np.arange(SIZE) % (2 * n + 1)
-    worker = np.arange(n)[:, None]
-    positive = np.where(kind <= n, worker < kind, worker == kind - n - 1)
-    found = first_signs(n, TOPOLOGIES[route][0], samples)(np.where(positive, 1.0, -1.0))
-    assert_replicas_equal(np.moveaxis(found, 1, 0))
-    np.testing.assert_allclose(np.abs(found), 1, rtol=2e-7)
-    signs = np.sign(found[:, 0])
-    means = np.array([np.mean(signs[:, kind == k]) for k in range(2 * n + 1)])
-    expected = 2 * np.array([positive[:, kind == k][:, 0].mean() for k in range(2 * n + 1)]) - 1
-    deviation = np.sqrt((1 - expected**2) / (samples * SIZE / (2 * n + 1)))
-    assert np.all(np.abs(means - expected) <= 4.5 * deviation)
-    assert (means[0], means[n]) == (-1, 1)
-    # Coins of coordinates and of keys are not related.
-    middle = signs[:, kind == n // 2]
-    assert abs(np.var(middle.mean(axis=1)) * middle.shape[1] / np.var(middle) - 1) < 0.6
-    assert abs(np.var(middle.mean(axis=0)) * samples / np.var(middle) - 1) < 0.6
-
-
-def test_marsit_encodings_stand_for_workers_and_zeros_have_no_sign_on_average():
-    assert gradients_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
-    assert gradients_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
-    assert gradients_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
-    x = np.zeros((3, SIZE), np.float32)
-    x[:, :BLOCK] = np.where(np.arange(BLOCK) % 2, 2.0, 0.0)  # half of one block
-    x[0, -1] = 1.0
-    found = first_signs(3, dq.Direct(), 256)(x)[:, 0]
-    np.testing.assert_array_equal(found[:, 1:BLOCK:2], 1.0)
-    zeros = found[:, :BLOCK:2]
-    np.testing.assert_array_equal(np.abs(zeros), 1.0)
-    assert abs(zeros.mean()) < 4.5 / np.sqrt(zeros.size)
-    last = -(-SIZE // BLOCK) * BLOCK - BLOCK
-    np.testing.assert_array_equal(found[:, BLOCK:last], 0.0)
-
-
-@pytest.mark.parametrize(("n", "scale"), [(3, 0.5), (8, 1.0)])
-def test_marsit_delivered_and_compensations_make_up_the_inputs(n, scale):
-    """In every step; full rounds come in time, deliver all, and leave nothing.
-
-    The length of a step is the mean magnitude in a block of all workers, times the scale. Rounds
-    have coins of their own under one key, and also without.
-    """
-    period, rng = 3, np.random.default_rng(7)
-    x = np.asarray(gradient(7, n, SIZE)) + 0.3 * rng.standard_normal((7, n, SIZE), np.float32)
-    method = Marsit(period=period, scale=scale)
-    state, run = first_state(method, x[0], n, LOOP), stepper(method, LOOP)
-    second = (state[0]._replace(step=state[0].step + 1),)
-    for key in (KEY, None):
-        start, later = (run(x[0], key, own)[0] for own in (state, second))
-        assert np.mean(np.asarray(start != later)) > 0.2
-    delivered = exact = 0.0
-    before = run._cache_size()
-    for i, own in enumerate(x):
-        found, state = run(own, KEY, state)
-        assert_replicas_equal(found)
-        result = np.asarray(found[0], np.float64)
-        delivered, exact = delivered + result, exact + total_of(own)
-        residual = np.asarray(state[0].residual, np.float64)
-        room = 2e-6 * np.abs(exact).max()
-        assert np.abs(delivered + residual.sum(axis=0) - exact).max() < room
-        assert state[0].step.tolist() == [(i + 1) % period] * n
-        if i % period == period - 1:
-            np.testing.assert_array_equal(residual, 0)
-        else:
-            blocks = np.array_split(np.abs(own.astype(np.float64)).mean(axis=0),
-                                    range(BLOCK, SIZE, BLOCK))  # fmt: skip
-            lengths = np.concatenate([np.full(block.size, block.mean()) for block in blocks])
-            np.testing.assert_allclose(np.abs(result), n * scale * lengths, rtol=2e-6)
-            assert np.all(np.any(residual != 0, axis=0))
-    assert run._cache_size() == before  # one program for both kinds of rounds
-
-
-def test_marsit_wire_bits_are_the_mean_of_both_kinds_of_rounds():
-    """A program has both, in the branches of a conditional."""
-    n, method, like = 4, Marsit(period=5), jax.ShapeDtypeStruct((20_000,), jnp.float32)
-
-    def total(x, axis_name, **options):
-        state = as_compression(method).init_state(x, n)
-        return dq.reduce(x, axis_name, op="sum", state=state, **options).tree[None]
-
-    moved = moved_bits(*lower(total, like, (n,), method, dq.Ring()), n)
-    full = 2 * (n - 1) * 32 * like.size // n
-    agreed = 2 * (n - 1) * 32 * (-(-like.size // BLOCK) + 1) // n
-    one_bit = sum(moved.values()) / n - agreed - full
-    assert one_bit == pytest.approx(2 * (n - 1) * like.size / n, rel=0.03)
-    assert method.method.wire_bits(like.size, n, dq.Ring()) == agreed + (4 * one_bit + full) // 5
 
 
 # --- Methods that sum a part ----------------------------------------------------------------------
@@ -854,19 +621,6 @@ def energies(x, columns=CHUNK):
     return np.sum(blocks_of(x, columns) ** 2, axis=-1)
 
 
-def union_of(x, fraction):
-    """Blocks that some worker has among the largest ``fraction`` of its own."""
-    energy = energies(x)
-    count = max(1, round(float(fraction) * energy.shape[1]))
-    return np.any([largest_of(own, count, own.size) for own in energy], axis=0)
-
-
-def with_fraction(method, x, fraction):
-    """Every worker's first state, with another k."""
-    state = first_state(method, x, len(x))
-    return (state[0]._replace(fraction=jnp.full(len(x), fraction, jnp.float32)),)
-
-
 def test_omnireduce_sums_the_blocks_of_most_energy():
     """And memory holds all others whole. Energies travel in bf16: 3% may change places."""
     blocks, method = 640, Omni(density=0.11)
@@ -881,45 +635,6 @@ def test_omnireduce_sums_the_blocks_of_most_energy():
     check_sum(found, x, np.repeat(sent, CHUNK))
     left = blocks_of(state[0].residual)
     np.testing.assert_array_equal(left[:, ~sent], blocks_of(x)[:, ~sent])
-
-
-@pytest.mark.parametrize("fraction", [0.02, 0.3])
-def test_omnireduce_sends_the_union_first(fraction):
-    """A union that is too small leaves room for others, one that is too large loses its least."""
-    x, method = blocks_like(5, 8, 200), small(Omni(select="union", density=0.3))
-    union, energy = union_of(x, fraction), energies(x).sum(axis=0)
-    found, _ = stepper(method)(x, KEY, with_fraction(method, x, fraction))
-    sent = np.any(blocks_of(found[0]) != 0, axis=1)
-    assert sent.sum() == 60
-    assert np.all(sent[union]) if union.sum() < 60 else np.all(union[sent])
-    contested = ~union if union.sum() < 60 else union
-    assert np.min(energy[contested & sent]) > np.max(energy[contested & ~sent]) / 1.03
-    check_sum(np.asarray(found[0], np.float64), x, np.repeat(sent, CHUNK))
-
-
-def test_omnireduce_settles_where_the_union_has_the_density():
-    """Independent workers: at the root of 1 - (1 - k)^8 = 1/2."""
-    n, method = 8, small(Omni(select="union"))
-    run, fractions, ratios = stepper(method), [0.5], []
-    state = with_fraction(method, blocks_like(0, n, 1000), 0.5)
-    assert first_state(method, blocks_like(0, n, 1000), n)[0].fraction[0] == 0.5 / 8
-    for step in range(50):
-        x = blocks_like(step, n, 1000)
-        ratios.append(union_of(x, fractions[-1]).mean() / 0.5)
-        _, state = run(x, KEY, state)
-        assert_replicas_equal(state[0].fraction)
-        rule = fractions[-1] * (0.75 + 0.25 / np.clip(ratios[-1], 0.6, 1 / 0.6))
-        fractions.append(float(state[0].fraction[0]))
-        assert fractions[-1] == pytest.approx(min(0.5, rule), rel=1e-5)
-    assert np.mean(fractions[35:]) == pytest.approx(0.66 / n, rel=0.03)
-
-
-def test_omnireduce_counts_of_many_workers_do_not_wrap():
-    """256 workers that mark the same block: 256 is 0 in uint8."""
-    x = np.tile(np.array([[1.0] * CHUNK + [0.5] * CHUNK], np.float32), (256, 1))
-    method = small(Omni(select="union"))
-    found, _ = stepper(method)(x, KEY, first_state(method, x, 256))
-    np.testing.assert_array_equal(blocks_of(found[0])[:, 0], [256, 0])
 
 
 def test_sidco_estimates_laplace_and_normal_numbers():
