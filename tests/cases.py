@@ -157,10 +157,6 @@ EVERY_METHOD = {
     "clt-k, memory": Row(
         low(dq.ErrorFeedback(comparators.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
     ),
-    "sidco, memory": Row(
-        low(dq.ErrorFeedback(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50))),
-        NATIVE, 50, 0.5,
-    ),
     "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
     "powersgd": Row(

@@ -180,7 +180,6 @@ F16 = {
     "arc": feedback(dq.comparators.ARCTopK()),
     "clt": feedback(dq.comparators.CLTK()),
     "omnireduce": feedback(dq.comparators.OmniReduce(density=1)),
-    "sidco": feedback(dq.comparators.SIDCo()),
     "powersgd": feedback(dq.comparators.PowerSGD()),
 }
 

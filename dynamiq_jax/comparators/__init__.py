@@ -19,7 +19,6 @@ from dynamiq_jax.comparators.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.comparators.omnireduce import OmniReduce
 from dynamiq_jax.comparators.perm_k import PermK
 from dynamiq_jax.comparators.powersgd import PowerSGD
-from dynamiq_jax.comparators.sidco import SIDCo
 from dynamiq_jax.comparators.thc import THC
 
 __all__ = [
@@ -33,6 +32,5 @@ __all__ = [
     "OmniReduce",
     "PermK",
     "PowerSGD",
-    "SIDCo",
     "THC",
 ]

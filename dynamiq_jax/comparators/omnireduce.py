@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dynamiq_jax.comparators.native import BlockMethod, summed_rows
-from dynamiq_jax.methods.base import Call, Outcome, ring_bits
+from dynamiq_jax.comparators.native import NativeMethod, check_density, summed_rows
+from dynamiq_jax.comparators.thc_codec import scale_of
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniReduce(BlockMethod):
+class OmniReduce(NativeMethod, TellsLosses):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without `ErrorFeedback`.
@@ -35,17 +37,25 @@ class OmniReduce(BlockMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        self.check_blocks()
+        check_fields(self)
+        check_density(self.density)
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        blocks = self.n_blocks(size)
+        blocks = -(-size // self.block_size)
         return ring_bits(16 * (blocks + self._count(blocks) * self.block_size), n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         with jax.named_scope("omnireduce_all_reduce"):
-            blocks, _, energy = self.measured(x, call)
+            spare = -x.shape[0] % self.block_size
+            blocks = jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
+            scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
+            # Mean squares, finite where all workers' blocks are.
+            energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
+            energy = call.axis.psum(energy.astype(jnp.bfloat16))
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             chosen = lax.top_k(priority, self._count(energy.size))[1]

@@ -70,7 +70,7 @@ class ErrorFeedback(Around):
     * "ef21": the result is the sum of all h, so that what is lost once is not lost for ever. It
       holds from step to step: f32 rounding adds up over steps.
 
-    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `SIDCo`, `CLTK`, `BF16` without
+    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `CLTK`, `BF16` without
     a topology), whose additions lose what nobody knows, nor where values end at the largest bf16
     number. Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy
     has memory of its outer reduction; its inner sums are native.

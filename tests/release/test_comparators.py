@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.comparators import hadamard, lanes, sidco
+from dynamiq_jax.comparators import hadamard, lanes
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.powersgd import orthonormal
@@ -208,7 +208,6 @@ def test_bits_that_depend_on_workers_and_fields(method, n, bits):
 BAD: dict[Any, dict[str, tuple]] = {
     of.CLTK: {"density": (0, 1.5), "chunk_size": (0, 257)},
     of.OmniReduce: {"density": (1.5,), "block_size": (0,)},
-    of.SIDCo: {"density": (0,), "headroom": (math.nan, 0.5), "block_size": (0,)},
     of.ARCTopK: {"density": (1.5,), "rank": (0,), "wire": ("fp8",)},
     of.PowerSGD: {"rank": (0, 2.0), "wire": ("fp8",)},
     of.THC: {
@@ -635,86 +634,6 @@ def test_omnireduce_sums_the_blocks_of_most_energy():
     check_sum(found, x, np.repeat(sent, CHUNK))
     left = blocks_of(state[0].residual)
     np.testing.assert_array_equal(left[:, ~sent], blocks_of(x)[:, ~sent])
-
-
-def test_sidco_estimates_laplace_and_normal_numbers():
-    """Whatever the number of stages; of normal ones as the stages' own moments say."""
-
-    def kept(numbers, density):
-        limits = np.asarray(sidco.thresholds(jnp.asarray(numbers, jnp.float32), density))
-        return np.mean(numbers[:, None] >= limits, axis=0) / density
-
-    rng = np.random.default_rng(0)
-    for density in (0.5, 0.01):
-        np.testing.assert_allclose(kept(np.abs(rng.laplace(size=400_000)), density), 1, atol=0.03)
-    expected = []
-    for stages in range(1, sidco.MAX_STAGES + 1):
-        limit, parts = 0.0, [0.01]
-        if stages > 1:  # a quarter first, then equal ratios
-            parts = [0.25] + [0.04 ** (1 / (stages - 1))] * (stages - 1)
-        for part in parts:
-            height = math.sqrt(2 / math.pi) * math.exp(-(limit**2) / 2)
-            limit -= (height / math.erfc(limit / math.sqrt(2)) - limit) * math.log(part)
-        expected.append(math.erfc(limit / math.sqrt(2)) / 0.01)
-    normal = np.abs(rng.standard_normal(400_000))
-    np.testing.assert_allclose(kept(normal, 0.01), expected, atol=0.05)
-    for numbers in ([3.0] * 50, [0.0] * 50, [7.0], [0.0] * 25 + [1.0] * 25):
-        x = np.array(numbers, np.float32)  # all are equal, and so all are above
-        np.testing.assert_array_equal(sidco.thresholds(jnp.asarray(x), 0.01), x.max())
-
-
-def of_norms(seed, scales, blocks=2000, n=4):
-    """Blocks whose norms over all workers have a known distribution."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((n, blocks, CHUNK))
-    norm = np.sqrt(np.sum(x**2, axis=(0, 2), keepdims=True))
-    scale = {
-        "laplace": np.abs(rng.laplace(size=blocks)),
-        "normal": np.abs(rng.standard_normal(blocks)),
-        "lognormal": np.exp(1.5 * rng.standard_normal(blocks)),
-    }[scales]
-    return (x / norm * scale[:, None]).reshape(n, -1).astype(np.float32)
-
-
-def test_sidco_sums_the_blocks_above_the_threshold_and_then_others():
-    """Equal blocks are all above it: those without room are first in the next step."""
-    x, method = of_norms(2, "laplace"), of.SIDCo(block_size=CHUNK, density=0.1, headroom=1.5)
-    found = np.asarray(vmapped(small(method), None)(x, KEY), np.float64)
-    sent = np.any(blocks_of(found[0]) != 0, axis=1)
-    assert sent.sum() == 300
-    check_sum(found[0], x, np.repeat(sent, CHUNK))
-    norms = np.sqrt(energies(x).sum(axis=0))
-    limit = np.quantile(norms, 0.9)  # the fit and bf16 norms are within some percent of it
-    assert np.all(sent[norms > 1.2 * limit])
-    others = np.flatnonzero(sent & (norms < limit / 1.2))
-    assert 60 < len(others) < 140
-    assert np.mean(sent[: others[-1]]) == 1
-    x = np.ones((3, 80 * CHUNK), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None]
-    found, state = steps_of(memory(of.SIDCo(block_size=CHUNK, density=0.1, headroom=1.25)), x, 9)
-    for step, total in enumerate(found):
-        sent = np.any(blocks_of(total) != 0, axis=1)
-        expected = np.arange(10 * step, 10 * step + 10) % 80
-        np.testing.assert_array_equal(np.flatnonzero(sent), np.sort(expected))
-    assert np.all(state[0].inner.place == 10)
-
-
-@pytest.mark.parametrize(
-    ("scales", "density", "settled"),
-    [("normal", 0.01, 3), ("lognormal", 0.1, 1), ("laplace", 0.1, 2)],
-)
-def test_sidco_finds_its_number_of_stages(scales, density, settled):
-    """Only at the end of a period, on all workers alike; then about the density is above."""
-    method = small(of.SIDCo(block_size=CHUNK, density=density))
-    state, run, counts = first_state(method, of_norms(0, scales), 4), stepper(method), []
-    for step in range(15):
-        before = state[0]
-        _, state = run(of_norms(step, scales), KEY, state)
-        assert_replicas_equal(state)
-        if (step + 1) % sidco.PERIOD:
-            assert_same_bits(np.asarray(state[0].stages), np.asarray(before.stages))
-            counts.append((state[0].counts - before.counts)[0, before.stages[0] - 1])
-    assert state[0].stages[0] == settled
-    assert np.mean(counts[-4:]) / (2000 * density) == pytest.approx(1.05, abs=0.25)
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])

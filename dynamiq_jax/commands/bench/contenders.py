@@ -84,7 +84,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-ef21": partial(remembered, "ef21"),
     "perm-k": dq.comparators.PermK,
     "clt-k": partial(by_density, dq.comparators.CLTK, bits=4, each=24),
-    "sidco": partial(by_density, dq.comparators.SIDCo, bits=4, spare=16 / 64, block_size=64),
     "powersgd": dq.comparators.PowerSGD,
     "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
 }
@@ -99,8 +98,7 @@ and "dynamiq-ef21" are error feedback around DynamiQ: its memory is empty, as in
 step."""
 
 NATIVE = (
-    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd",
-    "arc-top-k",
+    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "powersgd", "arc-top-k",
 )  # fmt: skip
 """The methods among these that have native collectives only."""
 
