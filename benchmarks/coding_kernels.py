@@ -81,7 +81,7 @@ def main(
     json_file: options.JsonFile = None,
 ) -> None:
     """Time the coding kernels on one device beside a plain copy."""
-    options.writable({"--json": json_file})
+    options.writable(json_file)
     checked("--bits", DynamiQ, bits=bits, dither=dither)
     size_bytes = None if size is None else checked("--size", parse_size, size)
     ran = checked("--backend", resolve_backend, backend)

@@ -221,11 +221,11 @@ REFUSED = [
     (["advise", "1.5"], "MODEL", "'1.5' is neither a file nor a whole number of parameters"),
     (["explain", "g.npz"], "MODEL", "g.npz is not JSON"),
     # Files that cannot be written.
-    ([*GIVEN, "g.npz", "--json", "g.npz"], "--json", "g.npz is read or written by this command"),
-    ([*GIVEN, "g.npz", "--json", "linked.npz"], "--json", "is read or written by this command"),
+    ([*GIVEN, "g.npz", "--json", "g.npz"], "--json", "g.npz cannot be written (read by this"),
+    ([*GIVEN, "g.npz", "--json", "linked.npz"], "--json", "(read by this command)"),
     (["advise", "true.json", "--json", "true.json"], "MODEL", ""),
     *(
-        ([*command, "--json", "/dev/full"], "--json", "is not a regular file")
+        ([*command, "--json", "/dev/full"], "--json", "(not a regular file)")
         for command in (["error"], ALL_REDUCE, ["advise", "1M"])
     ),
     (["error", "--json", "nowhere/a.json"], "--json", "cannot be written (No such file or dir"),

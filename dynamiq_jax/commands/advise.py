@@ -51,7 +51,7 @@ def command(
         )
     name, tree = checked("MODEL", read_model, model)
     leaves = checked("MODEL", floating_leaves, tree)
-    options.writable({"--json": json_file}, model_file(model), first=process_id == 0)
+    options.writable(json_file, model_file(model), first=process_id == 0)
     tried = None if bits is None else checked("--bits", settings.parse_bits, bits)
     options.join(processes, process_id, coordinator)
     workers = jax.devices()

@@ -86,7 +86,7 @@ def command(
     The worst leaf is the one with the largest relative error, if the file says what leaves it has:
     one of at least 4096 coordinates, since psum would sum smaller ones exactly.
     """
-    options.writable({"--json": json_file}, gradients)
+    options.writable(json_file, gradients)
     chosen = []
     for text in contenders.parts(methods):
         own = contenders.native_only(text)
