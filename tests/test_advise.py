@@ -229,19 +229,6 @@ class TestCommand:
         for row in (native, five):
             assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
 
-    def test_links_have_rates_by_bytes_and_time(self, measured):
-        links = measured[1]["links"]
-        sent = {
-            "to the next on axis gpu": 2**20,
-            "all to all": 2**20 * 7 / 8,
-            "from the last to the first": 2**20,
-        }
-        assert [row["exchange"] for row in links] == list(sent)
-        for row in links:
-            assert row["size_bytes"] == 2**20
-            per_us = sent[row["exchange"]] / row["time_us"]
-            assert row["gb_per_s"] == pytest.approx(per_us / 1e3)
-
     def test_a_cpu_says_that_it_checked_and_gives_no_advice(self, measured):
         output, document = measured
         said = plain(output)
@@ -252,7 +239,7 @@ class TestCommand:
         assert plain(check([SettingRow(**row) for row in found])) in said
         assert said.count("Checked, not measured: bf16 psum and 1 setting(s) ran.") == 1
         assert not re.search("Do not bother|Use DynamiQ|dq.pmean", said)
-        for expected in ("links of 8 CPU device(s)", "bf16 psum", "DynamiQ at 5 bits"):
+        for expected in ("8 CPU device(s)", "bf16 psum", "DynamiQ at 5 bits"):
             assert expected in output
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
@@ -284,7 +271,6 @@ class TestCommand:
             return [native(30), *directs(14, 12, 10)]
 
         monkeypatch.setattr(options, "on_cpu", lambda _: cpu)
-        monkeypatch.setattr(settings, "bench_links", lambda *_, **__: [])
         monkeypatch.setattr(settings, "bench_settings", measure)
         told = [] if cpu else ["--step-time-ms", 150]
         result = invoke("advise", "1M", *arguments, *told)
@@ -341,10 +327,10 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], ends
-    assert "links of 2 CPU device(s) of one machine" in ends[0][0]
+    assert "2 CPU device(s) of one machine" in ends[0][0]
     assert "2 process(es)" in ends[0][0]
     assert "everything would travel natively" in ends[0][0]
-    assert "links" not in ends[1][0] and "natively" not in ends[1][0]
+    assert "all-reduce of" not in ends[1][0] and "natively" not in ends[1][0]
     assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
 
 

@@ -158,7 +158,7 @@ def nothing_is_measured(monkeypatch):
         raise AssertionError("measured")
 
     places = [(all_reduce, "bench_all_reduce")]
-    places += [(error, "bench_error"), (error, "synthetic_gradients"), (settings, "bench_links")]
+    places += [(error, "bench_error"), (error, "synthetic_gradients"), (settings, "bench_settings")]
     for module, name in places:
         monkeypatch.setattr(module, name, measure)
 

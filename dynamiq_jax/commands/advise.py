@@ -61,23 +61,19 @@ def command(
     mesh = checked("--nodes", all_reduce.make_mesh, workers, nodes)
     routes = _routes(topology, mesh, nodes)
     repeats = repeats or (5 if on_cpu else 20)
-    links = settings.bench_links(mesh, 2**20 if on_cpu else 2**26, repeats=repeats)
-    title = f"links of {options.workers_text(workers)}, {jax.process_count()} process(es)"
-    first = jax.process_index() == 0
-    if first:
-        tables.print_table(links, tables.LINK_COLUMNS, title)
     dithers = [False] if on_cpu else [False, True]
     tried = tried or ([5, 4] if on_cpu else [5, 4, 3.5])
     chosen = settings.settings(leaves, mesh.devices.shape, tried, routes, dithers)
     announce(f"measuring {len(chosen)} setting(s) and bf16 psum ...")
     rows = settings.bench_settings(mesh, leaves, chosen, repeats=repeats)
-    if not first:
+    if jax.process_index() > 0:
         return
     among = " x ".join(map(str, mesh.devices.shape))
-    title = f"all-reduce of {name}, leaves: {len(leaves)}, {among} workers, {repeats} repeats"
+    title = f"all-reduce of {name}, leaves: {len(leaves)}, {among} workers, {repeats} repeats, "
+    title += f"{options.workers_text(workers)}, {jax.process_count()} process(es)"
     typer.echo()
     columns = tables.setting_columns(rows[0].time_us)
-    tables.report(rows, columns, title, workers, json_file, links=links)
+    tables.report(rows, columns, title, workers, json_file)
     reason = None if chosen else settings.native_reason(leaves, mesh.devices.shape)
     said = decide(rows, step_ms=step_time_ms, reason=reason)
     if on_cpu and chosen:

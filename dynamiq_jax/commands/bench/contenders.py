@@ -124,7 +124,7 @@ XLA in the place of NCCL's for small arrays."""
 
 
 class Contender(NamedTuple):
-    """One way to reduce or to move the leaf."""
+    """One way to reduce the leaf."""
 
     label: str
     reduce: Callable[..., Any]
@@ -134,8 +134,6 @@ class Contender(NamedTuple):
     backend: str = "xla"
     topology: Any = None
     """`None`: native collectives."""
-    replicated: bool = True
-    """Whether all workers end with the same."""
     remembers: bool = False
     """Whether it has memory from step to step, and `reduce` is that of a first step."""
     options: Mapping[str, Any] = MappingProxyType({})
