@@ -41,8 +41,8 @@ class GlobalQSGD(PlainMethod):
     Unbiased.
 
     Attributes:
-      bits: of a code with its sign, 3 to 8.
-        A step is M / floor((2^(bits-1) - 1) / n), coarser with every worker.
+      bits: of a code with its sign, 3 to 8. A step is M / floor((2^(bits-1) - 1) / n), coarser
+        with every worker.
       piece_size: coordinates that share the scale, a multiple of 32. The paper has one scale for
         all; pieces keep leaves of different magnitude apart, for 32 / ``piece_size`` bits.
     """
@@ -65,9 +65,10 @@ class GlobalQSGD(PlainMethod):
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than codes have steps for."""
         if self._most // n_workers < 1:
+            bits = n_workers.bit_length() + 1
             raise ValueError(
                 f"bits={self.bits} have no step for {n_workers} workers: sums end at {self._most}; "
-                f"pass bits={n_workers.bit_length() + 1}, at most 8, or dq.Hierarchical()"
+                + (f"pass bits={bits}" if bits <= 8 else "pass topology=dq.Hierarchical()")
             )
 
     @property

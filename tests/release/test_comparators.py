@@ -234,7 +234,7 @@ def test_bad_fields_are_refused(method):
     ("method", "topology", "n", "message"),
     [
         (QSGD(bits=4), dq.Direct(), 8, "no step for 8 workers.*pass bits=5"),
-        (QSGD(), dq.Direct(), 128, "no step for 128 workers.*at most 8, or dq.Hierarchical"),
+        (QSGD(), dq.Direct(), 128, "no step for 128 workers.*pass topology=dq.Hierarchical"),
         (of.THC(), None, 1 << 28, "exceeds the 2147483647 of 31 bits; pass a gran.* most 7"),
     ],
 )
