@@ -140,7 +140,6 @@ EVERY_METHOD = {
     "minmax, nearest": Row(low(comparators.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
     "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
-    "thc, uniform": Row(low(comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
         low(dq.ErrorFeedback(comparators.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
     ),

@@ -23,7 +23,6 @@ from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
-from pallas_kernels.format import Rounding
 from pallas_kernels.hashing import slot_noise
 
 MAX_BITS = 8
@@ -36,24 +35,19 @@ STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 class THC(NativeMethod, TellsLosses):
     """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
 
-    Unbiased but for clipping, whatever the ``rounding``. Without state the rounding is new only
-    where the caller's key is.
+    Unbiased but for clipping. Without state the rounding is new only where the caller's key is.
 
     Attributes:
       bits: of an index, 1 to 8: ``2**bits`` levels.
-      table: the optimal non-uniform table, or uniform levels (Uniform-THC).
-      granularity: g, the largest integer of a worker; with a table 2**bits - 1 or more, by default
-        twice that (30 at 4 bits); without one at most that, which is the default.
+      granularity: g, the largest integer of a worker, 2**bits - 1 or more; default: twice that (30
+        at 4 bits).
       p: the fraction of coordinates that is clipped if they are normal.
-      rounding: how workers' noise is related, see `pallas_kernels.hashing`.
       piece_size: the most coordinates that are rotated together, a power of two.
     """
 
     bits: int = 4
-    table: bool = True
     granularity: int | None = None
     p: float = 1 / 32
-    rounding: Rounding = "independent"
     piece_size: int = hadamard.PIECE_SIZE
 
     counts_steps: ClassVar[bool] = True
@@ -63,12 +57,10 @@ class THC(NativeMethod, TellsLosses):
         check_fields(self)
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(f"bits={self.bits} must be an integer from 1 to {MAX_BITS}")
-        top = 2**self.bits - 1
-        least, most = (top, MAX_GRANULARITY) if self.table else (1, top)
-        if not least <= self.g <= most:
+        if not 2**self.bits - 1 <= self.g <= MAX_GRANULARITY:
             raise ValueError(
-                f"granularity={self.granularity} must be {least} to {most} with bits={self.bits} "
-                f"and table={self.table}; pass such a number, None, or other bits"
+                f"granularity={self.granularity} must be {2**self.bits - 1} to {MAX_GRANULARITY} "
+                f"with bits={self.bits}; pass such a number, None, or other bits"
             )
         thc.clip_threshold(self.p)
         hadamard.piece_shape(1, piece_size=self.piece_size)
@@ -76,16 +68,12 @@ class THC(NativeMethod, TellsLosses):
     @property
     def g(self) -> int:
         """The granularity, with its default filled in."""
-        if self.granularity is not None:
-            return self.granularity
-        return (2 if self.table else 1) * (2**self.bits - 1)
+        return 2 * (2**self.bits - 1) if self.granularity is None else self.granularity
 
     @property
     def integers(self) -> Int[np.ndarray, " levels"]:
         """The integers that an index may stand for."""
-        if self.table:
-            return thc.optimal_table(self.bits, self.g, self.p)
-        return thc.uniform_table(self.g + 1)
+        return thc.optimal_table(self.bits, self.g, self.p)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies, and sums that overflow their bits."""
@@ -113,8 +101,8 @@ class THC(NativeMethod, TellsLosses):
             scale = axis.pmax(thc.scale_of(pieces))
             seed = _seed_of_step(call.seed, scale, state, axis)
             z = hadamard.rotate(thc.standardize(pieces, scale), seed)
-            own = slot_noise(seed, n_workers, self.rounding)[axis.index]
-            noise = coordinate_noise(own, z.size, rounding=self.rounding).reshape(z.shape)
+            own = slot_noise(seed, n_workers, "independent")[axis.index]
+            noise = coordinate_noise(own, z.size).reshape(z.shape)
             index = thc.quantize(z, self.integers, threshold, noise)
 
             def decode(total, n: int):

@@ -115,7 +115,7 @@ UNBIASED = {
     "minmax": (MinMax(), LOOP),
     "minmax, direct": (MinMax(bits=2), dq.Direct()),
     "qsgd": (QSGD(piece_size=128), LOOP),
-    "thc": (of.THC(p=1e-9, table=False, piece_size=512), None),
+    "thc": (of.THC(p=1e-9, piece_size=512), None),
     "perm-k": (of.PermK(), None),
 }
 
@@ -213,7 +213,6 @@ BAD: dict[Any, dict[str, tuple]] = {
     of.THC: {
         "bits": (9,), "granularity": (14,), "p": (0, 1), "piece_size": (100,),
     },
-    functools.partial(of.THC, table=False): {"granularity": (16,)},
     of.MXFP8: {"element": ("e2m1",)},
     of.MXFP6: {"element": ("e4m3",)},
     of.MXFP4: {"rounding": ("up",)},
@@ -406,8 +405,6 @@ RELEASED = {
 }
 """THC's tables in its authors' code, by (bits, granularity, p)."""
 TABLES = {
-    "uniform16": ({"table": False}, thc.uniform_table(16)),
-    "uniform64": ({"table": False, "bits": 6, "p": 1 / 1024}, thc.uniform_table(64)),
     "g30": ({}, np.array(RELEASED[4, 30, 1 / 32])),
     "g42": ({"granularity": 42, "p": 1 / 1024}, np.array(RELEASED[4, 42, 1 / 1024])),
 }
@@ -528,22 +525,12 @@ def test_qsgd_equal_maxima_neither_wrap_nor_vanish_and_pieces_are_apart(route, n
 # --- THC ------------------------------------------------------------------------------------------
 
 
-def test_thc_correlated_words_cancel_rounding_errors_of_identical_workers():
-    """One word in each eighth of the range: so many workers round up, give or take one."""
-    x, errors = jnp.tile(draw(0, 1, size=1 << 15), (8, 1)), {}
-    for rounding in ("independent", "correlated"):
-        method = small(of.THC(table=False, p=1 / 1024, rounding=rounding))
-        errors[rounding] = relative_error(vmapped(method, None)(x, KEY)[0], total_of(x))
-    assert errors["correlated"] < errors["independent"] / 4
-
-
-@pytest.mark.parametrize(("n", "table"), [(8, True), (17, False)])
-def test_thc_full_sums_end_at_their_bits_and_do_not_wrap(n, table):
+def test_thc_full_sums_end_at_their_bits_and_do_not_wrap():
     """Every coordinate of every worker clips, the first half at the bottom.
 
-    Lanes of 8 bits hold 8 x 30 and 17 x 15 = 255.
+    Lanes of 8 bits hold 8 x 30.
     """
-    method = THC(p=0.5, table=table)
+    n, method = 8, THC(p=0.5)
     sign = np.where(np.arange(1024) < 512, -1, 1).astype(np.float32)
     x = hadamard.unrotate(jnp.asarray(sign)[None], SEED)
 
