@@ -171,10 +171,12 @@ def timed_program(mesh: Mesh, contender: Contender, iterations: int) -> Callable
     ``data`` is an array or a tree of arrays of any floating dtype [n, ...], row i on worker i.
     """
     axes = mesh.axis_names
+    rows = PartitionSpec(axes)
+    specs = {"in_specs": rows, "out_specs": PartitionSpec() if contender.replicated else rows}
     reduce = partial(contender.reduce, axis_name=axes[0] if len(axes) == 1 else axes)
 
     @partial(jit, compiler_options=contender.options)
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
+    @partial(jax.shard_map, mesh=mesh, **specs)
     def program(data: Any) -> Any:
         own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), data)
         return repeat_on_device(reduce, iterations)(own)

@@ -134,6 +134,8 @@ class Contender(NamedTuple):
     backend: str = "xla"
     topology: Any = None
     """`None`: native collectives."""
+    replicated: bool = True
+    """Whether all workers end with the same."""
     remembers: bool = False
     """Whether it has memory from step to step, and `reduce` is that of a first step."""
     options: Mapping[str, Any] = MappingProxyType({})
