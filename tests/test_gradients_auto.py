@@ -235,6 +235,52 @@ def test_aux_without_a_word_is_refused(leaf, aux, match):
         f(params, batch)
 
 
+def token_sum(params, batch):
+    """A sum over tokens, and their number: who trains divides later."""
+    count = jnp.sum(batch["mask"])
+    return jnp.sum(errors(params, batch["x"]) * batch["mask"]), {"tokens": count}
+
+
+@pytest.mark.parametrize(("sizes", "op"), [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")])
+def test_terms_of_micro_batches_are_summed_once(sizes, op):
+    """A window's gradient is that of one batch, divided by the tokens of all micro-batches."""
+    params, batch = arrays()
+    mesh = mesh_of(*sizes)
+    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
+    options = {"op": op, "has_aux": True, "mesh": mesh, "specs": specs} | OPTIONS
+    halves = jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), batch)
+
+    def own_loss(params, batch):
+        value, aux = token_sum(params, batch)
+        return value / len(batch["mask"]) if op == "mean" else value, aux
+
+    def window(params, halves):
+        f = dq.value_and_grad(own_loss, reduce=False, **options)
+
+        def add(terms, half):
+            (value, aux), more = f(params, half)
+            return jax.tree.map(jnp.add, terms, more), (value, aux["tokens"])
+
+        _, like = jax.eval_shape(f, params, jax.tree.map(lambda x: x[0], halves))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        terms, (values, tokens) = lax.scan(add, zeros, halves)
+        grads = dq.psum(terms, "data", method=F32)
+        return jnp.sum(values), jnp.sum(tokens), grads
+
+    compiled = jax.jit(window).lower(params, halves).compile()
+    value, tokens, grads = compiled(params, halves)
+    first, second = (jax.tree.map(lambda x, i=i: x[i], halves) for i in (0, 1))
+    both = lambda p: own_loss(p, first)[0] + own_loss(p, second)[0]  # noqa: E731
+    assert_close((value, grads), jax.jit(jax.value_and_grad(both))(params))
+    assert tokens == pytest.approx(batch["mask"].sum() * (1 if op == "sum" else 1 / sizes[0]))
+    if specs is not None:
+        assert {name: x.sharding.spec for name, x in grads.items()} == specs
+    else:  # one reduction of the gradient, of 2,048 coordinates, and not in the loop
+        text = compiled.as_text()
+        large = [line for line in text.splitlines() if "all-reduce(" in line and "2048" in line]
+        assert len(large) == 1
+
+
 @pytest.mark.parametrize(("sizes", "op"), [((8,), "mean"), ((4, 2), "sum")])
 def test_a_loss_over_micro_batches_is_reduced_once(sizes, op):
     """The gradient is that of one batch; only one micro-batch's activations are kept."""
@@ -265,9 +311,21 @@ def test_a_sum_that_the_loss_has_taken_itself_is_not_taken_again():
     assert_close(jax.jit(f)(params, batch), plain(whole))
 
 
-def test_what_auto_axes_cannot_do_is_refused():
-    with pytest.raises(NotImplementedError, match="reduce=False is for Explicit.*lax.map"):
-        dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, **OPTIONS)
+def test_what_terms_cannot_do_is_refused():
+    params, batch = arrays()
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, **OPTIONS)
+    _, terms = jax.jit(f)(params, batch)
+    with pytest.raises(ValueError, match="op='mean'.*dq.psum"):
+        dq.pmean(terms, "data", method=F32)
+    with pytest.raises(ValueError, match=r"workers of \('data',\), and axis_name is \('rows',\)"):
+        dq.psum(terms, "rows", method=F32)
+    sharded = {"up": P("data"), "down": P()}
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, metrics=True, **OPTIONS)
+    with pytest.raises(ValueError, match="reduce=False and metrics=.*op='sum'"):
+        f(params, batch)
+    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, specs=sharded, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="reduce=False.*whole gradients"):
+        f(params, batch)
     with pytest.raises(ValueError, match="op='sum' and weight="):
         dq.value_and_grad(loss, op="sum", weight=lambda p, b: 1.0, **OPTIONS)
 

@@ -8,6 +8,7 @@ from jax import Array
 
 from dynamiq_jax.collectives.explicit_sums import is_outside, reduce_outside
 from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.terms import Terms, reduce_terms
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
@@ -151,6 +152,8 @@ def reduce(
 
 
 def way_of(total: Sum, tree: Any) -> Callable[..., Reduced]:
-    """The function that reduces ``tree``: inside of maps, or outside of them."""
+    """The function that reduces ``tree``: inside of maps, or outside by where terms are."""
+    if isinstance(tree, Terms):
+        return functools.partial(reduce_terms, total)
     outside = is_outside(total.axis, tree)
     return functools.partial(reduce_outside, total) if outside else total.reduce

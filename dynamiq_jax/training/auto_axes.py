@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.buckets import share_of, weigh
 from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
+from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import varying_axes
@@ -79,8 +80,9 @@ class Told(NamedTuple):
 class Mapped:
     """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
 
-    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``. A suspicious
-    loss may close over arrays of the traced program around it.
+    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``. If it does
+    not reduce, workers' own gradients come back stacked, as `Terms`. A suspicious loss may close
+    over arrays of the traced program around it.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -88,6 +90,7 @@ class Mapped:
     total: Sum
     has_aux: bool
     metrics: bool
+    reduces: bool
     specs: Any
     batch_specs: Any
     aux: Any
@@ -133,6 +136,12 @@ class Mapped:
         placed = tuple(only(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.total.check_scatter(state, self.metrics)
+            if not self.reduces:
+                raise NotImplementedError(
+                    f"parameters are sharded over the data axes {axes}, and with reduce=False "
+                    "every worker would keep whole gradients; leave reduce=False out, or replicate "
+                    "the parameters over these axes"
+                )
         known = told, placed, split, folded
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
 
@@ -152,7 +161,7 @@ class Mapped:
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
-        of_found: Any = Reduced(of_grads, of_workers, P())  # type: ignore[arg-type]
+        of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
         mapped = jax.shard_map(
             functools.partial(self._of_worker, total, told, folded),
             mesh=self.mesh,
@@ -162,12 +171,16 @@ class Mapped:
         )
         value, aux, found = mapped(params, key, state, arrays)
         if others:  # or the compiler would choose
-            shardings = tree.unflatten(NamedSharding(self.mesh, spec) for spec in placed)
+            leading = () if self.reduces else (axis.name,)
+            specs = (P(*leading, *spec) for spec in placed)
+            shardings = tree.unflatten(NamedSharding(self.mesh, spec) for spec in specs)
             grads = lax.with_sharding_constraint(found.tree, shardings)
             found = found._replace(tree=grads)
         if self.has_aux:
             is_none = lambda x: x is None  # noqa: E731
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
+        if not self.reduces:
+            return value, Terms(found.tree, self.mesh, axis.names, tuple(opened))
         return value, found if self.metrics or state is not None else found.tree
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
@@ -196,7 +209,7 @@ class Mapped:
         state: Any,
         arrays: list,
     ) -> tuple[Array, tuple[Any, Any], Reduced]:
-        """The value and aux of all workers, and the gradients' sum."""
+        """The value and aux of all workers, and the gradients' sum or this worker's term of it."""
         axis, op = self.axis, total.op
         params = axis.to_varying(params)
         pairs = zip(arrays, folded, strict=True)
@@ -211,8 +224,12 @@ class Mapped:
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-        own = jax.tree.map(lambda x: x[0], state)
-        found = total.reduce(grads, key, own, metrics=self.metrics)
+        if self.reduces:
+            own = jax.tree.map(lambda x: x[0], state)
+            found = total.reduce(grads, key, own, metrics=self.metrics)
+        else:
+            scale = 1 / axis.size if op == "mean" else 1
+            found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
         aux = _reduce_aux(aux, _words(aux, self.aux, op), share, axis)
         value = _reduce_value(value, op, share, axis)

@@ -83,11 +83,10 @@ def value_and_grad(
       metrics: whether ``f`` returns the `Metrics` of the gradient.
       op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
         axes a loss is of all examples, whichever it is.
-      reduce: whether gradients are summed. With `False`, for Explicit axes, large gradients come
-        back unreduced, and `psum`, outside of maps, sums what comes back. Before that
-        ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient accumulation
-        with one reduction. On Auto axes the loss averages over micro-batches,
-        ``jnp.mean(jax.lax.map(jax.checkpoint(micro_loss), batches))``.
+      reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
+        Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
+        accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
+        Auto axes every leaf has a leading axis of workers, sharded over the data axes.
       gather: whether sharded parameters are gathered before the loss. With `False`, for Explicit
         axes, the loss takes their shards: it calls `reduce_in_backward` in its layers, or a
         `jax.shard_map` takes them. A warning names large ones for which it does neither: JAX sums
@@ -134,8 +133,8 @@ def value_and_grad(
         where no mesh is set (Explicit axes).
       TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
         such.
-      NotImplementedError: a state or metrics, of parameters that are sharded over data axes;
-        ``reduce=False`` on Auto axes; or `jax.vmap` on Explicit axes.
+      NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
+        data axes; or `jax.vmap` on Explicit axes.
     """
     total = Sum(check_axis(axis_name), as_compression(method), op)
     kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
@@ -161,16 +160,16 @@ def gradients(
         raise ValueError(
             "op='sum' and weight=: weights are for the mean of means; leave one of them out"
         )
-    options = {"total": total, "has_aux": has_aux, "metrics": metrics}
+    options = {"total": total, "has_aux": has_aux, "metrics": metrics, "reduces": reduces}
     positions = _Positions(argnums if isinstance(argnums, int) else tuple(argnums))
     loss = positions.joined(loss_fn)
 
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        _check_mesh(abstract, total, gathers, reduces, for_auto)
+        _check_mesh(abstract, total, gathers, for_auto)
         if is_explicit(abstract):
-            deferred = Deferred(mesh=abstract, gathers=gathers, reduces=reduces, **options)
+            deferred = Deferred(mesh=abstract, gathers=gathers, **options)
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": None if weight is None else positions.joined(weight)}
@@ -229,9 +228,7 @@ class _Positions(NamedTuple):
         return run
 
 
-def _check_mesh(
-    mesh: AbstractMesh, total: Sum, gathers: bool, reduces: bool, for_auto: dict[str, Any]
-) -> None:
+def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[str, Any]) -> None:
     """Refuses a mesh without the data axes, and arguments that are not for its type of axes."""
     total.compression.route(sizes_on(mesh, total.axis))  # refuses what cannot be
     given = [name for name, value in for_auto.items() if value is not None]
@@ -252,13 +249,6 @@ def _check_mesh(
         raise ValueError(
             "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
             "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
-        )
-    if not reduces:
-        raise NotImplementedError(
-            "reduce=False is for Explicit axes, where types tell gradients that nobody has summed; "
-            "on Auto axes let the loss average over its micro-batches, as "
-            "jnp.mean(jax.lax.map(jax.checkpoint(micro_loss), batches)), or add up jax.grad's "
-            "under jax.shard_map, and call dq.pmean once"
         )
 
 
