@@ -152,9 +152,17 @@ EVERY_METHOD = {
         low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4
     ),
     "minmax, ef14": Row(low(dq.ErrorFeedback(comparators.MinMax())), OVER, 128, 0.06),
+    "marsit": Row(low(comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
+    "marsit, full rounds": Row(
+        low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
+    ),
     "clt-k": Row(low(comparators.CLTK(density=0.5, chunk_size=64)), NATIVE, 64, 0.45),
     "clt-k, memory": Row(
         low(dq.ErrorFeedback(comparators.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
+    ),
+    "sidco, memory": Row(
+        low(dq.ErrorFeedback(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50))),
+        NATIVE, 50, 0.5,
     ),
     "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.

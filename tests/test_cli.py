@@ -239,6 +239,7 @@ REFUSED = [
     ([*ALL_REDUCE, "--methods", "dynamiq:five"], "--methods", "'five' is not a number of bits"),
     ([*ALL_REDUCE, "--methods", "dynamiq:99"], "--methods", "99"),
     ([*ALL_REDUCE, "--methods", "thc:nan"], "--methods", "'nan' is not a number"),
+    ([*ALL_REDUCE, "--methods", "marsit"], "--methods", "'marsit' has memory, which is empty"),
     ([*ALL_REDUCE, "--topology", "torus"], "--topology", "topology 'torus' is not known"),
     ([*ALL_REDUCE, "--topology", "hierarchical"], "--topology", "or --nodes 2 or more"),
     ([*ALL_REDUCE, "--sizes", "16Mb1"], "--sizes", "size '16Mb1' is not a size"),

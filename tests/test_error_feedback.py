@@ -156,9 +156,12 @@ def test_what_makes_no_sense_is_refused():
     alone = dq.comparators.MinMax()
     around = dq.ErrorFeedback
     cases: list[tuple] = [
-        (
-            lambda: around(around(alone)),
-            "keeps a memory of gradients itself.* pass it to dq.reduce",
+        *(
+            (
+                lambda own=own: around(own),
+                "keeps a memory of gradients itself.* pass it to dq.reduce",
+            )
+            for own in (around(alone), dq.comparators.Marsit())
         ),
         (
             lambda: around(dq.comparators.PermK()),
@@ -180,6 +183,7 @@ F16 = {
     "arc": feedback(dq.comparators.ARCTopK()),
     "clt": feedback(dq.comparators.CLTK()),
     "omnireduce": feedback(dq.comparators.OmniReduce(density=1)),
+    "sidco": feedback(dq.comparators.SIDCo()),
     "powersgd": feedback(dq.comparators.PowerSGD()),
 }
 

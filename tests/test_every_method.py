@@ -82,7 +82,7 @@ NUMBERS = [
 the test below three."""
 
 
-KINDS = ("bf16", "mxfp8", "thc", "powersgd")
+KINDS = ("bf16", "mxfp8", "thc", "powersgd", "marsit")
 """One of each way to move: hop by hop, native, a matrix by itself, with a state."""
 DAILY = [(name, 2 + NAMES.index(name) % 6) for name in KINDS] + [("f32", 1)]
 
@@ -119,7 +119,7 @@ def alone(method):
 BY_KEY = [
     name
     for name, row in EVERY_METHOD.items()
-    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "perm"))
+    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit", "perm"))
     or getattr(alone(row.method.method), "rounding", "") == "stochastic"
 ]
 

@@ -21,7 +21,7 @@ KEY = jax.random.key(1)
 MAX = np.finfo(np.float32).max
 
 KINDS = ("dynamiq, no plan", "dynamiq, no plan, memory")
-KINDS += ("mxfp8", "minmax", "thc", "omnireduce", "powersgd", "bf16")
+KINDS += ("mxfp8", "minmax", "thc", "omnireduce", "powersgd", "marsit", "bf16")
 DAILY = [(name, next(iter(EVERY_METHOD[name].routes))) for name in KINDS]
 cases = pytest.mark.parametrize(("name", "route"), daily(CASES, DAILY))
 

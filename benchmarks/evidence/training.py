@@ -206,7 +206,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "arc-top-k-memory": partial(_around, contenders.METHODS["arc-top-k"]),
     **{
         f"{name}-memory": partial(contenders.remembered, "ef14", contenders.METHODS[name])
-        for name in ("clt-k", "topk-chunked")
+        for name in ("clt-k", "topk-chunked", "sidco")
     },
 }
 """By names without bits; "memory" is error feedback."""

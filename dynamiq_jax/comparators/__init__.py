@@ -14,11 +14,13 @@ XLA's own collectives and serve ``topology=None`` only.
 from dynamiq_jax.comparators.arc_top_k import ARCTopK
 from dynamiq_jax.comparators.clt_k import CLTK
 from dynamiq_jax.comparators.global_qsgd import GlobalQSGD
+from dynamiq_jax.comparators.marsit import Marsit
 from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.comparators.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.comparators.omnireduce import OmniReduce
 from dynamiq_jax.comparators.perm_k import PermK
 from dynamiq_jax.comparators.powersgd import PowerSGD
+from dynamiq_jax.comparators.sidco import SIDCo
 from dynamiq_jax.comparators.thc import THC
 
 __all__ = [
@@ -28,9 +30,11 @@ __all__ = [
     "MXFP4",
     "MXFP6",
     "MXFP8",
+    "Marsit",
     "MinMax",
     "OmniReduce",
     "PermK",
     "PowerSGD",
+    "SIDCo",
     "THC",
 ]

@@ -38,9 +38,7 @@ class OmniReduce(NativeMethod, TellsLosses):
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
-        check_density(self.density)
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
+        check_blocks(self.density, self.block_size)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -50,12 +48,7 @@ class OmniReduce(NativeMethod, TellsLosses):
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         with jax.named_scope("omnireduce_all_reduce"):
-            spare = -x.shape[0] % self.block_size
-            blocks = jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
-            scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
-            # Mean squares, finite where all workers' blocks are.
-            energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
-            energy = call.axis.psum(energy.astype(jnp.bfloat16))
+            blocks, energy = measured(x, self.block_size, call)
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
             chosen = lax.top_k(priority, self._count(energy.size))[1]
@@ -65,3 +58,23 @@ class OmniReduce(NativeMethod, TellsLosses):
     def _count(self, blocks: int) -> int:
         """Blocks that are sent."""
         return math.ceil(self.density * blocks)
+
+
+def check_blocks(density: float, block_size: int) -> None:
+    """Raises ValueError for a bad field."""
+    check_density(density)
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} must be a positive integer, as 256")
+
+
+def measured(
+    x: Float[Array, " d"], block_size: int, call: Call
+) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
+    """This worker's blocks, and the energies of all workers: sums of mean squares in bf16.
+
+    An energy is finite where all workers' blocks are.
+    """
+    blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % block_size)).reshape(-1, block_size)
+    scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
+    energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
+    return blocks, call.axis.psum(energy.astype(jnp.bfloat16))

@@ -70,7 +70,7 @@ class ErrorFeedback(Around):
     * "ef21": the result is the sum of all h, so that what is lost once is not lost for ever. It
       holds from step to step: f32 rounding adds up over steps.
 
-    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `CLTK`, `BF16` without
+    Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `SIDCo`, `CLTK`, `BF16` without
     a topology), whose additions lose what nobody knows, nor where values end at the largest bf16
     number. Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy
     has memory of its outer reduction; its inner sums are native.
@@ -104,7 +104,7 @@ class ErrorFeedback(Around):
                 "dq.ErrorFeedback(dq.DynamiQ(bits=4)), and to choose by path a function that "
                 "returns such"
             )
-        if isinstance(method, Around):
+        if method.needs_state:
             raise ValueError(
                 f"method={method!r} keeps a memory of gradients itself, and errors would be fed "
                 "back twice; pass it to dq.reduce as it is, or another method here"

@@ -17,11 +17,12 @@ from cases import (
     EVERY_METHOD,
     LOOP,
     OVER,
+    TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
-    auto_mesh,
     bias,
     first_state,
+    gradient,
     low,
     relative_error,
     small,
@@ -31,16 +32,18 @@ from cases import (
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.comparators import hadamard, lanes
+from dynamiq_jax.comparators import hadamard, lanes, sidco
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)
 of = dq.comparators
@@ -142,7 +145,7 @@ def test_rounding_at_random_is_unbiased(name):
     assert abs(np.mean(found.spread) - 1) < 0.25
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "thc, memory"])
+@pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "marsit"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
     options = {"op": "sum", "method": method, "topology": route(name)}
@@ -208,11 +211,13 @@ def test_bits_that_depend_on_workers_and_fields(method, n, bits):
 BAD: dict[Any, dict[str, tuple]] = {
     of.CLTK: {"density": (0, 1.5), "chunk_size": (0, 257)},
     of.OmniReduce: {"density": (1.5,), "block_size": (0,)},
+    of.SIDCo: {"density": (0,), "headroom": (math.nan, 0.5), "block_size": (0,)},
     of.ARCTopK: {"density": (1.5,), "rank": (0,), "wire": ("fp8",)},
     of.PowerSGD: {"rank": (0, 2.0), "wire": ("fp8",)},
     of.THC: {
         "bits": (9,), "granularity": (14,), "p": (0, 1), "piece_size": (100,),
     },
+    of.Marsit: {"period": (1, 5000), "scale": (0, math.inf), "block_size": (48,)},
     of.MXFP8: {"element": ("e2m1",)},
     of.MXFP6: {"element": ("e4m3",)},
     of.MXFP4: {"rounding": ("up",)},
@@ -545,6 +550,127 @@ def test_thc_full_sums_end_at_their_bits_and_do_not_wrap():
     np.testing.assert_allclose(sums, np.where(sign < 0, *ends), rtol=1e-3)
 
 
+# --- Marsit ---------------------------------------------------------------------------------------
+
+SIZE, BLOCK = 3011, 256
+
+
+def Marsit(**options):
+    return small(of.Marsit(block_size=BLOCK, **options))
+
+
+@functools.cache
+def first_signs(n, topology, samples):
+    """(y f32[n, SIZE], key) -> the finished values [samples, n, SIZE] of a first round."""
+    method = Marsit(period=None)
+
+    def one(x, key, state):
+        options = {"op": "mean", "method": method, "topology": topology}
+        return dq.reduce(x, "data", key=key, state=state, **options).tree
+
+    run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")
+    run = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
+    like = np.zeros((n, SIZE), np.float32)
+    keys, state = jax.random.split(KEY, samples), first_state(method, like, n, topology)
+    return lambda x: np.asarray(run(x.astype(np.float32), keys, state))
+
+
+ROUTES = [("ring", 5), ("ring, two streams", 5), ("butterfly", 8), ("direct", 3), ("direct", 8)]
+
+
+@pytest.mark.parametrize(("route", "n"), ROUTES)
+def test_marsit_a_coordinate_gets_the_sign_of_a_worker_drawn_uniformly(route, n):
+    """Coordinate c is positive on the first k workers, or on worker k - n - 1 alone.
+
+    The mean sign is exact, whoever is positive. So is the variance, 1 - mean².
+    """
+    samples, kind = 128, np.arange(SIZE) % (2 * n + 1)
+    worker = np.arange(n)[:, None]
+    positive = np.where(kind <= n, worker < kind, worker == kind - n - 1)
+    found = first_signs(n, TOPOLOGIES[route][0], samples)(np.where(positive, 1.0, -1.0))
+    assert_replicas_equal(np.moveaxis(found, 1, 0))
+    np.testing.assert_allclose(np.abs(found), 1, rtol=2e-7)
+    signs = np.sign(found[:, 0])
+    means = np.array([np.mean(signs[:, kind == k]) for k in range(2 * n + 1)])
+    expected = 2 * np.array([positive[:, kind == k][:, 0].mean() for k in range(2 * n + 1)]) - 1
+    deviation = np.sqrt((1 - expected**2) / (samples * SIZE / (2 * n + 1)))
+    assert np.all(np.abs(means - expected) <= 4.5 * deviation)
+    assert (means[0], means[n]) == (-1, 1)
+    # Coins of coordinates and of keys are not related.
+    middle = signs[:, kind == n // 2]
+    assert abs(np.var(middle.mean(axis=1)) * middle.shape[1] / np.var(middle) - 1) < 0.6
+    assert abs(np.var(middle.mean(axis=0)) * samples / np.var(middle) - 1) < 0.6
+
+
+def test_marsit_encodings_stand_for_workers_and_zeros_have_no_sign_on_average():
+    assert gradients_in(dq.Ring(), 4).tolist() == [[k] * 4 for k in (1, 2, 3, 0)]
+    assert gradients_in(dq.Butterfly(), 4).tolist() == [[k] * 4 for k in (1, 1, 2, 0)]
+    assert gradients_in(dq.Direct(), 3).tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
+    x = np.zeros((3, SIZE), np.float32)
+    x[:, :BLOCK] = np.where(np.arange(BLOCK) % 2, 2.0, 0.0)  # half of one block
+    x[0, -1] = 1.0
+    found = first_signs(3, dq.Direct(), 256)(x)[:, 0]
+    np.testing.assert_array_equal(found[:, 1:BLOCK:2], 1.0)
+    zeros = found[:, :BLOCK:2]
+    np.testing.assert_array_equal(np.abs(zeros), 1.0)
+    assert abs(zeros.mean()) < 4.5 / np.sqrt(zeros.size)
+    last = -(-SIZE // BLOCK) * BLOCK - BLOCK
+    np.testing.assert_array_equal(found[:, BLOCK:last], 0.0)
+
+
+@pytest.mark.parametrize(("n", "scale"), [(3, 0.5), (8, 1.0)])
+def test_marsit_delivered_and_compensations_make_up_the_inputs(n, scale):
+    """In every step; full rounds come in time, deliver all, and leave nothing.
+
+    The length of a step is the mean magnitude in a block of all workers, times the scale. Rounds
+    have coins of their own under one key, and also without.
+    """
+    period, rng = 3, np.random.default_rng(7)
+    x = np.asarray(gradient(7, n, SIZE)) + 0.3 * rng.standard_normal((7, n, SIZE), np.float32)
+    method = Marsit(period=period, scale=scale)
+    state, run = first_state(method, x[0], n, LOOP), stepper(method, LOOP)
+    second = (state[0]._replace(step=state[0].step + 1),)
+    for key in (KEY, None):
+        start, later = (run(x[0], key, own)[0] for own in (state, second))
+        assert np.mean(np.asarray(start != later)) > 0.2
+    delivered = exact = 0.0
+    before = run._cache_size()
+    for i, own in enumerate(x):
+        found, state = run(own, KEY, state)
+        assert_replicas_equal(found)
+        result = np.asarray(found[0], np.float64)
+        delivered, exact = delivered + result, exact + total_of(own)
+        residual = np.asarray(state[0].residual, np.float64)
+        room = 2e-6 * np.abs(exact).max()
+        assert np.abs(delivered + residual.sum(axis=0) - exact).max() < room
+        assert state[0].step.tolist() == [(i + 1) % period] * n
+        if i % period == period - 1:
+            np.testing.assert_array_equal(residual, 0)
+        else:
+            blocks = np.array_split(np.abs(own.astype(np.float64)).mean(axis=0),
+                                    range(BLOCK, SIZE, BLOCK))  # fmt: skip
+            lengths = np.concatenate([np.full(block.size, block.mean()) for block in blocks])
+            np.testing.assert_allclose(np.abs(result), n * scale * lengths, rtol=2e-6)
+            assert np.all(np.any(residual != 0, axis=0))
+    assert run._cache_size() == before  # one program for both kinds of rounds
+
+
+def test_marsit_wire_bits_are_the_mean_of_both_kinds_of_rounds():
+    """A program has both, in the branches of a conditional."""
+    n, method, like = 4, Marsit(period=5), jax.ShapeDtypeStruct((20_000,), jnp.float32)
+
+    def total(x, axis_name, **options):
+        state = as_compression(method).init_state(x, n)
+        return dq.reduce(x, axis_name, op="sum", state=state, **options).tree[None]
+
+    moved = moved_bits(*lower(total, like, (n,), method, dq.Ring()), n)
+    full = 2 * (n - 1) * 32 * like.size // n
+    agreed = 2 * (n - 1) * 32 * (-(-like.size // BLOCK) + 1) // n
+    one_bit = sum(moved.values()) / n - agreed - full
+    assert one_bit == pytest.approx(2 * (n - 1) * like.size / n, rel=0.03)
+    assert method.method.wire_bits(like.size, n, dq.Ring()) == agreed + (4 * one_bit + full) // 5
+
+
 # --- Methods that sum a part ----------------------------------------------------------------------
 
 CHUNK = 16
@@ -621,6 +747,86 @@ def test_omnireduce_sums_the_blocks_of_most_energy():
     check_sum(found, x, np.repeat(sent, CHUNK))
     left = blocks_of(state[0].residual)
     np.testing.assert_array_equal(left[:, ~sent], blocks_of(x)[:, ~sent])
+
+
+def test_sidco_estimates_laplace_and_normal_numbers():
+    """Whatever the number of stages; of normal ones as the stages' own moments say."""
+
+    def kept(numbers, density):
+        limits = np.asarray(sidco.thresholds(jnp.asarray(numbers, jnp.float32), density))
+        return np.mean(numbers[:, None] >= limits, axis=0) / density
+
+    rng = np.random.default_rng(0)
+    for density in (0.5, 0.01):
+        np.testing.assert_allclose(kept(np.abs(rng.laplace(size=400_000)), density), 1, atol=0.03)
+    expected = []
+    for stages in range(1, sidco.MAX_STAGES + 1):
+        limit, parts = 0.0, [0.01]
+        if stages > 1:  # a quarter first, then equal ratios
+            parts = [0.25] + [0.04 ** (1 / (stages - 1))] * (stages - 1)
+        for part in parts:
+            height = math.sqrt(2 / math.pi) * math.exp(-(limit**2) / 2)
+            limit -= (height / math.erfc(limit / math.sqrt(2)) - limit) * math.log(part)
+        expected.append(math.erfc(limit / math.sqrt(2)) / 0.01)
+    normal = np.abs(rng.standard_normal(400_000))
+    np.testing.assert_allclose(kept(normal, 0.01), expected, atol=0.05)
+    for numbers in ([3.0] * 50, [0.0] * 50, [7.0], [0.0] * 25 + [1.0] * 25):
+        x = np.array(numbers, np.float32)  # all are equal, and so all are above
+        np.testing.assert_array_equal(sidco.thresholds(jnp.asarray(x), 0.01), x.max())
+
+
+def of_norms(seed, scales, blocks=2000, n=4):
+    """Blocks whose norms over all workers have a known distribution."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, blocks, CHUNK))
+    norm = np.sqrt(np.sum(x**2, axis=(0, 2), keepdims=True))
+    scale = {
+        "laplace": np.abs(rng.laplace(size=blocks)),
+        "normal": np.abs(rng.standard_normal(blocks)),
+        "lognormal": np.exp(1.5 * rng.standard_normal(blocks)),
+    }[scales]
+    return (x / norm * scale[:, None]).reshape(n, -1).astype(np.float32)
+
+
+def test_sidco_sums_the_blocks_above_the_threshold_and_then_others():
+    """Equal blocks are all above it: those without room are first in the next step."""
+    x, method = of_norms(2, "laplace"), of.SIDCo(block_size=CHUNK, density=0.1, headroom=1.5)
+    found = np.asarray(vmapped(small(method), None)(x, KEY), np.float64)
+    sent = np.any(blocks_of(found[0]) != 0, axis=1)
+    assert sent.sum() == 300
+    check_sum(found[0], x, np.repeat(sent, CHUNK))
+    norms = np.sqrt(energies(x).sum(axis=0))
+    limit = np.quantile(norms, 0.9)  # the fit and bf16 norms are within some percent of it
+    assert np.all(sent[norms > 1.2 * limit])
+    others = np.flatnonzero(sent & (norms < limit / 1.2))
+    assert 60 < len(others) < 140
+    assert np.mean(sent[: others[-1]]) == 1
+    x = np.ones((3, 80 * CHUNK), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None]
+    found, state = steps_of(memory(of.SIDCo(block_size=CHUNK, density=0.1, headroom=1.25)), x, 9)
+    for step, total in enumerate(found):
+        sent = np.any(blocks_of(total) != 0, axis=1)
+        expected = np.arange(10 * step, 10 * step + 10) % 80
+        np.testing.assert_array_equal(np.flatnonzero(sent), np.sort(expected))
+    assert np.all(state[0].inner.place == 10)
+
+
+@pytest.mark.parametrize(
+    ("scales", "density", "settled"),
+    [("normal", 0.01, 3), ("lognormal", 0.1, 1), ("laplace", 0.1, 2)],
+)
+def test_sidco_finds_its_number_of_stages(scales, density, settled):
+    """Only at the end of a period, on all workers alike; then about the density is above."""
+    method = small(of.SIDCo(block_size=CHUNK, density=density))
+    state, run, counts = first_state(method, of_norms(0, scales), 4), stepper(method), []
+    for step in range(15):
+        before = state[0]
+        _, state = run(of_norms(step, scales), KEY, state)
+        assert_replicas_equal(state)
+        if (step + 1) % sidco.PERIOD:
+            assert_same_bits(np.asarray(state[0].stages), np.asarray(before.stages))
+            counts.append((state[0].counts - before.counts)[0, before.stages[0] - 1])
+    assert state[0].stages[0] == settled
+    assert np.mean(counts[-4:]) / (2000 * density) == pytest.approx(1.05, abs=0.25)
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])

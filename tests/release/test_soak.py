@@ -34,7 +34,7 @@ OTHERS = [
     name
     for name, row in EVERY_METHOD.items()
     if row.error < 1 and not name.startswith(("dynamiq", "clt-k", "arc top-k"))
-] + ["clt-k, memory", "arc top-k, memory"]
+] + ["clt-k, memory", "arc top-k, memory", "marsit, full rounds"]
 """But for methods that forget what they do not send, and so may not train."""
 LEAST = {"min_leaf_size": 1, "min_bucket_size": 512}
 

@@ -82,8 +82,10 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     ),
     "dynamiq-ef14": partial(remembered, "ef14"),
     "dynamiq-ef21": partial(remembered, "ef21"),
+    "marsit": dq.comparators.Marsit,
     "perm-k": dq.comparators.PermK,
     "clt-k": partial(by_density, dq.comparators.CLTK, bits=4, each=24),
+    "sidco": partial(by_density, dq.comparators.SIDCo, bits=4, spare=16 / 64, block_size=64),
     "powersgd": dq.comparators.PowerSGD,
     "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
 }
@@ -94,11 +96,11 @@ would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "topk-chunked" is OmniReduce with chunks
 of 64. "powersgd" has rank 4. "bf16" and "f32" sum uncompressed over the topology. "dynamiq-ef14"
-and "dynamiq-ef21" are error feedback around DynamiQ: its memory is empty, as in a first
-step."""
+and "dynamiq-ef21" are error feedback around DynamiQ, "marsit" sums signs: here their memory is
+empty, as in a first step."""
 
 NATIVE = (
-    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "powersgd", "arc-top-k",
+    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k",
 )  # fmt: skip
 """The methods among these that have native collectives only."""
 

@@ -1,0 +1,249 @@
+"""The Marsit method (Wu et al., DAC 2022): one bit per coordinate and hop, merged by biased coins.
+
+Worker i has y_i = x_i + c_i, its gradient and its compensation, and encodes the signs of y_i. A
+partial result that stands for a workers meets the bit of one that stands for b: where the two
+differ, a coin keeps the former with probability a / (a + b). So the finished bit is the sign of a
+worker drawn uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g.
+Every ``period``-th round is in full precision: its result is the mean of the y_i, and the c_i
+become zero.
+
+The paper leaves open or has otherwise:
+
+* The length s of a step is a number there. Here it is ``scale`` times the mean magnitude of all
+  workers' *gradients* in a block, of this step: with that of the y_i, compensations would feed
+  their own growth. The optimizer has the learning rate.
+* Signs of zero are drawn by a coin, so that zero is what they are on average.
+* A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt
+
+from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
+from dynamiq_jax.executors import ChunkCodec, all_reduce
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory
+from dynamiq_jax.methods.hops import Bound
+from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import gradients_in
+
+LONGEST_PERIOD = 4096
+MOST_WORKERS = 4096
+"""Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
+
+
+class MarsitState(NamedTuple):
+    """The state from step to step."""
+
+    residual: Float[Array, " d"]
+    """The compensation c, f32, on every worker its own."""
+    step: Int[Array, ""]
+    """Number of the round, int32, the same on all workers; it starts again after a full one."""
+
+
+class MarsitShared(NamedTuple):
+    """The facts that all workers know ahead of the first encoding."""
+
+    seed: UInt[Array, " 2"]
+    """The seed of the coins."""
+    scale: Float[Array, " blocks"]
+    """Lengths of a step; not finite where a gradient is not."""
+    step: Int[Array, ""]
+    """Number of the round, int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marsit(PlainMethod):
+    """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
+
+    Unbiased for the mean sign, not for the gradient. The results (as sums) of all steps and the
+    compensations of all workers add up to all gradients, and after a full round the results alone
+    do. Where workers' gradients differ for long, the result of a full round may be as large as
+    ``period`` gradients. A block that is not finite leaves its compensation as it was.
+    Compensations take 4 bytes per coordinate on every worker.
+
+    Attributes:
+      period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.
+      scale: the length of a step, in mean magnitudes of the workers' gradients, above 0.
+      block_size: coordinates that share it, a multiple of 32; 64 / ``block_size`` bits of wire.
+    """
+
+    period: int | None = 100
+    scale: float = 1.0
+    block_size: int = 1024
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        period = self.period
+        if period is not None and not 2 <= period <= LONGEST_PERIOD:
+            raise ValueError(
+                f"period={period} must be an integer from 2 to {LONGEST_PERIOD}, or None for no "
+                "rounds of full precision; for nothing but such rounds pass dq.F32()"
+            )
+        if not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale={self.scale} must be above 0 and finite, such as 1.0")
+        size = self.block_size
+        if size < 32 or size % 32:  # whole words of signs
+            raise ValueError(f"block_size={size} must be a positive multiple of 32, as 1024")
+
+    @property
+    def needs_state(self) -> bool:
+        """Signs are nothing without the compensation."""
+        return True
+
+    def check(self, n_workers: int, topology: Topology | None) -> None:
+        """Refuses more workers than can agree on a number."""
+        if n_workers > MOST_WORKERS:
+            raise ValueError(
+                f"Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
+                "topology=dq.Hierarchical(), with which it serves those of the outer axis"
+            )
+
+    def init(self, size: int, n_workers: int) -> MarsitState:
+        """Nothing to make up for."""
+        return MarsitState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
+
+    @property
+    def unit(self) -> int:
+        """Whole blocks."""
+        return self.block_size
+
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+        """Every block's mean magnitude over n, f32, not finite where x is not."""
+        blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
+        blocks = blocks.reshape(-1, self.block_size)
+        filled = jnp.full(blocks.shape[0], self.block_size).at[-1].add(x.shape[0] - blocks.size)
+        # Divided first, so that what is finite has a finite sum.
+        share = jnp.abs(clipped(blocks)) / (filled * bound.n_workers).astype(jnp.float32)[:, None]
+        finite = jnp.all(jnp.isfinite(blocks), axis=1)
+        return jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
+
+    def share(self, message: Array, seed: Seed, bound: Bound) -> MarsitShared:
+        """Lengths of steps, and the round that all are in: the message ends with its sum."""
+        seed = seed_of(seed, message)
+        step = jnp.round(message[-1] / bound.n_workers).astype(jnp.int32)
+        length = jnp.minimum(message[:-1] * self.scale, LARGEST / bound.n_workers)
+        length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
+        return MarsitShared(fold_seed(seed, step), length, step)
+
+    def merging(self, y: Float[Array, " d"], shared: MarsitShared, bound: Bound) -> ChunkCodec:
+        """Signs times the numbers of workers they stand for are merged; results are means, f32."""
+        layout: ChunkLayout = bound.layout
+        m, streams = layout.chunk_size, layout.chunks_per_worker
+        standing = jnp.asarray(gradients_in(bound.topology, bound.n_workers))
+        of_merge = chunk_noise(fold_seed(shared.seed, 0), bound.n_slots, layout)
+        of_zero = chunk_noise(fold_seed(shared.seed, 1), 1, layout)
+        spare = layout.padded_size // self.block_size - shared.scale.shape[0]
+        steps = jnp.pad(shared.scale, (0, spare)).reshape(layout.chunks, -1)
+        y = jnp.pad(y.astype(jnp.float32), (0, layout.padded_size - y.shape[0]))
+        y = y.reshape(layout.chunks, m)
+        # Signs of zero are drawn by coins that are the same on all workers.
+        coins = jax.vmap(of_zero, (0, None))(jnp.arange(layout.chunks, dtype=jnp.int32), 0)
+        drawn = jnp.where(coins >> 31 == 1, 1.0, -1.0)
+        signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
+
+        def add(arrived, chunks, total=None):
+            """The coin is that of the encoding that arrived, which is merged once.
+
+            One that is to be left out stands for nobody, and is never taken.
+            """
+
+            def merge(total, arriving):
+                payloads, slot = arriving
+                others = standing[slot, chunks // streams].astype(jnp.float32)[:, None]
+                both = jnp.abs(total) + others
+                theirs = uniform(jax.vmap(of_merge, (0, None))(chunks, slot)) * both < others
+                bits = jnp.where(unpack_bits(payloads, m, 1) == 1, 1.0, -1.0)
+                return jnp.where(theirs, bits, jnp.sign(total)) * both, None
+
+            if total is None:
+                total = signs.at[chunks].get(mode="promise_in_bounds")
+            for inputs in arrived:
+                k = inputs.payloads.shape[0]
+                slots = jnp.broadcast_to(jnp.asarray(inputs.encoder.slot), k)
+                total, _ = lax.scan(merge, total, (inputs.payloads, slots), unroll=min(k, 16))
+            return total
+
+        def encode(arrived, chunks, encoder, carry, total=None, skip=None):
+            del encoder, skip
+            return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
+
+        def write(positive, chunks, rows, into, n_rows: int):
+            lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
+            into = jnp.zeros((n_rows, m), jnp.float32) if into is None else into
+            values = jnp.where(positive, lengths, -lengths)
+            return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
+
+        def decode(payloads, chunks, encoders, into, carry):
+            positive = unpack_bits(payloads, m, 1) == 1
+            return write(positive, chunks, chunks, into, layout.chunks), carry
+
+        def finish(arrived, chunks, into, carry):
+            return write(add(arrived, chunks) > 0, chunks, chunks % streams, into, streams), carry
+
+        return ChunkCodec(encode, add, decode, finish)
+
+    def payload_bits(self, chunk_size: int) -> int:
+        """See `PlainMethod`."""
+        return 32 * bit_words(chunk_size, 1)
+
+    def agreed_bits(self, size: int) -> int:
+        """The mean magnitude of every block, and the round."""
+        return 32 * (-(-size // self.block_size) + 1)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates, averaged over a period."""
+        signs = PlainMethod.wire_bits(self, size, n_workers, topology)
+        if self.period is None:
+            return signs
+        full = ring_bits(self.agreed_bits(size), n_workers) + ring_bits(32 * size, n_workers)
+        return ((self.period - 1) * signs + full) // self.period
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `methods.base.Method`."""
+        assert call.topology is not None
+        assert isinstance(call.state, MarsitState)
+        axis, n_workers, state, topology = call.axis, call.n_workers, call.state, call.topology
+        bound, size = self.bind(x.shape[0], n_workers, topology), x.shape[0]
+        with jax.named_scope("marsit_all_reduce"):
+            y = with_memory(x, state.residual)
+            # A state varies, for all that JAX knows: the round is one that all have added up.
+            message = jnp.append(self.measure(x, bound), state.step.astype(jnp.float32))
+            shared = self.share(axis.psum(message), call.seed, bound)
+            if self.debug_checks:
+                assert_same_on_workers(shared, axis, "the plan")
+
+            def signs() -> tuple[Array, Array]:
+                codec = self.merging(y, shared, bound)
+                result, _ = all_reduce(topology, codec, axis, bound.layout.chunks_per_worker)
+                mean = result.reshape(-1)[:size]
+                return mean, y - mean
+
+            def full() -> tuple[Array, Array]:
+                sent = jnp.clip(y, -LARGEST / n_workers, LARGEST / n_workers)
+                return axis.psum(sent) / n_workers, y - sent
+
+            if self.period is None:
+                mean, left = signs()
+            else:
+                last = shared.step % self.period == self.period - 1
+                mean, left = lax.cond(last, full, signs)
+            known = jnp.repeat(jnp.isfinite(shared.scale), self.block_size)[:size]
+            mean = jnp.where(known, mean, jnp.nan)
+            if self.debug_checks:
+                assert_same_on_workers(mean, axis, "the result")
+            residual = jnp.where(known, clipped(left), state.residual)
+            after = MarsitState(residual, (state.step + 1) % (self.period or LONGEST_PERIOD))
+            value = mean
+            if call.divisor != n_workers:
+                value = clipped(mean * (n_workers / call.divisor))
+            return Outcome(value.astype(x.dtype), after)

@@ -1,0 +1,170 @@
+"""The SIDCo method (Abdelmoniem et al., MLSys 2021): a threshold from a fitted tail, and no sort.
+
+The threshold follows from the mean alone, in *stages*: of what survived so far, less its minimum,
+an exponential distribution of the same mean is above ``-mean * log(part)`` with probability
+``part``. The first stage keeps a quarter, further ones in equal ratios what leads to the density.
+More stages follow a tail that is not exponential. Every step counts what each number of stages
+would keep. Every `PERIOD` steps, if the average of the number in use is off by more than
+`TOLERANCE`, the number whose average is nearest takes its place.
+
+Published SIDCo compares every worker's own coordinates, so that sums need all their indices. Here
+the numbers are norms of blocks over all workers: all choose the same ones, which a dense psum sums.
+There is room for ``headroom`` times the density. Blocks without room are left out, and room that is
+left goes to other blocks, both by a place in the order of blocks that moves on from step to step.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from dynamiq_jax.comparators.native import ROUNDING, NativeMethod, summed_rows
+from dynamiq_jax.comparators.omnireduce import check_blocks, measured
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, ring_bits
+from dynamiq_jax.topologies import Topology
+
+FIRST_PART = 0.25
+"""The part that the first of several stages keeps, delta_1 of the paper."""
+MAX_STAGES = 4
+FIRST_STAGES = 2
+"""Before anything was counted."""
+PERIOD = 5
+TOLERANCE = 0.2
+
+
+class SIDCoState(NamedTuple):
+    """The state from step to step, the same on all workers."""
+
+    place: Int[Array, ""]
+    """The block with which the order begins, int32."""
+    stages: Int[Array, ""]
+    """In use: 1 to `MAX_STAGES`, int32."""
+    step: Int[Array, ""]
+    """Steps of the period so far, int32."""
+    counts: Int[Array, " stages"]
+    """Blocks that every number of stages would have kept in these steps, int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SIDCo(NativeMethod, TellsLosses):
+    """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
+
+    Biased: what is left out is lost without `ErrorFeedback`. Without state the number of stages
+    stays `FIRST_STAGES`.
+
+    Attributes:
+      density: the part of blocks that is to be above the threshold, above 0 up to 1.
+      headroom: room for this times the density, 1 or more; what is sent, 16 bits per coordinate
+        times both. Of equal bits, a higher density serves better than more headroom.
+      block_size: coordinates of a block; their norms take 16 bits each.
+    """
+
+    density: float = 0.1
+    headroom: float = 1.0
+    block_size: int = 64
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        check_blocks(self.density, self.block_size)
+        if not 1 <= self.headroom < math.inf:
+            raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
+
+    def init(self, size: int, n_workers: int) -> State:
+        """Nothing counted yet."""
+        zero, counts = jnp.zeros((), jnp.int32), jnp.zeros(MAX_STAGES, jnp.int32)
+        stages = jnp.full((), FIRST_STAGES, jnp.int32)
+        return SIDCoState(zero, stages, zero, counts)
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        blocks = -(-size // self.block_size)
+        return ring_bits(16 * blocks + 16 * self._room(blocks) * self.block_size, n_workers)
+
+    def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
+        """See `TellsLosses`."""
+        state = call.state
+        own = state or self.init(x.shape[0], call.n_workers)
+        with jax.named_scope("sidco_all_reduce"):
+            blocks, energy = measured(x, self.block_size, call)
+            finite = jnp.isfinite(energy)
+            norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
+            limits = thresholds(norms, self.density)
+            place, stages = (call.axis.assume_invarying(s) for s in (own.place, own.stages))
+            above = finite & (norms >= limits[stages - 1])
+            chosen = first_of(above, place, self._room(above.size))
+            result, left = summed_rows(blocks, chosen, finite, x, call)
+            if not state:
+                return Outcome(result, state, lost=left)
+            would_be = finite[None] & (norms[None] >= limits[:, None])
+            counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
+            over = own.step + 1 == PERIOD
+            # The next step begins behind the last block that was sent, around the end.
+            after = SIDCoState(
+                place=(own.place + (chosen[-1] + 1 - place)) % above.size,
+                stages=jnp.where(over, self._adapted(own.stages, counts, above.size), own.stages),
+                step=jnp.where(over, 0, own.step + 1),
+                counts=jnp.where(over, 0, counts),
+            )
+            return Outcome(result, after, lost=left)
+
+    def _room(self, blocks: int) -> int:
+        """How many blocks are sent."""
+        return min(blocks, math.ceil(self.headroom * self.density * blocks - ROUNDING))
+
+    def _adapted(
+        self, stages: Int[Array, ""], counts: Int[Array, " stages"], blocks: int
+    ) -> Int[Array, ""]:
+        """The next period's number of stages."""
+        target = PERIOD * max(1.0, self.density * blocks)
+        ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
+        good = jnp.abs(ratios[stages - 1] - 1) <= TOLERANCE
+        nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
+        return jnp.where(good, stages, nearest)
+
+
+def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:
+    """The thresholds that a part ``density`` of the norms exceeds, by number of stages.
+
+    At most the largest norm, so that something is always there. Negative norms are left out.
+    """
+    top = jnp.maximum(jnp.max(norms), 0)
+
+    def fitted(alive: Bool[Array, " N"], part: float) -> Array:
+        count = jnp.maximum(jnp.sum(alive), 1).astype(jnp.float32)
+        low = jnp.min(jnp.where(alive, norms, jnp.inf))
+        excess = jnp.sum(jnp.where(alive, norms - low, 0)) / count
+        return jnp.minimum(low - excess * math.log(part), top)
+
+    found = []
+    for stages in range(1, MAX_STAGES + 1):
+        limit = jnp.zeros(())
+        for part in parts(density, stages):
+            limit = fitted(norms >= limit, part)
+        found.append(limit)
+    return jnp.stack(found)
+
+
+def parts(density: float, stages: int) -> list[float]:
+    """The part that every stage keeps of the norms before it; their product is the density."""
+    if stages == 1 or density >= FIRST_PART:
+        return [density ** (1 / stages)] * stages
+    return [FIRST_PART] + [(density / FIRST_PART) ** (1 / (stages - 1))] * (stages - 1)
+
+
+def first_of(above: Bool[Array, " N"], place: Int[Array, ""], room: int) -> Int[Array, " room"]:
+    """The first ``room`` blocks in an order of those ``above`` and then the others, int32.
+
+    Each group begins with block ``place`` and comes around.
+    """
+    first = jnp.roll(above, -place)
+    before = jnp.cumsum(first, dtype=jnp.int32)
+    index = jnp.arange(above.size, dtype=jnp.int32)
+    rank = jnp.where(first, before - 1, before[-1] + index - before)
+    chosen = jnp.zeros(room, jnp.int32).at[rank].set(index, mode="drop", unique_indices=True)
+    return (chosen + place) % above.size
