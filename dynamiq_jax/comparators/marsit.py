@@ -17,7 +17,7 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,20 +177,15 @@ class Marsit(PlainMethod):
             del encoder, skip
             return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
 
-        def write(positive, chunks, rows, into, n_rows: int):
-            lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
-            into = jnp.zeros((n_rows, m), jnp.float32) if into is None else into
-            values = jnp.where(positive, lengths, -lengths)
-            return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
-
         def decode(payloads, chunks, encoders, into, carry):
-            positive = unpack_bits(payloads, m, 1) == 1
-            return write(positive, chunks, chunks, into, layout.chunks), carry
+            lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
+            values = jnp.where(unpack_bits(payloads, m, 1) == 1, lengths, -lengths)
+            into = jnp.zeros((layout.chunks, m), jnp.float32) if into is None else into
+            into = into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
+            return into, carry
 
-        def finish(arrived, chunks, into, carry):
-            return write(add(arrived, chunks) > 0, chunks, chunks % streams, into, streams), carry
-
-        return ChunkCodec(encode, add, decode, finish)
+        never: Any = None  # no slice alone is finished
+        return ChunkCodec(encode, add, decode, never)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
