@@ -239,6 +239,7 @@ def test_bad_fields_are_refused(method):
     [
         (QSGD(bits=4), dq.Direct(), 8, "no step for 8 workers.*pass bits=5"),
         (QSGD(), dq.Direct(), 128, "no step for 128 workers.*pass topology=dq.Hierarchical"),
+        (of.Marsit(), dq.Ring(), 5000, "up to 4096 workers, and here are 5000; pass topology=dq"),
         (of.THC(), None, 1 << 28, "exceeds the 2147483647 of 31 bits; pass a gran.* most 7"),
     ],
 )
