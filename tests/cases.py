@@ -147,6 +147,9 @@ EVERY_METHOD = {
     "omnireduce, memory": Row(
         low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64))), NATIVE, 64, 0.15
     ),
+    "mxfp4, econtrol": Row(
+        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
+    ),
     "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
     "bf16, ef21": Row(
         low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4

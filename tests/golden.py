@@ -258,6 +258,7 @@ for _name, _route in COMPARATORS.items():
     CALLS[f"method, {_name}"] = partial(summed, _row_of.method, _row_of.routes[_route], 4)
 STATEFUL = {
     "dynamiq, memory": "ring", "dynamiq, ef21": "direct", "minmax, ef14": "direct",
+    "mxfp4, econtrol": "ring",
     "sidco, memory": "native", "clt-k, memory": "native", "marsit, full rounds": "ring",
 }  # fmt: skip
 for _name, _route in STATEFUL.items():

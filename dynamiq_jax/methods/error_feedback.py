@@ -1,12 +1,16 @@
-"""Memory around methods: error feedback of two kinds.
+"""Memory around methods: error feedback of four kinds.
 
 g_i is worker i's gradient, y_i what is given to the method, C(y) the result, which is a sum over
-workers, c_i worker i's part of it, e_i and h_i f32 memories that start at zero:
+workers, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
 
 * ``ef14`` (Seide et al., Interspeech 2014; EF-SGD, Karimireddy et al., ICML 2019): y = g + e, the
   result is C(y), and e becomes y - c, the part that was not delivered.
 * ``ef21`` (Richtárik et al., NeurIPS 2021): y = g - h, h becomes h + c, and the result is the sum
   of all h. What travels gets small as gradients stop to change, and so do errors.
+* ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` of v in the place of g, where
+  v becomes (1 - eta) v + eta g: the result is compressed momentum.
+* ``econtrol`` (Gao et al., ICLR 2024): y = g - h + eta e, h becomes h + c, e becomes e + g - h with
+  the new h, and the result is the sum of all h. With eta = 0 it would be ``ef21``.
 
 A multi-hop all-reduce encodes partial sums again, which are nobody's own. *Lost* by a worker is
 what its encodings lost, one of every chunk: of its own share, of what it added to that, and of the
@@ -23,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
@@ -39,16 +43,25 @@ from dynamiq_jax.methods.base import (
 )
 from dynamiq_jax.topologies import Topology
 
+Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
+
+ETA = 0.1
+"""The weight of the newest gradient in momentum, and of the residual in what "econtrol" sends."""
+
 
 class ErrorFeedbackState(NamedTuple):
     """The state from step to step, f32; a part that a kind does not need is `None`."""
 
     residual: Float[Array, " d"] | None
-    """e, on every worker its own: with "ef14"."""
+    """e, on every worker its own: with "ef14" and "econtrol"."""
     sent: Float[Array, " d"] | None
-    """h, on every worker its own: with "ef21"."""
+    """h, on every worker its own: with all but "ef14"."""
     total: Float[Array, " d"] | None
-    """The sum of h over workers, the same on all: with "ef21"."""
+    """The sum of h over workers, the same on all: with all but "ef14"."""
+    momentum: Float[Array, " d"] | None
+    """v, on every worker its own: with "ef21m"."""
+    started: Bool[Array, ""] | None
+    """Whether v has begun, the same on all workers: with "ef21m"."""
     inner: State
     """The method's own state."""
 
@@ -63,12 +76,12 @@ class ErrorFeedback(Around):
 
     With "ef14" each result has the noise of two steps, its own and what makes up for the one
     before: about twice the squared error of the method alone, and more where bits are few. It is
-    their average that gets exact. With "ef21" results are running estimates, whose error shrinks
-    with what changes from step to step. For sums over workers, up to the rounding of f32:
+    their average that gets exact. With the other kinds results are running estimates, whose error
+    shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
 
-    * "ef14": all results of the past and the residuals add up to all gradients.
-    * "ef21": the result is the sum of all h, so that what is lost once is not lost for ever. It
-      holds from step to step: f32 rounding adds up over steps.
+    * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
+    * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
+      ever. It holds from step to step: f32 rounding adds up over steps.
 
     Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `SIDCo`, `CLTK`, `BF16` without
     a topology), whose additions lose what nobody knows, nor where values end at the largest bf16
@@ -76,7 +89,7 @@ class ErrorFeedback(Around):
     has memory of its outer reduction; its inner sums are native.
 
     Memories stay bounded where the encodings of one step together lose less than workers send: a
-    contraction, as the proofs of both suppose. A warning says where `DynamiQ` is none. Low bits
+    contraction, as the proofs of all four suppose. A warning says where `DynamiQ` is none. Low bits
     may be none, see docs/training-quality.md. Over a ring n encodings follow each other, so that it
     needs more bits than `Direct`.
 
@@ -84,15 +97,17 @@ class ErrorFeedback(Around):
     finite, and one bad step is forgotten. A bucket in which a finite sum overflows f16 leaves all
     of its memory as it was. Memories have the gradients' unit: where a loss scale changes, reduce
     gradients that are divided by it. On every worker a coordinate takes 4 bytes with "ef14", 8 with
-    "ef21". On the wire nothing is added.
+    "ef21", 12 with the others. On the wire nothing is added.
 
     Attributes:
       method: what compresses, without memory of its own.
-      kind: "ef14" or "ef21", see the module.
+      kind: "ef14", "ef21", "ef21m" or "econtrol", see the module; eta is 0.1. The papers of the
+        latter two begin with exact gradients and send them. Here momentum begins with the first
+        gradient that is finite on all workers, compressed as all others are.
     """
 
     method: TellsLosses
-    kind: Literal["ef14", "ef21"] = field(default="ef14", kw_only=True)
+    kind: Kind = field(default="ef14", kw_only=True)
 
     def __post_init__(self):
         """Checks every field."""
@@ -135,11 +150,17 @@ class ErrorFeedback(Around):
     def init(self, size: int, n_workers: int) -> ErrorFeedbackState:
         """Nothing lost, nothing sent."""
 
-        def zeros(kind: str) -> Array | None:
-            return jnp.zeros(size, jnp.float32) if self.kind == kind else None
+        def zeros(*kinds: Kind) -> Array | None:
+            return jnp.zeros(size, jnp.float32) if self.kind in kinds else None
 
-        inner = self.method.init(size, n_workers)
-        return ErrorFeedbackState(zeros("ef14"), zeros("ef21"), zeros("ef21"), inner)
+        return ErrorFeedbackState(
+            residual=zeros("ef14", "econtrol"),
+            sent=zeros("ef21", "ef21m", "econtrol"),
+            total=zeros("ef21", "ef21m", "econtrol"),
+            momentum=zeros("ef21m"),
+            started=jnp.zeros((), bool) if self.kind == "ef21m" else None,
+            inner=self.method.init(size, n_workers),
+        )
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
@@ -148,7 +169,14 @@ class ErrorFeedback(Around):
         if growth is not None:
             warnings.warn(growth, stacklevel=2)
         with jax.named_scope("error_feedback"):
-            y = with_memory(x, state.residual if state.sent is None else -state.sent)
+            own, momentum = x, state.momentum
+            if momentum is not None:
+                eta = jnp.where(state.started, jnp.float32(ETA), 1.0)
+                own = with_memory(x * eta, (1 - eta) * momentum)
+            memory = state.residual
+            if state.sent is not None:
+                memory = -state.sent if memory is None else ETA * memory - state.sent
+            y = with_memory(own, memory)
             inner = call._replace(state=state.inner, divisor=1, keep_error=True)
             delivered = self.method.all_reduce(y, inner)
             value, lost = delivered.value, delivered.lost
@@ -171,5 +199,12 @@ class ErrorFeedback(Around):
             else:
                 sent = kept(state.sent + (y - lost), state.sent)
                 after = after._replace(sent=sent, total=kept(value, state.total))
+                if state.residual is not None:
+                    missing = own.astype(jnp.float32) - sent
+                    residual = kept(state.residual + missing, state.residual)
+                    after = after._replace(residual=residual)
+            if momentum is not None:
+                started = state.started | jnp.all(good)
+                after = after._replace(momentum=kept(own, momentum), started=started)
             facts = delivered.facts._replace(error=delivered.facts.error / divisor**2)
             return Outcome(result, after, facts)

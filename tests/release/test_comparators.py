@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from cases import (
     EVERY_METHOD,
@@ -20,10 +21,13 @@ from cases import (
     TOPOLOGIES,
     assert_replicas_equal,
     assert_same_bits,
+    auto_mesh,
     bias,
     first_state,
     gradient,
+    loss_fn,
     low,
+    problem,
     relative_error,
     small,
     stepper,
@@ -39,9 +43,11 @@ import dynamiq_jax.optax
 from dynamiq_jax.comparators import hadamard, lanes, sidco
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
+from dynamiq_jax.optax import liec
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies.base import gradients_in
 
@@ -62,6 +68,7 @@ METHODS = {
     if not name.startswith(("dynamiq", "bf16", "f32"))
 } | {
     "mxfp4, memory": memory(of.MXFP4()),
+    "mxfp8, ef21m": small(dq.ErrorFeedback(of.MXFP8(), kind="ef21m")),
     "powersgd, memory, f32": memory(of.PowerSGD(rank=5, wire="f32")),
 }
 NATIVE = [name for name in METHODS if METHODS[name].method.native_by_default]
@@ -990,3 +997,88 @@ def test_on_a_mesh_a_matrix_is_what_one_device_holds(manual):
     assert [row.bucket for row in told.rows] == [0, 1, None]
     parts = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
     assert told.wire_bytes == RANK_2.explain(parts, n, verbose=False).wire_bytes
+
+
+# --- LIEC-SGD -------------------------------------------------------------------------------------
+
+THREE_BITS = MinMax(bits=3, bucket_size=16, rounding="nearest")
+
+
+def test_liec_results_and_what_owners_keep_make_up_all_gradients():
+    """Coordinates that are not finite leave the owners' errors alone."""
+    n, method = 4, small(LocalError(THREE_BITS))
+    x = np.stack([blocks_like(seed, n, 250, 2) for seed in range(4)])
+    x[3, 2, 300] = np.nan
+    state, run, gap = first_state(method, x[0], n), stepper(method), 0.0
+    for number, own in enumerate(x):
+        before = np.asarray(state[0], np.float64).reshape(-1)[:500]
+        found, state = run(own, KEY, state)
+        kept = np.asarray(state[0], np.float64).reshape(-1)[:500]
+        gap = gap + total_of(own) - total_of(found) / n
+        sick = np.isnan(np.asarray(found))
+        assert_replicas_equal(sick)
+        assert (0 < sick[0].sum() <= 16) == (number == 3)
+        np.testing.assert_allclose(kept[~sick[0]], gap[~sick[0]], atol=1e-4)
+        np.testing.assert_array_equal(kept[sick[0]], before[sick[0]])
+        assert np.mean(kept != before) > 0.5
+
+
+def liec_models(method, every, steps):
+    """Every worker's parameters after each step."""
+    mesh, (params, batches) = auto_mesh(4), problem(steps)
+    optimizer = liec.liec(optax.sgd(0.3), "data", method=method)
+    opt_state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(opt_state)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), specs, P("data")),
+        out_specs=(P("data"), specs),
+    )  # fmt: skip
+    def step(params, opt_state, x):
+        own = jax.tree.map(lambda p: p[0], params)
+        updates, opt_state = optimizer.update(jax.grad(loss_fn)(own, x), opt_state, own)
+        own = optax.apply_updates(own, updates)
+        mean = lambda own: Axis(("data",)).to_varying(jax.lax.pmean(own, "data"))  # noqa: E731
+        own = jax.lax.cond(opt_state.step % every == 0, mean, lambda own: own, own)
+        return jax.tree.map(lambda p: p[None], own), opt_state
+
+    params = jax.tree.map(lambda p: jnp.stack([p] * 4), params)
+    params, found = jax.device_put(params, NamedSharding(mesh, P("data"))), []
+    for x in batches:
+        params, opt_state = step(params, opt_state, x)
+        found.append(jax.device_get(params))
+    assert opt_state.step == steps
+    return found
+
+
+def test_liec_models_differ_until_they_are_averaged_and_follow_plain_sgd():
+    """Without loss all the way; with 3 bits the mean of the models stays near."""
+    params, batches = problem(12)
+    plain = [params]
+    for x in batches:
+        grads = jax.jit(jax.grad(loss_fn))(plain[-1], x)
+        plain.append(jax.tree.map(lambda p, g: p - 0.3 * g, plain[-1], grads))
+    for models, exact in zip(liec_models(small(dq.F32()), 5, 12), plain[1:], strict=True):
+        jax.tree.map(lambda p, q: np.testing.assert_allclose(p, [q] * 4, atol=1e-6), models, exact)
+    rounded = liec_models(small(THREE_BITS), 5, 12)
+    for number, models in enumerate(rounded, start=1):
+        for leaf in models.values():
+            assert len({own.tobytes() for own in leaf}) == (1 if number % 5 == 0 else 4)
+
+    def square(tree, other):
+        apart = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), tree, other)
+        return sum(jax.tree.leaves(apart))
+
+    apart = square(jax.tree.map(lambda p: p.mean(axis=0), rounded[-1]), plain[-1])
+    assert 0 < apart < 0.004 * square(plain[0], plain[-1])  # 0.03 where errors are lost
+
+
+def test_liec_refuses_topologies_and_methods():
+    for method in (dq.DynamiQ(), of.THC(), of.OmniReduce()):
+        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.comparators\.MinMax"):
+            LocalError(method)
+    with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
+        LocalError(THREE_BITS).check(4, dq.Ring())
+    with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):
+        liec.liec(optax.sgd(0.1), "data", method=THREE_BITS).init({"w": jnp.ones(500)})

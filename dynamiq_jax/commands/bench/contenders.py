@@ -82,6 +82,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     ),
     "dynamiq-ef14": partial(remembered, "ef14"),
     "dynamiq-ef21": partial(remembered, "ef21"),
+    "dynamiq-ef21m": partial(remembered, "ef21m"),
+    "dynamiq-econtrol": partial(remembered, "econtrol"),
     "marsit": dq.comparators.Marsit,
     "perm-k": dq.comparators.PermK,
     "clt-k": partial(by_density, dq.comparators.CLTK, bits=4, each=24),
@@ -96,8 +98,8 @@ would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
 "minmax" the same rounded at random; "qsgd" is Global-QSGD. "topk-chunked" is OmniReduce with chunks
 of 64. "powersgd" has rank 4. "bf16" and "f32" sum uncompressed over the topology. "dynamiq-ef14"
-and "dynamiq-ef21" are error feedback around DynamiQ, "marsit" sums signs: here their memory is
-empty, as in a first step."""
+and the like are error feedback around DynamiQ, "marsit" sums signs: here their memory is empty, as
+in a first step."""
 
 NATIVE = (
     "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k",
