@@ -10,7 +10,7 @@ loss, grads = grad_fn(model, batch)
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,36 @@ def value_and_grad(
         kind, number, *rest = path
         return kind == 0 and number in filters and filters[number](tuple(rest), x)
 
+    def joined(params: Any) -> nnx.State:
+        """The variables that are differentiated, by argument."""
+        own = params if several else (params,)
+        return nnx.State({0: dict(zip(filters, own, strict=True))})
+
+    def weigh(graph: Any, params: Any, variables: Any, arrays: Any) -> Any:
+        assert weight is not None
+        args, kwargs = nnx.merge(graph, joined(params), variables, arrays, copy=True)
+        return weight(*args, **kwargs)
+
+    def pure(graph: Any, params: Any, variables: Any, arrays: Any) -> tuple[Any, Any]:
+        """The loss, and aux with the variables that the loss changes."""
+        if axis.mapped:
+            variables = jax.tree.map(lambda x: _folded(x, axis), variables)
+        modules = nnx.merge(graph, joined(params), variables, arrays, copy=True)
+        # The loss may change dicts and lists that are not modules.
+        args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=_is_node)
+        value = loss_fn(*args, **kwargs)
+        after, own, rest, _ = nnx.split(modules, chosen, nnx.Variable, ...)
+        if after != graph or _changes(joined(params), own):
+            raise ValueError(
+                "the loss adds or removes variables or attributes of its modules, or changes "
+                "variables that it is differentiated by; do this outside of the loss, and "
+                "return captured values as aux"
+            )
+        value, more = value if has_aux else (value, None)
+        changes = _changes(variables, rest)
+        _check_changes(changes, variables, axis)
+        return value, (more, changes)
+
     def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
         check_names(loss_fn, args, key=key, state=state)
         graph, found, variables, arrays = nnx.split((args, kwargs), chosen, nnx.Variable, ...)
@@ -94,15 +124,14 @@ def value_and_grad(
             )
         params = tuple(found[0][number] for number in filters)
         params = params if several else params[0]
-        modules = _Modules(graph, tuple(filters), several, chosen)
-        pure = functools.partial(modules.loss, loss_fn, has_aux, axis)
         around = mesh_around(params) if mesh is None else mesh
-        own = {"specs": specs, "weight": weight and functools.partial(modules.of, weight)}
+        own = {"specs": specs, "weight": weight and functools.partial(weigh, graph)}
         own |= {"aux": aux, "batch_specs": None}
         if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
             own |= {"aux": (aux, "same"), "batch_specs": (P(), None)}
         options = {"metrics": metrics, "reduces": reduce, "gathers": gather, "for_auto": own}
-        grad_fn = gradients(pure, total, argnums=0, has_aux=True, mesh=mesh, **options)
+        of_graph = functools.partial(pure, graph)
+        grad_fn = gradients(of_graph, total, argnums=0, has_aux=True, mesh=mesh, **options)
         (value, (more, changes)), grads = grad_fn(params, variables, arrays, key=key, state=state)
         paths = [path for path, _ in nnx.to_flat_state(variables)]
         changed = [(paths[number], x) for number, x in changes.items()]
@@ -110,55 +139,6 @@ def value_and_grad(
         return ((value, more) if has_aux else value), grads
 
     return of_modules
-
-
-class _Modules(NamedTuple):
-    """The arguments ``(args, kwargs)`` of a loss, of which some variables are differentiated."""
-
-    graph: Any
-    numbers: tuple[int, ...]
-    """The positional arguments that have such variables."""
-    several: bool
-    """Whether parameters are a tuple, or those of one argument."""
-    chosen: Callable[[tuple, Any], bool]
-
-    def joined(self, params: Any) -> nnx.State:
-        """The variables that are differentiated, by argument."""
-        params = params if self.several else (params,)
-        return nnx.State({0: dict(zip(self.numbers, params, strict=True))})
-
-    def of(self, function: Callable[..., Any], params: Any, variables: Any, arrays: Any) -> Any:
-        """``function`` of the modules."""
-        args, kwargs = nnx.merge(self.graph, self.joined(params), variables, arrays, copy=True)
-        return function(*args, **kwargs)
-
-    def loss(
-        self,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        axis: Axis,
-        params: Any,
-        variables: Any,
-        arrays: Any,
-    ) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-        """The loss as a pure function, which returns aux and the variables that it changes."""
-        if axis.mapped:
-            variables = jax.tree.map(lambda x: _folded(x, axis), variables)
-        modules = nnx.merge(self.graph, self.joined(params), variables, arrays, copy=True)
-        # The loss may change dicts and lists that are not modules.
-        args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=_is_node)
-        value = loss_fn(*args, **kwargs)
-        after, own, rest, _ = nnx.split(modules, self.chosen, nnx.Variable, ...)
-        if after != self.graph or _changes(self.joined(params), own):
-            raise ValueError(
-                "the loss adds or removes variables or attributes of its modules, or changes "
-                "variables that it is differentiated by; do this outside of the loss, and "
-                "return captured values as aux"
-            )
-        value, more = value if has_aux else (value, None)
-        changes = _changes(variables, rest)
-        _check_changes(changes, variables, axis)
-        return value, (more, changes)
 
 
 def _is_node(x: Any) -> bool:

@@ -34,9 +34,6 @@ shards that are gathered on use, "model" splits every matrix (tensor parallelism
 those of the mean gradient against the one that plain `jax.jit` computes; what shards send is not
 counted here, but in ``train_fsdp.py``.
 
-``--config FILE`` takes method, bits and topology from what ``dynamiq-jax advise --config FILE``
-wrote after measuring this machine.
-
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
@@ -572,39 +569,15 @@ class Choice(NamedTuple):
     compression: dq.Compression
 
 
-def read_choice(config: Path, *instead: Any) -> dq.Compression:
-    """Loads a request from a file; ``instead`` are the options that then have to be `None`."""
-    if any(option is not None for option in instead):
-        raise typer.BadParameter("--config: leave out --method, --bits and --topology")
+def choose(method: str, bits: float, topology: str) -> Choice:
+    """The choice by options."""
+    check_choice(method, METHODS, "--method")
+    check_choice(topology, TOPOLOGIES, "--topology")
     try:
-        return dq.Compression.load(config)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--config: {error}") from error
-
-
-def choose(
-    method: str | None, bits: float | None, topology: str | None, config: Path | None
-) -> Choice:
-    """The choice by options, what is `None` at its default, or by a file in place of all three."""
-    if config is None:
-        method, topology = method or "dynamiq", topology or "ring"
-        check_choice(method, METHODS, "--method")
-        check_choice(topology, TOPOLOGIES, "--topology")
-        try:
-            return Choice(
-                method,
-                dq.Compression(
-                    dq.DynamiQ(bits=5.0 if bits is None else bits), topology=TOPOLOGIES[topology]
-                ),
-            )
-        except ValueError as error:
-            raise typer.BadParameter(f"--bits {bits}: {error}") from error
-    found = read_choice(config, method, bits, topology)
-    if found.method is None or isinstance(found.method, dq.DynamiQ):
-        return Choice("dynamiq", found)
-    name = type(found.method).__name__.lower()
-    check_choice(name, METHODS, f"--config {config}: method")
-    return Choice(name, found)
+        chosen = dq.Compression(dq.DynamiQ(bits=bits), topology=TOPOLOGIES[topology])
+    except ValueError as error:
+        raise typer.BadParameter(f"--bits {bits}: {error}") from error
+    return Choice(method, chosen)
 
 
 def make_mesh(text: str) -> jax.sharding.Mesh:
@@ -626,20 +599,9 @@ def make_mesh(text: str) -> jax.sharding.Mesh:
 
 def main(
     model: Annotated[str, typer.Option(help="tiny, 125m, 350m or 1b")] = "tiny",
-    method: Annotated[
-        str | None, typer.Option(help="dynamiq, bf16 or f32", show_default="dynamiq")
-    ] = None,
-    bits: Annotated[
-        float | None, typer.Option(help="DynamiQ: wire bits per coordinate", show_default="5.0")
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}", show_default="ring"),
-    ] = None,
-    config_file: Annotated[
-        Path | None,
-        typer.Option("--config", help="instead of these three, as dynamiq-jax advise writes it"),
-    ] = None,
+    method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
+    bits: Annotated[float, typer.Option(help="DynamiQ: wire bits per coordinate")] = 5.0,
+    topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",
     init: Annotated[str, typer.Option(help="of the weights: gpt2 or unit")] = "gpt2",
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per worker")] = None,
@@ -660,7 +622,7 @@ def main(
     check_choice(model, CONFIGS, "--model")
     check_choice(init, INITS, "--init")
     check_choice(attention, get_args(AttentionKernel), "--attention")
-    chosen = choose(method, bits, topology, config_file)
+    chosen = choose(method, bits, topology)
     recipe = RECIPES[model]
     recipe = recipe._replace(
         steps=steps or recipe.steps,
@@ -691,11 +653,6 @@ def main(
     vocab_size = vocab_size or config.vocab_size
     config = replace(config, vocab_size=vocab_size, init=init, attention=attention)
     devices = make_mesh(mesh or f"{AXIS}={n_devices}")
-    if isinstance(chosen.compression.topology, dq.Hierarchical) and len(data_axes(devices)) < 2:
-        raise typer.BadParameter(
-            f"--config {config_file}: Hierarchical reduces over two axes, and the mesh has "
-            f"{len(data_axes(devices))} for data; pass for example --mesh replica=2,data=4"
-        )
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)

@@ -64,7 +64,6 @@ from train_llm import (
     environment,
     make_optimizer,
     plot,
-    read_choice,
 )
 
 import dynamiq_jax as dq
@@ -293,29 +292,17 @@ def train(
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def choose(bits: float | None, config: Path | None) -> dq.Compression:
-    """Makes the request from the number of bits, or loads it from a file."""
-    if config is not None:
-        if bits is not None:
-            raise typer.BadParameter(f"--config: leave out --bits {bits:g}, which are the file's")
-        return read_choice(config)
+def choose(bits: float) -> dq.Compression:
+    """Makes the request from the number of bits."""
     try:
-        return dq.Compression(dq.DynamiQ(bits=5.0 if bits is None else bits))
+        return dq.Compression(dq.DynamiQ(bits=bits))
     except ValueError as error:
         raise typer.BadParameter(f"--bits {bits}: {error}") from error
 
 
 def main(
     model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
-    bits: Annotated[
-        float | None, typer.Option(help="wire bits per coordinate (default: 5)")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="method and topology, as dynamiq-jax advise writes them; not with --bits"
-        ),
-    ] = None,
+    bits: Annotated[float, typer.Option(help="wire bits per coordinate")] = 5.0,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -334,7 +321,7 @@ def main(
 ) -> None:
     """Trains a LLaMA-style model on several hosts with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
-    method = choose(bits, config)
+    method = choose(bits)
     recipe = RECIPES[model]
     recipe = recipe._replace(
         steps=steps or recipe.steps, batch_size=batch_size or recipe.batch_size

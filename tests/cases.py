@@ -134,51 +134,27 @@ EVERY_METHOD = {
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
     "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
     "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),
-    "mxfp8, shared": Row(low(comparators.MXFP8(sum="shared-scale")), OVER, 32, 0.003),
     "mxfp6": Row(low(comparators.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
-    "mxfp6, shared": Row(low(comparators.MXFP6(sum="shared-scale")), OVER, 32, 0.015),
     "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
     "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
     "minmax, nearest": Row(low(comparators.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
-    "minmax, shift": Row(low(comparators.MinMax(rounding="shift", bits=6)), OVER, 128, 0.01),
     "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
-    "qsgd, exponential": Row(
-        low(comparators.GlobalQSGD(levels="exponential", piece_size=256)), OVER, 256, 0.5
-    ),
     "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
-    "thc, uniform": Row(low(comparators.THC(table=False, piece_size=512)), NATIVE, 512, 0.04),
-    "thc, two-shot": Row(low(comparators.THC(form="two-shot", piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
         low(dq.ErrorFeedback(comparators.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
-    ),
-    "thc, saturating, memory": Row(
-        low(dq.ErrorFeedback(comparators.THC(
-            form="two-shot", table=False, p=1e-6, saturate=True, piece_size=512,
-        ))),
-        NATIVE, 512, 0.15,
     ),
     "omnireduce": Row(low(comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
         low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64))), NATIVE, 64, 0.15
     ),
-    "omnireduce, union, memory": Row(
-        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64, select="union"))),
-        NATIVE, 64, 0.15,
+    "mxfp4, econtrol": Row(
+        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
     ),
     "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
     "bf16, ef21": Row(
         low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4
     ),
     "minmax, ef14": Row(low(dq.ErrorFeedback(comparators.MinMax())), OVER, 128, 0.06),
-    "mxfp4, econtrol": Row(
-        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
-    ),
-    "omnireduce, union, ef21": Row(
-        low(dq.ErrorFeedback(
-            comparators.OmniReduce(block_size=64, select="union"), kind="ef21"
-        )),
-        NATIVE, 64, 0.15,
-    ),
     "marsit": Row(low(comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
     "marsit, full rounds": Row(
         low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0

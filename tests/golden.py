@@ -248,8 +248,8 @@ CALLS |= {
     "all_gather, bf16": partial(half, dq.all_gather, jnp.bfloat16, method=DEFAULT),
 }
 COMPARATORS = {
-    "mxfp8": "direct", "mxfp8, shared": "ring", "mxfp6": "butterfly", "mxfp4": "direct",
-    "minmax": "direct", "minmax, nearest": "direct", "minmax, shift": "ring", "qsgd": "direct",
+    "mxfp8": "direct", "mxfp6": "butterfly", "mxfp4": "direct",
+    "minmax": "direct", "minmax, nearest": "direct", "qsgd": "direct",
     "omnireduce": "native", "clt-k": "native", "perm-k": "native",
     "bf16": "ring", "f32": "direct",
 }  # fmt: skip
@@ -258,7 +258,7 @@ for _name, _route in COMPARATORS.items():
     CALLS[f"method, {_name}"] = partial(summed, _row_of.method, _row_of.routes[_route], 4)
 STATEFUL = {
     "dynamiq, memory": "ring", "dynamiq, ef21": "direct", "minmax, ef14": "direct",
-    "mxfp4, econtrol": "ring", "omnireduce, union, memory": "native",
+    "mxfp4, econtrol": "ring",
     "sidco, memory": "native", "clt-k, memory": "native", "marsit, full rounds": "ring",
 }  # fmt: skip
 for _name, _route in STATEFUL.items():

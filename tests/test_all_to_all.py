@@ -97,7 +97,6 @@ METHODS = {
     "16 bits": (dq.DynamiQ(widths=(16,), bits=17), 1e-6, 1e-5),
     "mxfp8": (comparators.MXFP8(), 5e-4, 1e-3),
     "minmax": (comparators.MinMax(bits=8), 3e-5, 1e-4),
-    "minmax, shift": (comparators.MinMax(bits=8, rounding="shift"), 1e-5, 5e-5),
 }
 
 
@@ -396,7 +395,6 @@ def test_malformed_arguments_are_refused(shape, axes, options, texts):
         dq.DynamiQ(widths=(1, 8), bits=3, floor=1),
         dq.DynamiQ(format=dq.Format(subtract_mean=True)),
         dq.ErrorFeedback(dq.DynamiQ()),
-        comparators.MXFP8(sum="shared-scale"),
         comparators.THC(),
         comparators.GlobalQSGD(),
     ],

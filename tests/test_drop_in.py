@@ -129,9 +129,7 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
         assert_same_bits(np.asarray(on_devices(rows(grouped), x, check_vma=True)), found)
 
 
-IN_GROUPS = [
-    EVERY_METHOD[name].method for name in ("bf16", "mxfp8", "thc", "thc, two-shot", "omnireduce")
-]
+IN_GROUPS = [EVERY_METHOD[name].method for name in ("bf16", "mxfp8", "thc", "omnireduce")]
 IN_GROUPS.append(small(dq.DynamiQ(debug_checks=True)))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pickle
 import re
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -18,7 +19,6 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 import pallas_kernels.backend
 from dynamiq_jax.request.compression import as_compression
-from dynamiq_jax.request.configuration import TOPOLOGIES, methods
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -99,7 +99,24 @@ def test_a_topology_is_passed_once():
         psum_of_ones(method=request, topology=dq.Direct())
 
 
-OPTIONS = {**methods(), **TOPOLOGIES, "Format": dq.Format}
+CLASSES = (dq.DynamiQ, dq.Format, dq.BF16, dq.F32, dq.ErrorFeedback)
+CLASSES += (dq.Direct, dq.Ring, dq.Butterfly, dq.Hierarchical)
+OPTIONS = {c.__name__: c for c in CLASSES}
+OPTIONS |= {name: getattr(dq.comparators, name) for name in dq.comparators.__all__}
+
+
+def test_a_trainers_settings_make_a_request():
+    """As docs/choosing.md does it; lists of YAML are tuples."""
+    text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?settings = .*?)```", text, re.DOTALL)
+    found: dict = {}
+    exec(code, found)
+    expected = dq.DynamiQ(bits=4.0, dither=True)
+    expected = dq.Compression(expected, topology=dq.Direct(), exclude="norm|bias")
+    assert found["method"] == expected
+    assert dq.DynamiQ(widths=[2, 4]) == dq.DynamiQ(widths=(2, 4))  # type: ignore
+    with pytest.raises(TypeError, match="bit"):
+        dq.DynamiQ(**{"bit": 4})
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -120,7 +120,7 @@ BY_KEY = [
     name
     for name, row in EVERY_METHOD.items()
     if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit", "perm"))
-    or getattr(alone(row.method.method), "rounding", "") in ("stochastic", "shift")
+    or getattr(alone(row.method.method), "rounding", "") == "stochastic"
 ]
 
 

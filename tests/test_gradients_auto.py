@@ -281,6 +281,28 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         assert len(large) == 1
 
 
+@pytest.mark.parametrize(("sizes", "op"), [((8,), "mean"), ((4, 2), "sum")])
+def test_a_loss_over_micro_batches_is_reduced_once(sizes, op):
+    """The gradient is that of one batch; only one micro-batch's activations are kept."""
+    params, batch = arrays()
+    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
+    options = {"op": op, "mesh": mesh_of(*sizes), "specs": specs} | OPTIONS
+    join = jnp.mean if op == "mean" else jnp.sum
+
+    def over_halves(params, batch):
+        halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+        micro_loss = jax.checkpoint(lambda half: join(errors(params, half["x"])))
+        return join(lax.map(micro_loss, halves))
+
+    compiled = jax.jit(dq.value_and_grad(over_halves, **options)).lower(params, batch).compile()
+    value, grads = compiled(params, batch)
+    expected = plain(lambda p, b: join(errors(p, b["x"])))
+    assert_close((value, jax.device_get(grads)), expected)
+    if specs is None:  # one reduction of the gradient, of 2,048 coordinates, and not in the loop
+        lines = compiled.as_text().splitlines()
+        assert len([line for line in lines if "all-reduce(" in line and "2048" in line]) == 1
+
+
 def test_a_sum_that_the_loss_has_taken_itself_is_not_taken_again():
     params, batch = arrays()
     own = lambda p, b: lax.psum(jnp.sum(errors(p, b["x"])), "data")  # noqa: E731

@@ -37,7 +37,7 @@ warnings.warn("The Pallas Triton backend is deprecated and will be removed", Dep
 def test_a_fresh_interpreter_loads_little_and_explains_without_rich():
     """Users are not told of what only the kernels can change."""
     heavy = "rich typer matplotlib optax flax dynamiq_jax.__main__".split()
-    heavy += [f"dynamiq_jax.commands.{name}" for name in ("bench", "simulate", "cli")]
+    heavy += [f"dynamiq_jax.commands.{name}" for name in ("bench", "error", "cli")]
     result = python(FRESH, *heavy)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("loaded: []\n<function all_reduce"), result.stdout

@@ -32,7 +32,7 @@ from dynamiq_jax.request.compression import as_compression
 
 N = 8
 EXACT = dq.F32()
-SCALED = small(dq.comparators.MXFP8(sum="shared-scale"))  # a memory, and cheap to compile
+SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
 POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
@@ -40,10 +40,6 @@ KEY = jax.random.key(0)
 
 def careful(optimizer):
     return promoting(optax.apply_if_finite(optimizer, 3))
-
-
-def windows_of_optax(optimizer, every):
-    return promoting(optax.MultiSteps(optimizer, every).gradient_transformation())
 
 
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
@@ -152,7 +148,7 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
 def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
     optimizer = optax.chain(dq.optax.all_reduce("data"), ADAM)
     grads = jnp.ones(3)
-    with pytest.raises(TypeError, match=f"update got {name}=.*multi_steps"):
+    with pytest.raises(TypeError, match=f"update got {name}=.*in a scan"):
         optimizer.update(grads, optimizer.init(grads), grads, **{name: None})
 
 
@@ -175,25 +171,58 @@ def moved(optimizer, check_vma=True):
 MX = dq.optax.all_reduce("data", method=as_compression(small(dq.comparators.MXFP8()), dq.Direct()))
 
 
-def test_a_window_of_multi_steps_sends_once():
+def test_a_chain_sends_what_reduce_does():
     params, _ = problem(1)
     once = N * wire_bits(small(dq.comparators.MXFP8()), dq.Direct())(params, N)
-    entry, branches = moved(optax.chain(MX, ADAM))
-    assert (entry, branches) == (once, [])
-    entry, branches = moved(dq.optax.multi_steps(optax.chain(MX, ADAM), 4, "data"))
-    assert (entry, branches) == (0, [0, once])
+    assert moved(optax.chain(MX, ADAM)) == (once, [])
 
 
-@pytest.mark.parametrize(
-    ("every", "windows", "left"), [(3, 2, 1), (lambda step: jnp.where(step < 1, 3, 2), 3, 0)]
-)
-def test_multi_steps_are_those_of_optax(every, windows, left):
-    steps = 7
+def by_windows(optimizer, windows, every):
+    """Trains on windows of batches: gradients are added up in a scan, and reduced once."""
+    mesh, (params, batches) = auto_mesh(), problem(every * windows)
+    opt_state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(opt_state)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), specs, P(None, "data")), out_specs=(P(), specs)
+    )
+    def step(params, opt_state, window):
+        local = jax.lax.pcast(params, "data", to="varying")
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(local, x)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, local), window)
+        grads = jax.tree.map(lambda g: g / every, total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for i in range(windows):
+        window = jnp.stack(batches[every * i : every * (i + 1)])
+        params, opt_state = step(params, opt_state, window)
+    return params, opt_state
+
+
+def test_windows_in_a_scan_are_those_of_optax_and_reduce_once():
     reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
-    params, state = train(dq.optax.multi_steps(reduced, every, "data"), steps)
-    assert_close(params, plain(windows_of_optax(ADAM, every), steps))
-    assert (int(state.gradient_step), int(state.mini_step)) == (windows, left)
-    assert int(state.inner_opt_state[0].step) == windows
+    params, state = by_windows(reduced, 2, 3)
+    assert_close(params, plain(promoting(optax.MultiSteps(ADAM, 3).gradient_transformation()), 6))
+    assert int(state[0].step) == 2
+
+
+def test_multi_steps_of_optax_go_after_the_reduction_and_are_refused_around_it():
+    """Around it workers' sums differ, and its state says that they do not."""
+    reduced = dq.optax.all_reduce("data", method=EXACT)
+
+    def windows(inner):
+        return promoting(optax.MultiSteps(inner, 2).gradient_transformation())
+
+    params, state = train(optax.chain(reduced, windows(ADAM)), 4)
+    assert_close(params, plain(windows(ADAM), 4))
+    assert int(state[0].step) == 4
+    with pytest.raises((TypeError, ValueError), match="acc_grads"):
+        train(windows(optax.chain(reduced, ADAM)), 1)
 
 
 def poison(step):
@@ -211,14 +240,6 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
     params, (_, state) = train(optimizer, 3, change=poison(1))
     assert (int(state.notfinite_count), int(state.total_notfinite)) == (0, 1)
     assert not np.array_equal(params["in"], before["in"])
-    # A bad mini-step spoils its own window, and no other.
-    windows = dq.optax.multi_steps(optimizer, 2, "data")
-    first, _ = train(windows, 2, change=poison(1))
-    assert_same_bits(first, problem(1)[0])
-    second, state = train(windows, 4, change=poison(1))
-    assert np.all(np.isfinite(second["in"]))
-    assert not np.array_equal(second["in"], first["in"])
-    assert int(state.inner_opt_state[1].total_notfinite) == 1
 
 
 def test_the_wrong_order_does_not_compile():
@@ -247,15 +268,13 @@ def saved_and_restored(folder, tree):
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
     reduced = dq.optax.all_reduce("data", method=as_compression(method, topology), metrics=True)
-    return dq.optax.multi_steps(optax.chain(reduced, careful(ADAM)), 2, "data")
+    return optax.chain(reduced, careful(ADAM))
 
 
 @pytest.mark.parametrize("method", daily([SCALED, POWER], [SCALED]))
 def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
     optimizer, mesh = stateful(method), auto_mesh()
-    params, opt_state = train(optimizer, 3)  # in the middle of a window
-    first, second, *_ = np.asarray(opt_state.acc_grads.value["in"])
-    assert np.any(first != second)
+    params, opt_state = train(optimizer, 3)
     saved = saved_and_restored(tmp_path, opt_state)
     fresh = dq.optax.init(optimizer, params, mesh)
     restored = dq.optax.restore_state(saved, fresh)  # warnings are errors here
@@ -270,25 +289,20 @@ def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
 def test_other_workers_are_told_what_was_reset(tmp_path):
     optimizer = stateful()
     params, opt_state = train(optimizer, 3)
-    scale = opt_state.inner_opt_state[0].memory.value
+    scale = opt_state[0].memory.value
     fresh = dq.optax.init(optimizer, params, auto_mesh(4))
     with pytest.warns(UserWarning) as caught:
         state = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
     assert [str(warning.message) for warning in caught] == [
-        "opt_state: inner_opt_state/0/memory was reset, from 8 to 4 workers; "
-        "acc_grads became its mean over workers, from 8 to 4 workers"
+        "opt_state: 0/memory was reset, from 8 to 4 workers"
     ]
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
-    memory = state.inner_opt_state[0].memory.value
-    assert_same_bits(memory, fresh.inner_opt_state[0].memory.value)
-    assert float(memory[0].mu[0]) != float(scale[0].mu[0])
-    mean = jax.tree.map(lambda x: np.mean(x, axis=0), opt_state.acc_grads.value)
-    for i in range(4):
-        assert_close(jax.tree.map(lambda x: x[i], state.acc_grads.value), mean)  # noqa: B023
-    parts = [s._replace(acc_grads=None) for s in (state, opt_state)]
-    for ours, old in zip(*(jax.tree.leaves(p.inner_opt_state[1]) for p in parts), strict=True):
+    memory = state[0].memory.value
+    assert_same_bits(memory, fresh[0].memory.value)
+    assert np.any(np.asarray(scale[0].residual)) and not np.any(np.asarray(memory[0].residual))
+    for ours, old in zip(*(jax.tree.leaves(s[1]) for s in (state, opt_state)), strict=True):
         assert_same_bits(jax.device_get(ours), jax.device_get(old))
-    assert (int(state.mini_step), int(state.inner_opt_state[0].step)) == (1, 1)
+    assert int(state[0].step) == 3
 
 
 def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_refused():
@@ -302,24 +316,16 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
     wide = dq.optax.init(stateful(), {"in": jnp.ones((16, 3)), "out": params["out"]}, mesh)
     with pytest.raises(ValueError, match=r"mu/in has \(16, 3\) .* this optimizer has \(16, 64\)"):
         dq.optax.restore_state(wide, fresh)
-    with pytest.raises(ValueError, match="mini_step is missing .* has \\(\\)"):
-        dq.optax.restore_state(fresh.inner_opt_state, fresh)
+    with pytest.raises(ValueError, match="0/step is missing .* has \\(\\)"):
+        dq.optax.restore_state(fresh[1:], fresh)
 
 
 def test_workers_that_are_not_known_are_refused():
     params, _ = problem(1)
     keeps = dq.optax.all_reduce("data", method=MEMORY)
-    for optimizer in (keeps, dq.optax.multi_steps(keeps, 2, "data")):
-        with pytest.raises(
-            ValueError, match=r"'data' has; call dq\.optax\.init\(optimizer, params"
-        ):
-            optimizer.init(params)
+    with pytest.raises(ValueError, match=r"'data' has; call dq\.optax\.init\(optimizer, params"):
+        keeps.init(params)
     assert dq.optax.all_reduce("data").init(params).memory is None
-    windows = dq.optax.multi_steps(ADAM, 2, "data")
-    with pytest.raises(ValueError, match=r"no map over axis 'data'.*reduce=False"):
-        windows.update(params, dq.optax.init(windows, params, auto_mesh()), params)
-    with pytest.raises(ValueError, match="every=0: a window has at least 1"):
-        dq.optax.multi_steps(keeps, 0, "data")
 
 
 def test_a_first_state_can_be_donated():
@@ -339,8 +345,8 @@ def test_every_part_arises_where_it_belongs():
         state = dq.optax.init(stateful(MEMORY), params, auto_mesh())
         assert len(compiled) == 1
     split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
-    assert len(split) == 3  # the residual, and two accumulators
+    assert len(split) == 1  # the residual
     for leaf in split:
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [1] * N
     specs = dq.optax.state_specs(state)
-    assert Counter(jax.tree.leaves(specs)) == {P("data"): 3, P(): len(jax.tree.leaves(state)) - 3}
+    assert Counter(jax.tree.leaves(specs)) == {P("data"): 1, P(): len(jax.tree.leaves(state)) - 1}

@@ -205,6 +205,6 @@ def test_schedules_that_break_their_promises_are_refused():
         with pytest.raises(ValueError, match=complaint):
             vmapped(small(dq.F32()), topology)(jnp.ones((5, 4096)), None)
     never: Any = None  # nothing is encoded
-    for topology in (OneArm(), OneArm(times=2)):  # the simulator runs them elsewhere
+    for topology in (OneArm(), OneArm(times=2)):  # on one device, too
         with pytest.raises(ValueError, match="its schedule has to send every other worker's chunk"):
             reduce_chunk(topology, 5, never, None)

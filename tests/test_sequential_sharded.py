@@ -289,13 +289,6 @@ def test_what_cannot_be_is_refused():
 
     with pytest.raises(ValueError, match=r"params: leaf 0/in has shape \(32, 4\).*whole"):
         tried(in_shards)
-
-    def accumulated(params, state, x):
-        several = dq.optax.multi_steps(optimizer, 2, "data")
-        return several.update(state.masters, several.init(params), params)[0]
-
-    with pytest.raises(ValueError, match=r"multi_steps: .*\(32, 4\).*accumulate whole gradients"):
-        tried(accumulated)
     with jax.set_mesh(jax.make_mesh((N,), ("data",), devices=jax.devices()[:N])):
         with pytest.raises(ValueError, match=r"copies=\.\.\. are for maps"):
             dq.reduce_in_backward(params, "data", copies=params)

@@ -29,8 +29,8 @@ def test_wrong_arguments_and_results_fail():
 
 
 def test_other_annotations_are_left_to_pyright():
-    with pytest.raises(ValueError, match="sum='psum'; expected one of"):
-        dq.comparators.MXFP6(sum="psum")  # type: ignore
+    with pytest.raises(ValueError, match="rounding='up'; expected one of"):
+        dq.comparators.MXFP6(rounding="up")  # type: ignore
 
 
 def test_both_packages_are_checked():

@@ -318,16 +318,6 @@ def test_several_axes_of_workers():
         assert 0 < np.linalg.norm(found[name] - expected[name]) < 0.3 * moved
 
 
-def test_accumulation_reduces_once_per_window():
-    params, batches = problem()
-    inner = make("adamw")
-    optimizer = dq.optax.multi_steps(inner, 2, "data")
-    found, state = train(optimizer, params, batches[:4])
-    windows = batches[:4].reshape(2, 64, 16)
-    assert_close(found, plain(RULES["adamw"], params, windows)[0])
-    assert int(state.inner_opt_state.step) == 2
-
-
 @pytest.mark.parametrize("n", daily([8, 4], [4]))
 def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
     params, batches = problem()

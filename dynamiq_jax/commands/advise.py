@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -14,7 +13,6 @@ from dynamiq_jax.commands.bench.advice import check, decide
 from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.request.compression import Compression
-from dynamiq_jax.request.configuration import SUFFIX
 
 
 def command(
@@ -37,7 +35,6 @@ def command(
     process_id: options.ProcessId = 0,
     coordinator: options.Coordinator = "localhost:29400",
     repeats: options.Repeats = None,
-    config: Annotated[Path | None, typer.Option(help="Write the choice to FILE.json.")] = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Measure this machine or cluster, and say whether compression pays for a model, and how.
@@ -47,8 +44,6 @@ def command(
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
-    if config and config.suffix != SUFFIX:
-        raise typer.BadParameter(f"{config} must end in {SUFFIX}", param_hint="--config")
     if step_time_ms is not None and not (step_time_ms > 0 and math.isfinite(step_time_ms)):
         raise typer.BadParameter(
             f"{step_time_ms:g} is not a positive number: pass for example 180",
@@ -56,45 +51,35 @@ def command(
         )
     name, tree = checked("MODEL", read_model, model)
     leaves = checked("MODEL", floating_leaves, tree)
-    outputs = {"--config": config, "--json": json_file}
-    options.writable(outputs, model_file(model), first=process_id == 0)
+    options.writable(json_file, model_file(model), first=process_id == 0)
     tried = None if bits is None else checked("--bits", settings.parse_bits, bits)
     options.join(processes, process_id, coordinator)
     workers = jax.devices()
     on_cpu = options.on_cpu(workers)
     if len(workers) < 2:
         raise typer.BadParameter("1 device found: an all-reduce takes two; pass --processes")
-    if on_cpu and config:
-        raise typer.BadParameter("a CPU gives no advice: measure on GPUs", param_hint="--config")
     mesh = checked("--nodes", all_reduce.make_mesh, workers, nodes)
     routes = _routes(topology, mesh, nodes)
     repeats = repeats or (5 if on_cpu else 20)
-    links = settings.bench_links(mesh, 2**20 if on_cpu else 2**26, repeats=repeats)
-    title = f"links of {options.workers_text(workers)}, {jax.process_count()} process(es)"
-    first = jax.process_index() == 0
-    if first:
-        tables.print_table(links, tables.LINK_COLUMNS, title)
     dithers = [False] if on_cpu else [False, True]
     tried = tried or ([5, 4] if on_cpu else [5, 4, 3.5])
     chosen = settings.settings(leaves, mesh.devices.shape, tried, routes, dithers)
     announce(f"measuring {len(chosen)} setting(s) and bf16 psum ...")
     rows = settings.bench_settings(mesh, leaves, chosen, repeats=repeats)
-    if not first:
+    if jax.process_index() > 0:
         return
     among = " x ".join(map(str, mesh.devices.shape))
-    title = f"all-reduce of {name}, leaves: {len(leaves)}, {among} workers, {repeats} repeats"
+    title = f"all-reduce of {name}, leaves: {len(leaves)}, {among} workers, {repeats} repeats, "
+    title += f"{options.workers_text(workers)}, {jax.process_count()} process(es)"
     typer.echo()
     columns = tables.setting_columns(rows[0].time_us)
-    tables.report(rows, columns, title, workers, json_file, links=links)
+    tables.report(rows, columns, title, workers, json_file)
     reason = None if chosen else settings.native_reason(leaves, mesh.devices.shape)
     said = decide(rows, step_ms=step_time_ms, reason=reason)
     if on_cpu and chosen:
         _report((check(rows),), None)
     else:
         _report(said.sentences, said.snippet(("data",) if nodes == 1 else mesh.axis_names))
-    if config:
-        said.setting.save(config)
-        typer.echo(f"\nwritten to {config}: dq.Compression.load reads it")
 
 
 def _routes(topology: str | None, mesh: Any, nodes: int) -> list[Any]:

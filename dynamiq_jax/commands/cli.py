@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from dynamiq_jax import __version__
-from dynamiq_jax.commands import advise, error, explain, simulate
-from dynamiq_jax.commands.bench import all_reduce, kernels
+from dynamiq_jax.commands import advise, error, explain
+from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.options import printable
 
 CPU_DEVICES = 8
@@ -49,10 +49,8 @@ app = typer.Typer(
 app.command("advise")(advise.command)
 app.command("explain")(explain.command)
 app.command("error")(error.command)
-app.command("simulate")(simulate.command)
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 bench.command("all-reduce")(all_reduce.command)
-bench.command("kernels")(kernels.command)
 app.add_typer(bench, name="bench")
 
 

@@ -10,7 +10,7 @@ would sum them exactly, so that none below `MIN_LEAF_SIZE` is the worst.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,23 +59,6 @@ class ErrorRow:
     worst_leaf: str | None = None
     worst_leaf_error: float | None = None
 
-    @classmethod
-    def of(
-        cls, method: str, topology: str, n_workers: int, bits: float, errors: Any, **leaf: Any
-    ) -> "ErrorRow":
-        """The row of errors, one for each seed."""
-        return cls(
-            method=method,
-            topology=topology,
-            n_workers=n_workers,
-            bits_per_coord=bits,
-            vnmse=float(np.mean(errors)),
-            lowest=float(min(errors)),
-            highest=float(max(errors)),
-            seeds=len(errors),
-            **leaf,
-        )
-
 
 def command(
     methods: Annotated[
@@ -103,7 +86,7 @@ def command(
     The worst leaf is the one with the largest relative error, if the file says what leaves it has:
     one of at least 4096 coordinates, since psum would sum smaller ones exactly.
     """
-    options.writable({"--json": json_file}, gradients)
+    options.writable(json_file, gradients)
     chosen = []
     for text in contenders.parts(methods):
         own = contenders.native_only(text)
@@ -223,5 +206,14 @@ def bench_error(
         worst = int(np.argmax(counted))
         leaf = {"worst_leaf": names[worst], "worst_leaf_error": float(counted[worst])}
     n, size = gradients[0].shape
-    bits = 8 * contender.wire_bytes(size, (n,)) / (2 * (n - 1) / n * size)
-    return ErrorRow.of(contender.label.split()[0], topology, n, bits, found[:, 0], **leaf)
+    return ErrorRow(
+        method=contender.label.split()[0],
+        topology=topology,
+        n_workers=n,
+        bits_per_coord=8 * contender.wire_bytes(size, (n,)) / (2 * (n - 1) / n * size),
+        vnmse=float(np.mean(found[:, 0])),
+        lowest=float(np.min(found[:, 0])),
+        highest=float(np.max(found[:, 0])),
+        seeds=seeds,
+        **leaf,
+    )

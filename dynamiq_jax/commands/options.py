@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,37 +56,28 @@ def checked(options: str | None, parse: Callable[..., T], *args: object, **kwarg
         raise typer.BadParameter(str(error), param_hint=named or next(iter(names), None)) from error
 
 
-def writable(outputs: Mapping[str, Path | None], *inputs: Path | None, first: bool = True) -> None:
-    """Refuses files that cannot be written, before anything is measured, and names replaced ones.
+def writable(path: Path | None, source: Path | None = None, *, first: bool = True) -> None:
+    """Refuses a file of --json that cannot be written, or is the command's ``source``.
 
-    Outputs are by option; the ``first`` process speaks.
+    That is before anything is measured. The ``first`` process names a file that is replaced.
     """
-    taken = [path for path in inputs if path]
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        if refusal := _refusal(path, taken):
-            raise typer.BadParameter(f"{path} {refusal}", param_hint=option)
-        if path.exists() and first:
-            typer.echo(f"{option} replaces {path} ({path.stat().st_size:,} bytes)", err=True)
-        taken.append(path)
-
-
-def _refusal(path: Path, taken: list[Path]) -> str | None:
+    if path is None:
+        return
     new = not path.exists()
-    if not new and not path.is_file():
-        return "is not a regular file: pass another one"
     try:
+        if not new and not path.is_file():
+            raise OSError(None, "not a regular file")
+        if not new and source and path.samefile(source):
+            raise OSError(None, "read by this command")
         with path.open("ab"):
-            known = (other for other in taken if other.exists())
-            if path.resolve() in map(Path.resolve, taken) or any(map(path.samefile, known)):
-                return "is read or written by this command already: pass another file"
+            pass
     except OSError as error:
-        return f"cannot be written ({error.strerror}): pass another file"
-    finally:
-        if new:
-            path.unlink(missing_ok=True)
-    return None
+        refusal = f"{path} cannot be written ({error.strerror}): pass another file"
+        raise typer.BadParameter(refusal, param_hint="--json") from error
+    if new:
+        path.unlink()
+    elif first:
+        typer.echo(f"--json replaces {path} ({path.stat().st_size:,} bytes)", err=True)
 
 
 def join(processes: int | None, process_id: int, coordinator: str) -> None:

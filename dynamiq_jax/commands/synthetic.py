@@ -5,24 +5,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def lognormal_magnitudes(key: Array, super_groups: int) -> Float[Array, " M"]:
-    """The paper's mixture, 0.79 LogNormal(-3.99, 1.22) + 0.21 LogNormal(-16.41, 4.63)."""
-    pick_key, wide_key, _ = jax.random.split(key, 3)
-    low = jax.random.uniform(pick_key, (super_groups,)) < 0.79
-    normal = jax.random.normal(wide_key, (super_groups,))
-    return jnp.exp(jnp.where(low, -3.99 + 1.22 * normal, -16.41 + 4.63 * normal))
-
-
 def lognormal_mixture(
     key: Array, n_workers: int, super_groups: int, super_group_size: int = 256
 ) -> Float[Array, "n d"]:
-    """Gaussian coordinates whose magnitudes are `lognormal_magnitudes`, one per super-group.
+    """Gaussian coordinates whose magnitudes are the paper's mixture, one per super-group.
 
-    Magnitudes M are the same on all workers; coordinates are independent N(0, M²/S) per worker.
-    Returns f32.
+    Magnitudes M are 0.79 LogNormal(-3.99, 1.22) + 0.21 LogNormal(-16.41, 4.63), the same on all
+    workers; coordinates are independent N(0, M²/S) per worker. Returns f32.
     """
-    magnitude = lognormal_magnitudes(key, super_groups)
-    value_key = jax.random.split(key, 3)[2]
+    pick_key, wide_key, value_key = jax.random.split(key, 3)
+    low = jax.random.uniform(pick_key, (super_groups,)) < 0.79
+    normal = jax.random.normal(wide_key, (super_groups,))
+    magnitude = jnp.exp(jnp.where(low, -3.99 + 1.22 * normal, -16.41 + 4.63 * normal))
     x = jax.random.normal(value_key, (n_workers, super_groups, super_group_size))
     x = x * (magnitude / super_group_size**0.5)[None, :, None]
     return x.reshape(n_workers, -1)

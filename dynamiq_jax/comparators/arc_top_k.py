@@ -4,7 +4,8 @@ All workers know the sketch P = the sum of M_i V of their matrices M_i and a V a
 columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
 all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
 ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
-The others come out zero; `ErrorFeedback` remembers them. The published method has its kind "ef21m".
+The others come out zero; `ErrorFeedback` remembers them. In the paper they are those
+of momentum.
 
 V is new in every step by the number in the state; without state only where the caller's key is.
 Rows that cancel between workers have no length and are not sent: memories of them grow.

@@ -1,13 +1,11 @@
 """The Global-QSGD method: levels of one scale for all workers, which sums do not leave.
 
 Global-QSGD (Xin et al., 2023) divides by the largest magnitude M that any worker has, so that codes
-of different workers mean the same and a sum of codes is a code. *Linear* levels are the integers
-up to s = floor((2^(b-1) - 1) / n): sums of n workers fit b bits with a sign, and only what a worker
-adds is rounded. *Exponential* ones are powers of two: a partial sum is rounded to one of the two
-next to it at every hop, at random. The rule by which the paper merges two exponents is this one.
+of different workers mean the same and a sum of codes is a code. Levels are the integers up to
+s = floor((2^(b-1) - 1) / n): sums of n workers fit b bits with a sign, and only what a worker adds
+is rounded.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -22,12 +20,9 @@ from dynamiq_jax.methods.base import clipped
 from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import n_slots
 
 LEAST_SCALE = 2.0**-100
 """Where a scale counts as zero, so that its inverse is finite."""
-LEAST_EXPONENTS = 4
-"""Powers of two at and below M that have to be left."""
 
 
 class QSGDShared(NamedTuple):
@@ -46,15 +41,13 @@ class GlobalQSGD(PlainMethod):
     Unbiased.
 
     Attributes:
-      bits: of a code with its sign, 3 to 8.
-      levels: "linear" (a step of M / floor((2^(bits-1) - 1) / n), coarser with every worker) or
-        "exponential" (relative errors, which grow with every hop: `Direct` has two, a ring n).
+      bits: of a code with its sign, 3 to 8. A step is M / floor((2^(bits-1) - 1) / n), coarser
+        with every worker.
       piece_size: coordinates that share the scale, a multiple of 32. The paper has one scale for
         all; pieces keep leaves of different magnitude apart, for 32 / ``piece_size`` bits.
     """
 
     bits: int = 8
-    levels: Literal["linear", "exponential"] = "linear"
     piece_size: int = 4096
 
     agreement: ClassVar[Literal["sum", "max"]] = "max"
@@ -70,22 +63,13 @@ class GlobalQSGD(PlainMethod):
             )
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses more workers than codes have steps ("linear") or exponents for."""
-        if self.levels == "linear" and self._most // n_workers < 1:
+        """Refuses more workers than codes have steps for."""
+        if self._most // n_workers < 1:
+            bits = n_workers.bit_length() + 1
             raise ValueError(
-                f"bits={self.bits} have no step for {n_workers} workers with levels='linear': sums "
-                f"end at {self._most}; pass bits={n_workers.bit_length() + 1}"
-                + (", or levels='exponential'" if n_workers > 127 else "")
+                f"bits={self.bits} have no step for {n_workers} workers: sums end at {self._most}; "
+                + (f"pass bits={bits}" if bits <= 8 else "pass topology=dq.Hierarchical()")
             )
-        if self.levels == "exponential" and topology is not None:
-            slots = n_slots(topology.stages(n_workers))
-            room = self._headroom(n_workers, slots)
-            if self._most - room < LEAST_EXPONENTS:
-                raise ValueError(
-                    f"bits={self.bits} have {self._most} exponents, and {slots} roundings on the "
-                    f"way of a sum of {n_workers} workers may need {room} above the scale; pass "
-                    "more bits, or topology=dq.Direct()"
-                )
 
     @property
     def unit(self) -> int:
@@ -100,7 +84,7 @@ class GlobalQSGD(PlainMethod):
         """An f32 scale for every piece."""
         return 32 * -(-size // self.piece_size)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: object = ()) -> Array:
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
         """The largest magnitude of every piece, f32; infinite where something is not finite."""
         spare = -x.shape[0] % self.piece_size
         pieces = jnp.pad(jnp.abs(x.astype(jnp.float32)), (0, spare)).reshape(-1, self.piece_size)
@@ -114,9 +98,9 @@ class GlobalQSGD(PlainMethod):
     def operations(
         self, x: Float[Array, " d"], shared: QSGDShared, bound: Bound
     ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Adds up what is in steps, or in units of the scale."""
+        """Adds up what is in steps."""
         layout, n = bound.layout, bound.n_workers
-        unit = shared.scale / (self._most // n) if self.levels == "linear" else shared.scale
+        unit = shared.scale / (self._most // n)
         unit = jnp.where(unit > LEAST_SCALE, unit, 0.0)
         known = jnp.isfinite(unit)
         inverse = jnp.where(known & (unit > 0), 1 / jnp.where(unit > 0, unit, 1.0), 0.0)
@@ -130,29 +114,15 @@ class GlobalQSGD(PlainMethod):
         units = spread(jnp.where(known, unit, jnp.nan))
         units = jnp.pad(units, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
         words, most = chunk_noise(shared.seed, bound.n_slots, layout), self._most
-        lowest = self._headroom(n, bound.n_slots) - most  # of the powers of two: code 1
 
         def encode(values, chunk, slot):
             share = uniform(words(chunk, slot))
-            if self.levels == "linear":
-                codes = jnp.clip(jnp.floor(values + share), -most, most).astype(jnp.int32)
-                return pack_bits((codes + most).astype(jnp.uint32), self.bits)
-            size_of = jnp.abs(values)
-            exponent = jnp.maximum(jnp.frexp(size_of)[1] - 1, lowest)  # 2^e <= size, or the least
-            gap = jnp.ldexp(jnp.float32(1), exponent)
-            floor = jnp.where(size_of < 2.0**lowest, 0.0, gap)
-            up = share * gap < size_of - floor
-            code = jnp.where(floor > 0, exponent - lowest + 1, 0) + up.astype(jnp.int32)
-            sign = (values < 0).astype(jnp.uint32) << (self.bits - 1)
-            return pack_bits(jnp.minimum(code, most).astype(jnp.uint32) | sign, self.bits)
+            codes = jnp.clip(jnp.floor(values + share), -most, most).astype(jnp.int32)
+            return pack_bits((codes + most).astype(jnp.uint32), self.bits)
 
         def decode(payload, chunk):
             codes = unpack_bits(payload, layout.chunk_size, self.bits).astype(jnp.int32)
-            if self.levels == "linear":
-                return (codes - most).astype(jnp.float32)
-            code = codes & most
-            value = jnp.ldexp(jnp.float32(1), code - 1 + lowest)
-            return jnp.where(code == 0, 0.0, jnp.where(codes > most, -value, value))
+            return (codes - most).astype(jnp.float32)
 
         def restore(values, chunk):
             return clipped(values * units[chunk])
@@ -163,7 +133,3 @@ class GlobalQSGD(PlainMethod):
     def _most(self) -> int:
         """The largest magnitude of a code."""
         return 2 ** (self.bits - 1) - 1
-
-    def _headroom(self, n_workers: int, slots: int) -> int:
-        """Powers of two above the scale: a sum of n, doubled at most by each of its roundings."""
-        return math.ceil(math.log2(n_workers)) + slots

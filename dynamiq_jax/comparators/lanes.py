@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt, UInt32
 
 from dynamiq_jax.methods.plain import ChunkLayout
-from pallas_kernels.format import Rounding, plane_shift, planes_of
+from pallas_kernels.format import plane_shift, planes_of
 from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
@@ -97,14 +97,11 @@ def chunk_noise(
 
 
 def coordinate_noise(
-    row: UInt32[Array, " 8"],
-    size: int,
-    first_quad: Array | int = 0,
-    rounding: Rounding = "independent",
+    row: UInt32[Array, " 8"], size: int, first_quad: Array | int = 0
 ) -> UInt32[Array, " size"]:
     """A uniform word per coordinate, by a row of `pallas_kernels.slot_noise`."""
     within = jnp.arange(size, dtype=jnp.uint32)
-    return noise_words(first_quad + within // 4, within % 4 * 8, Noise(*row), rounding)
+    return noise_words(first_quad + within // 4, within % 4 * 8, Noise(*row), "independent")
 
 
 def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -44,7 +44,7 @@ class LocalError(Around):
 
     def __post_init__(self):
         """Checks the method."""
-        tells = isinstance(self.method, HopMethod) and not self.method.keeps_gradients
+        tells = isinstance(self.method, HopMethod) and not self.method.needs_state
         if not tells or not isinstance(self._layout(1, 2), ChunkLayout):
             raise ValueError(
                 f"method={self.method!r} does not tell what its encodings lose, or has other "

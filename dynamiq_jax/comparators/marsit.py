@@ -17,7 +17,7 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ from jaxtyping import Float, Int, UInt
 from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
-from dynamiq_jax.executors import all_reduce
+from dynamiq_jax.executors import ChunkCodec, all_reduce
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import LARGEST, Call, Outcome, State, clipped, ring_bits, with_memory
+from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory
 from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
+from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import gradients_in
 
@@ -100,11 +100,6 @@ class Marsit(PlainMethod):
         """Signs are nothing without the compensation."""
         return True
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """The compensation is of gradients."""
-        return True
-
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than can agree on a number."""
         if n_workers > MOST_WORKERS:
@@ -122,29 +117,26 @@ class Marsit(PlainMethod):
         """Whole blocks."""
         return self.block_size
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
-        """Every block's mean magnitude over n, not finite where x is not, and the round; f32."""
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+        """Every block's mean magnitude over n, f32, not finite where x is not."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         filled = jnp.full(blocks.shape[0], self.block_size).at[-1].add(x.shape[0] - blocks.size)
         # Divided first, so that what is finite has a finite sum.
         share = jnp.abs(clipped(blocks)) / (filled * bound.n_workers).astype(jnp.float32)[:, None]
         finite = jnp.all(jnp.isfinite(blocks), axis=1)
-        magnitude = jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
-        return jnp.append(magnitude, state.step.astype(jnp.float32))
+        return jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
 
     def share(self, message: Array, seed: Seed, bound: Bound) -> MarsitShared:
-        """Lengths of steps, and the round that all are in."""
+        """Lengths of steps, and the round that all are in: the message ends with its sum."""
         seed = seed_of(seed, message)
         step = jnp.round(message[-1] / bound.n_workers).astype(jnp.int32)
         length = jnp.minimum(message[:-1] * self.scale, LARGEST / bound.n_workers)
         length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
         return MarsitShared(fold_seed(seed, step), length, step)
 
-    def operations(
-        self, x: Float[Array, " d"], shared: MarsitShared, bound: Bound
-    ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Signs times the numbers of workers they stand for are merged; results are means."""
+    def merging(self, y: Float[Array, " d"], shared: MarsitShared, bound: Bound) -> ChunkCodec:
+        """Signs times the numbers of workers they stand for are merged; results are means, f32."""
         layout: ChunkLayout = bound.layout
         m, streams = layout.chunk_size, layout.chunks_per_worker
         standing = jnp.asarray(gradients_in(bound.topology, bound.n_workers))
@@ -152,33 +144,48 @@ class Marsit(PlainMethod):
         of_zero = chunk_noise(fold_seed(shared.seed, 1), 1, layout)
         spare = layout.padded_size // self.block_size - shared.scale.shape[0]
         steps = jnp.pad(shared.scale, (0, spare)).reshape(layout.chunks, -1)
+        y = jnp.pad(y.astype(jnp.float32), (0, layout.padded_size - y.shape[0]))
+        y = y.reshape(layout.chunks, m)
+        # Signs of zero are drawn by coins that are the same on all workers.
+        coins = jax.vmap(of_zero, (0, None))(jnp.arange(layout.chunks, dtype=jnp.int32), 0)
+        drawn = jnp.where(coins >> 31 == 1, 1.0, -1.0)
+        signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
 
-        def encode(values, chunk, slot):
-            return pack_bits((values > 0).astype(jnp.uint32), 1)
-
-        def decode(payload, chunk):
-            return jnp.where(unpack_bits(payload, m, 1) == 1, 1.0, -1.0)
-
-        def restore(values, chunk):
-            signs = jnp.sign(values).reshape(-1, self.block_size)
-            return (signs * steps[chunk][:, None]).reshape(-1)
-
-        def merge(total, payload, chunk, slot):
+        def add(arrived, chunks, total=None):
             """The coin is that of the encoding that arrived, which is merged once.
 
             One that is to be left out stands for nobody, and is never taken.
             """
-            others = standing[slot, chunk // streams].astype(jnp.float32)
-            both = jnp.abs(total) + others
-            theirs = uniform(of_merge(chunk, slot)) * both < others
-            return jnp.where(theirs, decode(payload, chunk), jnp.sign(total)) * both
 
-        y = jnp.pad(x.astype(jnp.float32), (0, layout.padded_size - x.shape[0]))
-        # Signs of zero are drawn by coins that are the same on all workers.
-        coins = jax.vmap(of_zero, (0, None))(jnp.arange(layout.chunks, dtype=jnp.int32), 0)
-        drawn = jnp.where(coins.reshape(-1) >> 31 == 1, 1.0, -1.0)
-        own = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
-        return own, PlainCodec(encode, decode, restore, merge=merge)
+            def merge(total, arriving):
+                payloads, slot = arriving
+                others = standing[slot, chunks // streams].astype(jnp.float32)[:, None]
+                both = jnp.abs(total) + others
+                theirs = uniform(jax.vmap(of_merge, (0, None))(chunks, slot)) * both < others
+                bits = jnp.where(unpack_bits(payloads, m, 1) == 1, 1.0, -1.0)
+                return jnp.where(theirs, bits, jnp.sign(total)) * both, None
+
+            if total is None:
+                total = signs.at[chunks].get(mode="promise_in_bounds")
+            for inputs in arrived:
+                k = inputs.payloads.shape[0]
+                slots = jnp.broadcast_to(jnp.asarray(inputs.encoder.slot), k)
+                total, _ = lax.scan(merge, total, (inputs.payloads, slots), unroll=min(k, 16))
+            return total
+
+        def encode(arrived, chunks, encoder, carry, total=None, skip=None):
+            del encoder, skip
+            return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
+
+        def decode(payloads, chunks, encoders, into, carry):
+            lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
+            values = jnp.where(unpack_bits(payloads, m, 1) == 1, lengths, -lengths)
+            into = jnp.zeros((layout.chunks, m), jnp.float32) if into is None else into
+            into = into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
+            return into, carry
+
+        never: Any = None  # no slice alone is finished
+        return ChunkCodec(encode, add, decode, never)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
@@ -205,10 +212,13 @@ class Marsit(PlainMethod):
         with jax.named_scope("marsit_all_reduce"):
             y = with_memory(x, state.residual)
             # A state varies, for all that JAX knows: the round is one that all have added up.
-            shared = self.agreed(x, call, bound)
+            message = jnp.append(self.measure(x, bound), state.step.astype(jnp.float32))
+            shared = self.share(axis.psum(message), call.seed, bound)
+            if self.debug_checks:
+                assert_same_on_workers(shared, axis, "the plan")
 
             def signs() -> tuple[Array, Array]:
-                codec = self.codec(y, shared, bound, dtype=jnp.float32)
+                codec = self.merging(y, shared, bound)
                 result, _ = all_reduce(topology, codec, axis, bound.layout.chunks_per_worker)
                 mean = result.reshape(-1)[:size]
                 return mean, y - mean

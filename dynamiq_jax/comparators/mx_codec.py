@@ -23,7 +23,7 @@ from dynamiq_jax.comparators.lanes import bit_words, floats_of, pack_bits, unpac
 BLOCK = 32
 """Values that share a scale."""
 NAN_SCALE = 255
-"""The scale code of a block that holds a NaN or an infinity; it wins under a maximum."""
+"""The scale code of a block that holds a NaN or an infinity."""
 
 _SCALE_BIAS = 127
 _MAGNITUDE = 0x7FFFFFFF  # of an f32: 8 exponent bits above 23 mantissa bits
@@ -142,7 +142,7 @@ def scale_codes(x: Float[Array, " m"], element: Element) -> UInt8[Array, " B"]:
     """The scale code of each block by the floor rule: floor(log2(max|x|)) - emax + 127.
 
     The largest u is in [2^emax, 2^(emax + 1)): what exceeds ``max_value`` saturates. Codes stop
-    at 0, which blocks of zeros have. Workers share scales by taking the maximum of theirs.
+    at 0, which blocks of zeros have.
     """
     # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
     exponent = (jnp.max(words_of(blocks_of(x)) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The bases of methods that sum by `lax.psum`: of flat arrays, of blocks, of leaves as matrices."""
+"""The bases of methods that sum by `lax.psum`: of flat arrays, of leaves as matrices."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.thc_codec import scale_of
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
@@ -87,45 +86,6 @@ class NativeMethod(Method):
                 f"topology={topology!r}: {type(self).__name__} runs on native collectives only; "
                 "leave topology=None"
             )
-
-
-class BlockMethod(NativeMethod, TellsLosses):
-    """The base of methods that sum some blocks of a bucket, the same ones on all workers.
-
-    They choose blocks by what all workers know from a psum of the blocks' energies, so that no
-    indices travel. How many are summed is static; the others come out zero.
-    """
-
-    __slots__ = ()
-
-    density: float
-    block_size: int
-
-    def check_blocks(self) -> None:
-        """Raises ValueError for a bad field."""
-        check_fields(self)
-        check_density(self.density)
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
-
-    def n_blocks(self, size: int) -> int:
-        """Blocks of ``size`` coordinates."""
-        return -(-size // self.block_size)
-
-    def measured(
-        self, x: Float[Array, " d"], call: Call
-    ) -> tuple[Float[Array, "N b"], Float[Array, " N"], Float[Array, " N"]]:
-        """This worker's blocks, their scales, and the energies of all workers.
-
-        An energy is a sum of mean squares in bf16, the same on all workers: not finite where a
-        worker's block is not, and finite elsewhere.
-        """
-        spare = self.n_blocks(x.shape[0]) * self.block_size - x.shape[0]
-        blocks = jnp.pad(x.astype(jnp.float32), (0, spare)).reshape(-1, self.block_size)
-        scale = scale_of(blocks)
-        largest = 2.0**126 / call.n_workers
-        energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
-        return blocks, scale, call.axis.psum(energy.astype(jnp.bfloat16))
 
 
 def summed_rows(

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.native import ROUNDING, BlockMethod, summed_rows
-from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
+from dynamiq_jax.comparators.native import ROUNDING, NativeMethod, summed_rows
+from dynamiq_jax.comparators.omnireduce import check_blocks, measured
+from dynamiq_jax.fields import check_fields
+from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, ring_bits
 from dynamiq_jax.topologies import Topology
 
 FIRST_PART = 0.25
@@ -49,7 +51,7 @@ class SIDCoState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SIDCo(BlockMethod):
+class SIDCo(NativeMethod, TellsLosses):
     """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
 
     Biased: what is left out is lost without `ErrorFeedback`. Without state the number of stages
@@ -68,7 +70,8 @@ class SIDCo(BlockMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        self.check_blocks()
+        check_fields(self)
+        check_blocks(self.density, self.block_size)
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
 
@@ -80,7 +83,7 @@ class SIDCo(BlockMethod):
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        blocks = self.n_blocks(size)
+        blocks = -(-size // self.block_size)
         return ring_bits(16 * blocks + 16 * self._room(blocks) * self.block_size, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
@@ -88,7 +91,7 @@ class SIDCo(BlockMethod):
         state = call.state
         own = state or self.init(x.shape[0], call.n_workers)
         with jax.named_scope("sidco_all_reduce"):
-            blocks, _, energy = self.measured(x, call)
+            blocks, energy = measured(x, self.block_size, call)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)

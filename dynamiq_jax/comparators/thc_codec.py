@@ -13,8 +13,8 @@ The numerics of `thc`, as pure functions. A worker's gradient passes through
    `lanes`;
 6. `dequantize_sum`, `hadamard.unrotate`, `unstandardize`: the mean gradient.
 
-A *table* is an increasing integer array from 0 to its *granularity* g: symmetric for
-`optimal_table`, 0..g for `uniform_table`. The *threshold* T leaves a fraction ``p`` of N(0, 1) to
+A *table* is an increasing integer array from 0 to its *granularity* g, see `optimal_table`. The
+*threshold* T leaves a fraction ``p`` of N(0, 1) to
 be clipped, which is the only bias.
 """
 
@@ -76,11 +76,6 @@ def optimal_table(bits: int, granularity: int, p: float) -> Int[np.ndarray, " le
     return table
 
 
-def uniform_table(levels: int) -> Int[np.ndarray, " levels"]:
-    """Equidistant nodes (Uniform-THC): 0..levels - 1, of granularity levels - 1."""
-    return np.arange(levels)
-
-
 def _to_middle(x) -> Array:
     """The power of two that brings ``x`` where its square and its inverse are normal f32."""
     return jnp.where(x > 2.0**40, 2.0**-80, jnp.where(x < 2.0**-40, 2.0**80, 1.0))
@@ -114,10 +109,6 @@ def unstandardize(
     return z * jnp.where(jnp.isfinite(scale), scale, jnp.nan)[..., None]
 
 
-def _is_uniform(table) -> bool:
-    return int(table[-1]) == len(table) - 1
-
-
 def quantize(
     z: Float[Array, "*shape"],
     table: Int[np.ndarray, " levels"],
@@ -132,15 +123,12 @@ def quantize(
     granularity = int(table[-1])
     position = jnp.clip(z * (granularity / (2 * threshold)) + granularity / 2, 0, granularity)
     cell = jnp.clip(position.astype(jnp.int32), 0, granularity - 1)
-    if _is_uniform(table):
-        below, fraction = cell, position - cell.astype(jnp.float32)
-    else:
-        # Nodes lie on the grid of cells: one look-up per cell finds the interval it belongs to.
-        index = np.searchsorted(table, np.arange(granularity), side="right") - 1
-        below = jnp.asarray(index, jnp.int32)[cell]
-        start = jnp.asarray(table[index], jnp.float32)[cell]
-        gap = jnp.asarray(table[index + 1] - table[index], jnp.float32)[cell]
-        fraction = (position - start) / gap
+    # Nodes lie on the grid of cells: one look-up per cell finds the interval it belongs to.
+    index = np.searchsorted(table, np.arange(granularity), side="right") - 1
+    below = jnp.asarray(index, jnp.int32)[cell]
+    start = jnp.asarray(table[index], jnp.float32)[cell]
+    gap = jnp.asarray(table[index + 1] - table[index], jnp.float32)[cell]
+    fraction = (position - start) / gap
     up = (noise >> 8).astype(jnp.float32) < fraction * 2.0**24
     return (below + up.astype(jnp.int32)).astype(jnp.uint32)
 
@@ -149,8 +137,6 @@ def lookup(
     indices: UInt[Array, "*shape"], table: Int[np.ndarray, " levels"]
 ) -> UInt32[Array, "*shape"]:
     """The integers ``table[indices]`` in 0..g; these are what may be summed."""
-    if _is_uniform(table):
-        return indices.astype(jnp.uint32)
     return jnp.asarray(table, jnp.uint32)[indices]
 
 

@@ -130,11 +130,6 @@ class Method(Options, ABC):
         return False
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether the state remembers gradients, so that `ErrorFeedback` would do so twice."""
-        return False
-
-    @property
     def most_bits(self) -> float:
         """Wire bits per coordinate from which on a bucket is summed exactly.
 

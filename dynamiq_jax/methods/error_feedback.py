@@ -119,7 +119,7 @@ class ErrorFeedback(Around):
                 "dq.ErrorFeedback(dq.DynamiQ(bits=4)), and to choose by path a function that "
                 "returns such"
             )
-        if method.keeps_gradients:
+        if method.needs_state:
             raise ValueError(
                 f"method={method!r} keeps a memory of gradients itself, and errors would be fed "
                 "back twice; pass it to dq.reduce as it is, or another method here"
@@ -129,11 +129,6 @@ class ErrorFeedback(Around):
                 f"method={method!r} does not tell what its encodings lose; derive its class from "
                 "methods.base.TellsLosses, or pass for example dq.DynamiQ()"
             )
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """The memory is of gradients."""
-        return True
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"

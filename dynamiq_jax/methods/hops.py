@@ -1,8 +1,7 @@
 """Methods that run over topologies: agree on what all must know, then encode hop by hop.
 
 Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
-it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives: the
-library's all-reduce here and the simulator of thousands of workers run the same three functions.
+it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives.
 """
 
 import warnings
@@ -15,7 +14,7 @@ from jaxtyping import Float
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
-from dynamiq_jax.methods.base import Call, Collective, Outcome, State, TellsLosses
+from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import check_schedule, n_slots
@@ -54,7 +53,7 @@ class HopMethod(TellsLosses):
         """Static sizes for ``size`` coordinates."""
         raise NotImplementedError
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Message:
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Message:
         """One worker's message; `None` if nothing has to be agreed on."""
         return None
 
@@ -77,10 +76,6 @@ class HopMethod(TellsLosses):
         With ``keep_error`` the carry is a `plain.Kept`.
         """
         raise NotImplementedError
-
-    def after(self, shared: Shared, carry: Carry, bound: Bound, state: State) -> State:
-        """The next step's state, from the last carry."""
-        return state
 
     def facts(
         self, shared: Shared, carry: Carry, result: Array, bound: Bound, divisor: int
@@ -106,7 +101,7 @@ class HopMethod(TellsLosses):
             if self.debug_checks:
                 assert_same_on_workers(result, call.axis, "the result")
             value = result.reshape(-1)[: x.shape[0]]
-            outcome = Outcome(value, self.after(shared, carry, bound, call.state), lost=lost)
+            outcome = Outcome(value, call.state, lost=lost)
             if call.metrics:
                 facts = self.facts(shared, carry, value, bound, call.divisor)
                 outcome = outcome._replace(facts=facts)
@@ -120,7 +115,7 @@ class HopMethod(TellsLosses):
 
     def agreed(self, x: Float[Array, " d"], call: Call, bound: Bound) -> Shared:
         """The shared facts, after the small all-reduce of the messages."""
-        message = self.measure(x, bound, call.state)
+        message = self.measure(x, bound)
         if message is not None:
             reduce, topology = f"p{self.agreement}", call.topology
             if topology is not None and topology.transport == "push" and reduce == "psum":

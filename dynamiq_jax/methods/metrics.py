@@ -25,8 +25,6 @@ class Metrics(NamedTuple):
     """|result|² of the compressed leaves, of what is finite; NaN where f32 cannot hold it."""
     nonfinite: Float[Array, ""] | float
     """Coordinates of compressed leaves that came out NaN or infinite."""
-    saturated: Float[Array, ""] | float
-    """Coordinates of sums at the end of their range, where the method counts them."""
     widths: Float[Array, " 17"]
     """The share of the payloads' coordinates that has width 0 to 16; zeros without widths. Of a
     hierarchy, on its outer axes."""
@@ -52,8 +50,6 @@ class PayloadFacts(NamedTuple):
 
     error: Float[Array, ""] | float = math.nan
     """Expected |value - exact|², f32; NaN where the method cannot say."""
-    saturated: Float[Array, ""] | float = 0.0
-    """Coordinates of finished sums at the end of their range, f32."""
     coords_by_width: Float[Array, " 17"] | float = 0.0
     """Coordinates that one worker sends at widths 0 to 16, f32; 0 where there are no widths."""
 
@@ -100,7 +96,6 @@ def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes
         vnmse=jnp.where(norm == 0, 0.0, facts.error / norm),
         norm=norm,
         nonfinite=nonfinite,
-        saturated=facts.saturated,
         widths=widths / jnp.maximum(jnp.sum(widths), 1.0),
         bits_per_coord=bits_per_coord,
         wire_bytes=wire_bytes,

@@ -59,12 +59,6 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
-    tally: Callable[[Payload, Array], Array] | None = None
-    """(payload of a finished sum, chunk) -> what is counted of it, int32 scalar. The counts of all
-    chunks are the carry."""
-    merge: Callable[[Float[Array, " m"], Payload, Array, Array], Float[Array, " m"]] | None = None
-    """(total f32[m], payload, chunk, slot of its encoder) -> total with the payload in it; `None`
-    adds what `decode` gives."""
 
 
 class Kept(NamedTuple):
@@ -81,17 +75,14 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
     """The total with what arrived, one after the other: the order decides about last bits."""
 
     def add(total, numbered):
-        number, slot, payloads = numbered
-        if codec.merge is not None:
-            return jax.vmap(codec.merge, (0, 0, 0, None))(total, payloads, chunks, slot), None
+        number, payloads = numbered
         decoded = jax.vmap(codec.decode)(payloads, chunks)
         if arrived.skip is not None:  # not times zero: what is left out may be NaN
             decoded = jnp.where(number == arrived.skip, 0.0, decoded)
         return total + decoded, None
 
     k = jax.tree.leaves(arrived.payloads)[0].shape[0]
-    slots = jnp.broadcast_to(jnp.asarray(arrived.encoder.slot), k)
-    numbered = jnp.arange(k, dtype=jnp.int32), slots, arrived.payloads
+    numbered = jnp.arange(k, dtype=jnp.int32), arrived.payloads
     return lax.scan(add, total, numbered, unroll=min(k, 16))[0]
 
 
@@ -176,18 +167,13 @@ class PlainMethod(HopMethod):
             return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
 
         def decode(payloads, chunks, encoders, into, carry: Carry):
-            if codec.tally is not None:
-                found = jnp.sum(jax.vmap(codec.tally)(payloads, chunks))
-                carry = carry._replace(carry=carry.carry + found) if keep_error else carry + found
             return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks), carry
 
         def finish(arrived, chunks, into, carry: Carry):
             streams = layout.chunks_per_worker
             return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
 
-        carry = () if codec.tally is None else jnp.int32(0)
-        if keep_error:
-            carry = Kept(carry, jnp.zeros(own.shape, jnp.float32))
+        carry = Kept((), jnp.zeros(own.shape, jnp.float32)) if keep_error else ()
         return ChunkCodec(encode, add, decode, finish, carry)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:

@@ -10,7 +10,7 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 ```
 """
 
-from dynamiq_jax.optax.replicated import AllReduceState, all_reduce, multi_steps
+from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
 from dynamiq_jax.optax.sharded import ShardedState, sharded
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
 
@@ -20,7 +20,6 @@ __all__ = [
     "ShardedState",
     "all_reduce",
     "init",
-    "multi_steps",
     "restore_state",
     "sharded",
     "state_specs",

@@ -73,8 +73,8 @@ def liec(
         n_workers = 1 if inside else math.prod(sizes or ())
         first = inner.init(params)
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n_workers, *jnp.shape(x))), first)
-        state = PerWorker(axis.to_varying(stacked) if inside else stacked, axis.name, "mean")
-        memory = memory or PerWorker((), axis.name, "reset")  # leaves are too small to compress
+        state = PerWorker(axis.to_varying(stacked) if inside else stacked, axis.name)
+        memory = memory or PerWorker((), axis.name)  # leaves are too small to compress
         return LIECState(jnp.zeros((), jnp.int32), memory, state)
 
     def update(updates, state, params=None, **extra) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ class Part:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value",),
-    meta_fields=("axis_name", "other_workers"),
+    meta_fields=("axis_name",),
 )
 @dataclasses.dataclass(frozen=True)
 class PerWorker(Part):
@@ -37,13 +37,10 @@ class PerWorker(Part):
     Attributes:
       value: a tree whose leaves have a leading axis of all workers; of 1 inside a map.
       axis_name: the axis, or axes, of the workers.
-      other_workers: what `restore_state` gives another number of workers: fresh values ("reset"),
-        or the mean over the old ones ("mean").
     """
 
     value: Any
     axis_name: AxisName
-    other_workers: Literal["reset", "mean"]
 
     def specs(self) -> Any:
         """See `Part`."""
@@ -63,7 +60,7 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     """Runs ``optimizer.init(params)``, each worker's part on that worker; outside of `jax.jit`.
 
     Args:
-      optimizer: one that has `all_reduce`, `multi_steps` or `sharded` in it, at any depth.
+      optimizer: one that has `all_reduce` or `sharded` in it, at any depth.
       params: as one worker passes its gradients; every device gets all of what is made of them, but
         for what `sharded` splits.
       mesh: that of the training step.
@@ -97,8 +94,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own, and what `multi_steps` has accumulated
-    becomes the mean over the old workers.
+    of methods start anew, since every worker had its own.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -130,26 +126,16 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
                 f"{now[0].shape}; pass the optimizer and the parameters that it was saved with"
             )
         else:
-            values, note = _resized(part, then, now)
+            values, workers = now, f"{now[0].shape[0]} workers"
+            note = f"was not saved and starts anew for {workers}"
+            shapes = [jnp.shape(x) for x in then if x is not None]
+            if len(shapes) == len(now):
+                note = f"was reset, from {shapes[0][0]} to {workers}"
             notes.append(f"{_name(path)} {note}")
         done.append(jax.tree.unflatten(inner, values))
     if notes:
         warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
     return jax.tree.unflatten(treedef, done)
-
-
-def _resized(part: PerWorker, then: list, now: list) -> tuple[list, str]:
-    """The leaves of a part for another number of workers, and what became of them."""
-    workers = f"{now[0].shape[0]} workers"
-    if any(x is None for x in then):
-        return now, f"was not saved and starts anew for {workers}"
-    workers = f"from {jnp.shape(then[0])[0]} to {workers}"
-    fit = all(jnp.shape(x)[1:] == y.shape[1:] for x, y in zip(then, now, strict=True))
-    if part.other_workers == "reset" or not fit:
-        return now, f"was reset, {workers}"
-    means = (jnp.mean(jnp.asarray(x), axis=0, keepdims=True) for x in then)
-    spread = [_placed(jnp.broadcast_to(m, y.shape), y) for m, y in zip(means, now, strict=True)]
-    return spread, f"became its mean over workers, {workers}"
 
 
 def _placed(x: Any, like: Array) -> Array:

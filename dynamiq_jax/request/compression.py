@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -20,7 +19,7 @@ from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
-from dynamiq_jax.request import agreement, configuration
+from dynamiq_jax.request import agreement
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import bytes_per_second
@@ -378,24 +377,6 @@ class Compression(Options):
             "limits": "; ".join(repr(route.limits) for route in routes),
             "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
         } | agreement.described(options)
-
-    def save(self, file: str | Path) -> None:
-        """Writes this request for `load`, as JSON.
-
-        Raises:
-          ValueError: another suffix than .json, a function by path, or a method or topology that is
-            not this library's.
-        """
-        configuration.write(file, self)
-
-    @classmethod
-    def load(cls, file: str | Path) -> "Compression":
-        """Reads a request from a JSON file, as `save` writes it.
-
-        Raises:
-          ValueError: the file is not JSON, or has names, fields or values that do not exist.
-        """
-        return cls(**configuration.read(file))
 
 
 def as_compression(method: Any, topology: AnyTopology | None = None) -> Compression:

@@ -1,1 +1,1 @@
-"""Benchmarks behind the `dynamiq-jax bench` commands: all-reduce on a mesh, kernels on a device."""
+"""Benchmarks behind the `dynamiq-jax bench` command: all-reduce on a mesh."""

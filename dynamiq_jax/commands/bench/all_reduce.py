@@ -241,7 +241,7 @@ def command(
 
     With --processes, or under srun, run it in every process; the first one reports.
     """
-    options.writable({"--json": json_file}, first=process_id == 0)
+    options.writable(json_file, first=process_id == 0)
     routes = [
         checked("--topology", contenders.parse_topology, name, nodes)
         for name in contenders.parts(topology)

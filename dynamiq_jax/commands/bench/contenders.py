@@ -57,11 +57,6 @@ LEAST_SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The options for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 
-SATURATING: Mapping[str, Any] = {
-    "form": "two-shot", "table": False, "saturate": True, "p": 1e-6,
-}  # fmt: skip
-"""THC with as many bits for sums as for indices; p is what 4 bits and 8 workers need."""
-
 METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq": dq.DynamiQ,
     "dynamiq-dither": partial(dq.DynamiQ, dither=True),
@@ -80,9 +75,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "minmax": partial(_whole_bits, dq.comparators.MinMax),
     "flash": partial(_whole_bits, dq.comparators.MinMax, rounding="nearest"),
     "qsgd": partial(_whole_bits, dq.comparators.GlobalQSGD),
-    "qsgd-exponential": partial(_whole_bits, dq.comparators.GlobalQSGD, levels="exponential"),
     "thc": partial(_whole_bits, dq.comparators.THC),
-    "thc-saturating": partial(_whole_bits, dq.comparators.THC, **SATURATING),
     "omnireduce": partial(by_density, dq.comparators.OmniReduce, bits=8, spare=16 / 256),
     "topk-chunked": partial(
         by_density, dq.comparators.OmniReduce, bits=4, spare=16 / 64, block_size=64
@@ -103,14 +96,13 @@ would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders
 "dynamiq-planned" has a plan over links of any kind, "dynamiq-even" over none. In
 "dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
 in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random; "qsgd" is Global-QSGD. "thc-saturating" keeps sums to the bits
-of an index, "topk-chunked" is OmniReduce with chunks of 64. "powersgd" has rank 4. "bf16" and "f32"
-sum uncompressed over the topology. "dynamiq-ef14" and the like are error feedback around DynamiQ,
-"marsit" sums signs: here their memory is empty, as in a first step."""
+"minmax" the same rounded at random; "qsgd" is Global-QSGD. "topk-chunked" is OmniReduce with chunks
+of 64. "powersgd" has rank 4. "bf16" and "f32" sum uncompressed over the topology. "dynamiq-ef14"
+and the like are error feedback around DynamiQ, "marsit" sums signs: here their memory is empty, as
+in a first step."""
 
 NATIVE = (
-    "thc", "thc-saturating", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd",
-    "arc-top-k",
+    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k",
 )  # fmt: skip
 """The methods among these that have native collectives only."""
 
@@ -136,7 +128,7 @@ XLA in the place of NCCL's for small arrays."""
 
 
 class Contender(NamedTuple):
-    """One way to reduce or to move the leaf."""
+    """One way to reduce the leaf."""
 
     label: str
     reduce: Callable[..., Any]

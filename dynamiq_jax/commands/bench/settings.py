@@ -1,4 +1,4 @@
-"""Measures links, and the all-reduce of a model's gradients in all settings beside bf16 psum.
+"""Measures the all-reduce of a model's gradients in all settings beside bf16 psum.
 
 Settings are what users would pass, with their limits: leaves that are too small to gain travel
 natively here, too.
@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
@@ -31,22 +29,11 @@ from dynamiq_jax.commands.bench.contenders import (
 )
 from dynamiq_jax.commands.bench.timing import (
     TimedRow,
-    Timing,
     compile_calls,
     time_calls,
 )
 from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkRow(TimedRow):
-    """How fast ``size_bytes`` per worker move."""
-
-    exchange: str
-    size_bytes: int
-    gb_per_s: float
-    """The bandwidth of one worker, in 10^9 bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,43 +128,6 @@ def _compressed(explanation: Explanation) -> float:
     return sum(n for n, in_bucket in counts if in_bucket) / sum(n for n, _ in counts)
 
 
-def bench_links(mesh: Mesh, size_bytes: int, *, repeats: int) -> list[LinkRow]:
-    """Times ppermutes along every axis, the all-to-all of all workers, and one message.
-
-    What travels are words, as in payloads: XLA's CPU backend sends bf16 as f32. Each worker has
-    ``size_bytes``, cut to a multiple. The last row has the link's bandwidth: its message is alone.
-    """
-    axes, n = mesh.axis_names, mesh.size
-    words = max(size_bytes // 4 // n, 1) * n
-    size_bytes = 4 * words
-
-    def permute(label: str, axis: Any, steps: Sequence[tuple[int, int]]) -> Contender:
-        move = lambda x, axis_name: lax.ppermute(x, axis, steps)  # noqa: E731
-        return Contender(label, move, replicated=False)
-
-    def neighbours(axis: str) -> Contender:
-        steps = [(i, (i + 1) % mesh.shape[axis]) for i in range(mesh.shape[axis])]
-        return permute(f"to the next on axis {axis}", axis, steps)
-
-    swap = lambda x, axis_name: lax.all_to_all(x, axis_name, 0, 0, tiled=True)  # noqa: E731
-    everyone = Contender("all to all", swap, replicated=False)
-    exchanges = [neighbours(axis) for axis in axes if mesh.shape[axis] > 1] + [everyone]
-    exchanges.append(permute("from the last to the first", axes, [(n - 1, 0)]))
-    sent = [size_bytes * (n - 1) // n if move is everyone else size_bytes for move in exchanges]
-    rows = NamedSharding(mesh, PartitionSpec(axes))
-    data = jax.jit(partial(jnp.zeros, (n, words), jnp.uint32), out_shardings=rows)()
-    timings = _time(mesh, exchanges, data, size_bytes, repeats)
-    return [
-        LinkRow(
-            exchange=exchange.label,
-            size_bytes=size_bytes,
-            gb_per_s=bytes_sent / timing.time_us / 1e3,
-            **timing._asdict(),
-        )
-        for exchange, timing, bytes_sent in zip(exchanges, timings, sent, strict=True)
-    ]
-
-
 def bench_settings(
     mesh: Mesh,
     leaves: Sequence[jax.ShapeDtypeStruct],
@@ -201,7 +151,9 @@ def bench_settings(
     contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    timings = _time(mesh, contenders, data, size_bytes, repeats)
+    counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
+    programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
+    timings = time_calls(compile_calls(programs, data), repeats=repeats, **counts)
     coords = sum(x.size for x in leaves)
     rows = [
         SettingRow(
@@ -227,19 +179,6 @@ def bench_settings(
             )
         )
     return rows
-
-
-def _time(
-    mesh: Mesh,
-    contenders: Sequence[Contender],
-    data: Any,
-    size_bytes: int,
-    repeats: int,
-) -> list[Timing]:
-    counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
-    programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
-    calls = compile_calls(programs, data)
-    return time_calls(calls, repeats=repeats, **counts)
 
 
 def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

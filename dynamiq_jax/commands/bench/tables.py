@@ -16,13 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
-from dynamiq_jax.request.configuration import describe
 
 PLAIN_WIDTH = 1000
 """Characters of a line where the output is not a terminal: wide enough for every column."""
 
 TEXTS = (
-    "method", "kernel", "topology", "backend", "worst leaf", "exchange", "setting",
+    "method", "kernel", "topology", "backend", "worst leaf", "setting",
     "payloads by",
 )  # fmt: skip
 """Titles of columns that are aligned to the left."""
@@ -53,12 +52,6 @@ ALL_REDUCE_COLUMNS = (
     Column("payloads by", lambda r: r.transport),
 )
 
-KERNEL_COLUMNS = (
-    Column("kernel", lambda r: r.kernel),
-    *TIME_COLUMNS,
-    Column("backend", lambda r: r.backend),
-)
-
 ERROR_COLUMNS = (
     Column("method", lambda r: r.method),
     Column("topology", lambda r: r.topology),
@@ -74,13 +67,6 @@ LEAF_COLUMNS = (
         lambda r: "-" if r.worst_leaf_error is None else f"{r.worst_leaf_error:.3e}",
     ),
     Column("worst leaf", lambda r: r.worst_leaf or "-"),
-)
-
-LINK_COLUMNS = (
-    Column("exchange", lambda r: r.exchange),
-    Column("size", lambda r: format_size(r.size_bytes)),
-    *TIME_COLUMNS,
-    Column("Gbit/s", lambda r: f"{8 * r.gb_per_s:.4g}"),
 )
 
 
@@ -152,19 +138,16 @@ def report(
     title: str,
     devices: Sequence[Any],
     file: Path | None = None,
-    **more: Sequence[Any],
 ) -> None:
-    """Prints rows and versions; writes ``{"about": ..., "rows": [...], **more}`` to a JSON file."""
+    """Prints rows and versions; writes ``{"about": ..., "rows": [...]}`` to a JSON file."""
     print_table(rows, columns, title)
     about = surroundings(devices)
     told = [f"{name} {about[name]}" for name in ("jax", "jaxlib", "nccl") if about[name]]
     told += [about["platform_version"], *(f"{k}={v}" for k, v in about["environment"].items())]
     typer.echo(printable("; ".join(told)))
     if file is not None:
-        tables = {"rows": rows, **more}
-        fields = {k: [_fields(row) for row in table] for k, table in tables.items()}
-        document = {"about": about} | fields
-        file.write_text(json.dumps(document, indent=1, default=describe) + "\n")
+        document = {"about": about, "rows": [_fields(row) for row in rows]}
+        file.write_text(json.dumps(document, indent=1, default=repr) + "\n")
 
 
 def _fields(row: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Kernel benchmark: what one device needs to encode, add and decode a whole gradient.
+"""What one device needs to encode, add and decode a whole gradient.
+
+    python benchmarks/coding_kernels.py [--size 512MiB] [--bits 4] [--dither] [--backend mosaic]
 
 Every kernel of `pallas_kernels` processes all coordinates in one call, as a single chunk under
 the plan that the gradient itself gets at the given bits per coordinate. Calls are dispatched
@@ -7,6 +9,7 @@ XLA's ``x + 1`` on the same bf16 array. *Join leaves* brings 20 leaves into one 
 of a bucket.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +24,6 @@ from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
-from dynamiq_jax.commands.simulate import one_chunk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.executors import Arrived, Encoder
 from dynamiq_jax.methods import DynamiQ
@@ -45,7 +47,25 @@ class KernelRow(TimedRow):
     backend: str
 
 
-def command(
+class OneChunk(Layout):
+    """A layout of a single chunk, with the bits that chunks of several workers have."""
+
+    __slots__ = ()
+
+    @property
+    def chunks(self) -> int:
+        """One, whatever the number of workers."""
+        return 1
+
+
+COLUMNS = (
+    tables.Column("kernel", lambda r: r.kernel),
+    *tables.TIME_COLUMNS,
+    tables.Column("backend", lambda r: r.backend),
+)
+
+
+def main(
     size: Annotated[
         str | None, typer.Option(help="bf16 gradient (default: 512MiB; on CPU 512KiB).")
     ] = None,
@@ -61,7 +81,7 @@ def command(
     json_file: options.JsonFile = None,
 ) -> None:
     """Time the coding kernels on one device beside a plain copy."""
-    options.writable({"--json": json_file})
+    options.writable(json_file)
     checked("--bits", DynamiQ, bits=bits, dither=dither)
     size_bytes = None if size is None else checked("--size", parse_size, size)
     ran = checked("--backend", resolve_backend, backend)
@@ -72,7 +92,7 @@ def command(
     rows = bench_kernels(coords, bits=bits, dither=dither, repeats=repeats, backend=ran)
     title = f"kernels at {bits:g} bits{' with dither' * dither}, {coords:,} bf16 coordinates, "
     title += f"{options.workers_text(workers)}, {repeats} repeats"
-    tables.report(rows, tables.KERNEL_COLUMNS, title, workers, json_file)
+    tables.report(rows, COLUMNS, title, workers, json_file)
 
 
 def bench_kernels(
@@ -91,7 +111,10 @@ def bench_kernels(
     ran = resolve_backend(backend)
     x = lognormal_mixture(jax.random.key(0), 1, -(-coords // 256))[0, :coords].astype(jnp.bfloat16)
     among_eight = DynamiQ(bits=bits, dither=dither).bind(8 * coords, 8, Direct(streams=1))
-    layout = one_chunk(among_eight, coords).layout
+    fields = dataclasses.fields(among_eight.layout)
+    layout = OneChunk(
+        **{f.name: getattr(among_eight.layout, f.name) for f in fields} | {"size": coords}
+    )
     sums = partial(statistics, super_group_size=layout.super_group_size, backend=ran)
     mean, sqnorm = jax.jit(sums)(x)
     plan = partial(order_and_tiles, layout=layout, backend=ran)
@@ -148,3 +171,7 @@ def coding_calls(
         "decompress": partial(decode, x, shared, hop(x, shared, sent)),
         "decompress-accumulate-recompress": partial(hop, x, shared, sent),
     }
+
+
+if __name__ == "__main__":
+    typer.run(main)
