@@ -382,47 +382,50 @@ class _Tile:
         number = sum((width > w).astype(jnp.int32) for w in widths[:-1])
         return lax.switch(_scalar(number), branches, *operands)
 
-    def _first_index(self, rows):
-        """The first coordinate, in the flat array, of each thread's group of ``rows``."""
+    def _first_quad(self, rows):
+        """The first quad, in the flat array, of each thread's group of ``rows``.
+
+        Coordinates would not do: an int32 has too few numbers for an array of 2^31.
+        """
         group = self.group % self.fmt.groups
-        column = group // DEALT * (DEALT * self.fmt.group_size) + group % DEALT * QUAD
-        return rows * self.fmt.super_group_size + column
+        column = group // DEALT * (DEALT * self.quads) + group % DEALT
+        return rows * (self.fmt.super_group_size // QUAD) + column
 
     def load(self, x_ref, rows, n_rows):
         dtype, quads = x_ref.dtype, self.quads
-        step = DEALT * QUAD * dtype.itemsize
+        size = QUAD * dtype.itemsize
 
         @_inline(
             (_REF, _PER_THREAD, _PER_THREAD),
             _coordinates_layout(quads), (quads, THREADS, QUAD), dtype,
         )  # fmt: skip
-        def load(ref, index, inside):
-            address, found = _address(ref, index[0], dtype.itemsize), []
+        def load(ref, quad, inside):
+            address, found = _address(ref, quad[0], size), []
             kind = mgpu.utils.dtype_to_ir_type(dtype)
             for q in range(quads):
-                words = _load(_after(address, q * step), QUAD * dtype.itemsize // 4, inside[0])
+                words = _load(_after(address, q * DEALT * size), size // 4, inside[0])
                 found += _bitcast(words, kind)
             return found
 
         inside = (rows < n_rows).astype(jnp.int32)
-        return load(x_ref, self._first_index(rows), inside).astype(jnp.float32)
+        return load(x_ref, self._first_quad(rows), inside).astype(jnp.float32)
 
     def load_rows(self, ref, rows):
         return self.to_coordinates(_load_item(ref, rows))
 
     def store(self, out_ref, rows, values):
         dtype, quads = jnp.dtype(out_ref.dtype), self.quads
-        step = DEALT * QUAD * dtype.itemsize
+        size = QUAD * dtype.itemsize
 
         @_inline((_REF, _PER_THREAD, _PER_THREAD, _coordinates_layout(quads)))
-        def store(ref, index, inside, values):
-            address = _address(ref, index[0], dtype.itemsize)
+        def store(ref, quad, inside, values):
+            address = _address(ref, quad[0], size)
             for q in range(quads):
                 words = _bitcast(values[q * QUAD : (q + 1) * QUAD], _i32())
-                _store(_after(address, q * step), words, inside[0])
+                _store(_after(address, q * DEALT * size), words, inside[0])
 
         inside = (rows >= 0) & (rows < out_ref.shape[0])
-        store(out_ref, self._first_index(rows), inside.astype(jnp.int32), values.astype(dtype))
+        store(out_ref, self._first_quad(rows), inside.astype(jnp.int32), values.astype(dtype))
 
     def payload(self, ref, where):
         number = where[0]

@@ -37,8 +37,6 @@ BLOCKS = 512
 for one that has yet to begin."""
 AT_ONCE = 4
 """Loads of a thread that are under way together."""
-RESIDENT = 3
-"""Blocks of `all_reduce` for each multiprocessor: as many as hold their registers at once."""
 _POLLS = 2**26
 """Reads of a counter, about half a minute. After them the kernel traps, and JAX raises an error."""
 
@@ -73,6 +71,15 @@ def copies(lengths: list[int], n_workers: int) -> list[Copy]:
 
 def _multiprocessors() -> int:
     return jax.devices()[0].core_count
+
+
+def resident(fmt: WireFormat) -> int:
+    """Blocks of `all_reduce` that a multiprocessor holds at once, with all their registers.
+
+    With three, a thread has up to 168 registers, with two as many as there can be. Large groups and
+    geometric levels need more than 168.
+    """
+    return 2 if fmt.group_size > 32 or fmt.levels == "geometric" else 3
 
 
 def _number(axes: dict[str, int]):
@@ -197,11 +204,11 @@ def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
     before another has told of the first.
     """
 
-    @mosaic._inline((mosaic._REF,))
-    def written(_):
+    @mosaic._inline(())
+    def written():
         mgpu.utils.warpgroup_barrier()
 
-    written(counter)
+    written()
     others = math.prod(axes.values()) - 1
     for i in range(others):
         place = peer_of(me, i, axes)[1]
@@ -243,11 +250,11 @@ def all_reduce(
     n, x = math.prod(axes.values()), rows_of(source.x, fmt.super_group_size)
     n_tiles = tiles[0].shape[1]
     parts = mosaic.parts_of(fmt, n_tiles)
-    blocks = min(parts, RESIDENT * _multiprocessors())
+    blocks = min(parts, resident(fmt) * _multiprocessors())
     dealt = (None, None) if even else (source.order, result.mean_sum)
     tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
     operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)
-    given = [operand for operand in operands if operand is not None]
+    passed = [operand for operand in operands if operand is not None]
 
     def kernel(*refs):
         refs = iter(refs)
@@ -312,8 +319,8 @@ def all_reduce(
     return plgpu.kernel(
         kernel,
         out_type=[
-            shape_struct((result.rows, fmt.super_group_size), result.dtype, *given),
-            *(shape_struct(shape, jnp.uint32, *given) for shape in shapes),
+            shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),
+            *(shape_struct(shape, jnp.uint32, *passed) for shape in shapes),
         ],
         grid=(blocks,),
         grid_names=("pushed_part",),
@@ -321,4 +328,4 @@ def all_reduce(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(*given)[0]
+    )(*passed)[0]

@@ -17,7 +17,8 @@ import pallas_kernels as pk
 from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
-from pallas_kernels.mosaic import Mosaic
+from pallas_kernels.format import DEALT, QUAD
+from pallas_kernels.mosaic import Mosaic, _Tile
 from pallas_kernels.triton import Triton
 from pallas_kernels.tuning import _HOPPER
 
@@ -134,6 +135,17 @@ def test_mosaic_takes_as_many_groups_as_a_warp_has_threads(monkeypatch):
     program = programs(layout, fmt, jnp.float32, "mosaic")["compress"]
     with pytest.raises(NotImplementedError, match="up to 32 groups .* pass group_size >= 16"):
         _lowered_for_cuda(program, given, arrived)
+
+
+@pytest.mark.parametrize("group_size", [8, 64])
+def test_mosaic_numbers_the_quads_of_more_coordinates_than_an_int32_has(group_size):
+    fmt = pk.WireFormat(group_size=group_size)
+    group, row = np.arange(fmt.groups, dtype=np.int32), 2**31 // fmt.super_group_size + 3
+    tile = _Tile(fmt, None, None, group, None)
+    first = np.asarray(tile._first_quad(np.full(fmt.groups, row, np.int32)))
+    quads = np.sort(np.ravel(first[:, None] + DEALT * np.arange(tile.quads)))
+    count = fmt.super_group_size // QUAD
+    np.testing.assert_array_equal(quads, row * count + np.arange(count))
 
 
 AXES = [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 4}, {"x": 1, "y": 2}]

@@ -246,13 +246,13 @@ PUSHED = {"topology": dq.Direct(transport="push", streams=1)}
 
 
 def exchanged(tree, axes, *, to_all):
-    """What a push kernel brings, on any machine."""
+    """Brings what a push kernel brings, on any machine."""
     axis = Axis(tuple(axes))
     return jax.tree.map(axis.all_gather, tree) if to_all else axis.all_to_all(tree)
 
 
 def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
-    """What `pk.all_reduce` stands for, by other kernels."""
+    """Runs the kernels that `pk.all_reduce` stands for."""
     n, me, (first, last) = math.prod(axes.values()), Axis(tuple(axes)).index, tiles
     if even:
         rows = first.shape[1] * pk.TILE_ROWS
@@ -270,18 +270,33 @@ def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
     return pk.decompress(sums, last, everyone, result, noises, fmt=fmt)
 
 
+def with_memory(x, axis_name, *, method, topology):
+    """A psum whose state keeps what it lost."""
+    state = jax.lax.pcast(method.init_state(x, 3), axis_name, to="varying")
+    options = {"op": "sum", "method": method, "topology": topology}
+    total, state, _ = dq.reduce(x, axis_name, state=state, **options)
+    return total, jax.tree.map(lambda x: x[None], state)
+
+
 @pytest.mark.parametrize(
-    ("method", "reduce", "kernels"),
+    ("method", "reduce", "streams", "kernels"),
     [
-        (small(dq.DynamiQ(bits=5, plan=True)), dq.psum, ["exchange", "all_reduce"]),
-        (small(dq.DynamiQ(bits=4, dither=True, plan=False)), dq.pmean, ["exchange", "all_reduce"]),
-        (small(dq.DynamiQ(bits=5, plan=False, backend="jnp")), dq.psum, ["exchange"] * 3),
-        (small(dq.comparators.MXFP4()), dq.psum, ["exchange"] * 2),
-        (CHEAP, functools.partial(dq.psum_scatter, tiled=True), ["exchange"] * 2),
+        (small(dq.DynamiQ(bits=5, plan=True)), dq.psum, 1, ["exchange", "all_reduce"]),
+        (
+            small(dq.DynamiQ(bits=4, dither=True, plan=False)),
+            dq.pmean, 1, ["exchange", "all_reduce"],
+        ),
+        (CHEAP, dq.psum, 2, ["exchange"] * 5),
+        (small(dq.ErrorFeedback(CHEAP.method)), with_memory, 1, ["exchange"] * 3),
+        (small(dq.DynamiQ(bits=5, plan=False, backend="jnp")), dq.psum, 1, ["exchange"] * 3),
+        (small(dq.comparators.MXFP4()), dq.psum, 1, ["exchange"] * 2),
+        (CHEAP, functools.partial(dq.psum_scatter, tiled=True), 1, ["exchange"] * 2),
     ],
-    ids=["plan", "no plan, dither", "backend", "MX", "psum_scatter"],
-)
-def test_what_is_pushed_gives_the_bits_of_collectives(method, reduce, kernels, monkeypatch):
+    ids=["plan", "no plan, dither", "streams", "memory", "backend", "MX", "psum_scatter"],
+)  # fmt: skip
+def test_what_is_pushed_gives_the_bits_of_collectives(
+    method, reduce, streams, kernels, monkeypatch
+):
     n, x, called = 3, gradient(5, 3, 3 * 2**13 + 7 * (reduce is dq.pmean)), []
 
     def recorded(name, run):
@@ -294,11 +309,13 @@ def test_what_is_pushed_gives_the_bits_of_collectives(method, reduce, kernels, m
     recorded("exchange", exchanged)
     recorded("all_reduce", reduced)
     spec, found = P("data") if isinstance(reduce, functools.partial) else P(), []
-    for route in (dq.Direct(transport="collectives", streams=1), PUSHED["topology"]):
+    spec = (P(), P("data")) if reduce is with_memory else spec
+    for transport in ("collectives", "push"):
+        route = dq.Direct(transport=transport, streams=streams)
         one = functools.partial(reduce, axis_name="data", method=method, topology=route)
         found.append(program(one, n, spec)(x))
     assert called == kernels
-    np.testing.assert_array_equal(*found)
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def pushed(**options):

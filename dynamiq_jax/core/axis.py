@@ -213,10 +213,10 @@ class Axis:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return self.assume_invarying(jnp.sum(x, axis=0, dtype=x.dtype))
             kind, wide = jnp.finfo(x.dtype), jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-            found = jnp.sum(x.astype(wide), axis=0)
+            added = jnp.sum(x.astype(wide), axis=0)
             # XLA would leave out a rounding that a cast back follows.
-            found = lax.reduce_precision(found, kind.nexp, kind.nmant)
-            return self.assume_invarying(found.astype(x.dtype))
+            added = lax.reduce_precision(added, kind.nexp, kind.nmant)
+            return self.assume_invarying(added.astype(x.dtype))
 
         return jax.tree.map(total, self.push(tree, to_all=True))
 

@@ -2,7 +2,7 @@
 
 With `Topology.transport` "permutes" there are ppermutes alone, one for each payload: a step from
 all workers to all becomes n - 1 permutations, and so does the gathering of the sinks. With "push"
-each of them is one kernel.
+one kernel does an all-reduce, if the codec has it; else each exchange is one kernel.
 """
 
 import functools

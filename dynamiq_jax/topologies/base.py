@@ -33,10 +33,11 @@ Worker = Any
 Transport = Literal["collectives", "permutes", "push"]
 """The mover of payloads. "collectives": all-to-all and all-gather where all workers send to all.
 "permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.core.xla`). "push": as collectives, each of them one kernel that
-writes into the memory of the other GPUs (`pallas_kernels.exchange`). That kernel runs on the stream
-of all others, so that they wait for it, and do not for copies by engines. It takes one process, up
-to 8 GPUs from Hopper on, and steps from all to all alone; nothing chooses it by itself."""
+ppermutes use best (`dynamiq_jax.core.xla`). "push": kernels write into the memory of the other
+GPUs. One does an all-reduce of one stream (`pallas_kernels.all_reduce`) if the codec has it; else
+each exchange is one (`pallas_kernels.exchange`). They run on the stream of all other kernels, which
+wait for them. Push takes one process, up to 8 GPUs from Hopper on, and steps from all to all alone;
+nothing chooses it by itself."""
 
 
 class Stage(NamedTuple):
