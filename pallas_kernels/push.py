@@ -118,7 +118,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
         _wait(refs[-1], 1)
 
     kernel.__name__ = "dynamiq_push"
-    came = plgpu.kernel(
+    came = _alone(
         kernel,
         out_type=[shape_struct((n * x.shape[1],), x.dtype, *sent) for x in sent],
         grid=(n, plans[0].parts),
@@ -130,6 +130,20 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
         _values(words, (n, *(x.shape if to_all else x.shape[1:])), x.dtype)
         for words, x in zip(came, leaves, strict=True)
     )
+
+
+def _alone(kernel, **options):
+    """`plgpu.kernel` that refuses `jax.vmap`: more blocks would wait than are resident."""
+    call = jax.custom_batching.custom_vmap(plgpu.kernel(kernel, **options))
+
+    @call.def_vmap
+    def refuse(size, _, *operands):
+        raise NotImplementedError(
+            f"push kernels send one array for each GPU, and jax.vmap asks for {size}; call the "
+            "reduction outside of jax.vmap, or pass transport='permutes' or 'collectives'"
+        )
+
+    return call
 
 
 def _words(x, rows: int):
@@ -316,7 +330,7 @@ def all_reduce(
 
     kernel.__name__ = "dynamiq_push_all_reduce"
     shapes = [(n, 1, words[0]), (n, words[1])]
-    return plgpu.kernel(
+    return _alone(
         kernel,
         out_type=[
             shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),

@@ -224,10 +224,15 @@ def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypa
         dq.DynamiQ(bits=4, plan=plan, dither=dither), topology=dq.Direct(transport="push"),
         min_bucket_size=0, min_bucket_bytes=0,
     )  # fmt: skip
-    mapped = jax.shard_map(
-        lambda x: dq.psum(x[0], ("x", "y"), method=method), in_specs=P(("x", "y")), out_specs=P()
-    )
-    x = jax.ShapeDtypeStruct((4, 2**16), jnp.bfloat16)
-    lowered = _lowered_for_cuda(mapped, x, mesh=((2, 2), ("x", "y")))
-    assert "dynamiq_push_all_reduce" in lowered
-    assert lowered.count("uses_xla_collective_metadata = true") == 2  # with the message's
+
+    def lowered(reduce, *shape):
+        one = partial(reduce, axis_name=("x", "y"), method=method)
+        mapped = jax.shard_map(lambda x: one(x[0]), in_specs=P(("x", "y")), out_specs=P())
+        x = jax.ShapeDtypeStruct((4, *shape), jnp.bfloat16)
+        return _lowered_for_cuda(mapped, x, mesh=((2, 2), ("x", "y")))
+
+    program = lowered(dq.psum, 2**16)
+    assert "dynamiq_push_all_reduce" in program
+    assert program.count("uses_xla_collective_metadata = true") == 2  # with the message's
+    with pytest.raises(NotImplementedError, match="jax.vmap asks for 3; .*transport='permutes'"):
+        lowered(lambda x, **told: jax.vmap(partial(dq.psum, **told))(x), 3, 2**16)
