@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.methods.base import ring_bits
 from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
 from dynamiq_jax.topologies import Stage, Topology
@@ -59,16 +59,6 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
-
-
-class Kept(NamedTuple):
-    """The carry of a codec that keeps errors."""
-
-    carry: Carry
-    """The carry without kept errors."""
-    lost: Float[Array, "rows m"]
-    """The losses of this worker's encodings, one of each chunk, f32 in the gradient's units and
-    order."""
 
 
 def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
@@ -140,24 +130,22 @@ class PlainMethod(HopMethod):
         decoded = jax.vmap(codec.decode)
         restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
 
-        def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
-            if total is None:
-                total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
+        def add(arrived: tuple[Arrived, ...], chunks) -> Array:
+            total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
             for inputs in arrived:
                 total = _with(codec, total, inputs, chunks)
             return total
 
-        def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        def encode(arrived, chunks, encoder: Encoder, lost, skip=None):
             del skip  # encoding what nobody needs does no harm
-            values = add(arrived, chunks, total)
+            values = add(arrived, chunks)
             payloads = jax.vmap(codec.encode, (0, 0, None))(values, chunks, encoder.slot)
             if keep_error:
-                lost = restored(values - decoded(payloads, chunks), chunks)
+                less = restored(values - decoded(payloads, chunks), chunks)
                 # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
-                at = carry.lost.at[chunks]
-                kept = at.set(lost, unique_indices=True, mode="promise_in_bounds")
-                carry = carry._replace(lost=kept)
-            return payloads, carry
+                at = lost.at[chunks]
+                lost = at.set(less, unique_indices=True, mode="promise_in_bounds")
+            return payloads, lost
 
         def write(values, chunks, rows, into, n_rows: int):
             values = restored(values, chunks)
@@ -166,15 +154,15 @@ class PlainMethod(HopMethod):
                 into = jnp.zeros((n_rows, layout.chunk_size), dtype)
             return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        def decode(payloads, chunks, encoders, into, carry: Carry):
-            return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks), carry
+        def decode(payloads, chunks, encoders, into):
+            return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks)
 
-        def finish(arrived, chunks, into, carry: Carry):
+        def finish(arrived, chunks, into):
             streams = layout.chunks_per_worker
-            return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
+            return write(add(arrived, chunks), chunks, chunks % streams, into, streams)
 
-        carry = Kept((), jnp.zeros(own.shape, jnp.float32)) if keep_error else ()
-        return ChunkCodec(encode, add, decode, finish, carry)
+        none_lost = jnp.zeros(own.shape, jnp.float32) if keep_error else None
+        return ChunkCodec(encode, decode, finish, none_lost)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
