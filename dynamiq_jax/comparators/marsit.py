@@ -17,7 +17,7 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,7 @@ class Marsit(PlainMethod):
             into = jnp.zeros((layout.chunks, m), jnp.float32) if into is None else into
             return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        never: Any = None  # no slice alone is finished
-        return ChunkCodec(encode, decode, never)
+        return ChunkCodec(encode, decode)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""

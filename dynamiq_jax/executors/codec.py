@@ -46,9 +46,9 @@ class ChunkCodec(NamedTuple):
     decode: Callable[[Payload, Array, Encoder, Array | None], Array]
     """(payloads [c] of the last stage, chunks, their encoders int32[c], result so far) -> result
     with these chunks' finished sums in it."""
-    finish: Callable[[tuple[Arrived, ...], Array, Array | None], Array]
+    finish: Callable[[tuple[Arrived, ...], Array, Array | None], Array] | None = None
     """(arrived, chunks int32[1], result so far) -> this worker's slice of the result with the
-    chunk's finished sum in it, exact: not encoded again."""
+    chunk's finished sum in it, exact: not encoded again. For `reduce_scatter` alone."""
     lost: Array | None = None
     """What encodings begin with to tell of their losses; `None`: they tell of none."""
     push: Callable[[Axis], Array] | None = None

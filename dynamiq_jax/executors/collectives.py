@@ -96,6 +96,7 @@ def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: i
     """
     mine = axis.index * streams
     inputs, _ = _reduce(topology, codec, axis, streams)
+    assert codec.finish is not None
     result = None
     for i, arrived in enumerate(inputs):
         result = codec.finish(arrived, (mine + i)[None], result)

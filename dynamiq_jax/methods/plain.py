@@ -123,7 +123,7 @@ class PlainMethod(HopMethod):
         divisor: int = 1,
         keep_error: bool = False,
     ) -> ChunkCodec:
-        """See `HopMethod`; results are [C, m], or of `finish` [chunks_per_worker, m]."""
+        """See `HopMethod`; results are [C, m]."""
         own, codec = self.operations(x, shared, bound)
         layout: ChunkLayout = bound.layout
         own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
@@ -147,22 +147,16 @@ class PlainMethod(HopMethod):
                 lost = at.set(less, unique_indices=True, mode="promise_in_bounds")
             return payloads, lost
 
-        def write(values, chunks, rows, into, n_rows: int):
-            values = restored(values, chunks)
+        def decode(payloads, chunks, encoders, into):
+            values = restored(decoded(payloads, chunks), chunks)
             values = (values / divisor if divisor != 1 else values).astype(dtype)
             if into is None:
-                into = jnp.zeros((n_rows, layout.chunk_size), dtype)
-            return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
+                into = jnp.zeros((layout.chunks, layout.chunk_size), dtype)
+            return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        def decode(payloads, chunks, encoders, into):
-            return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks)
-
-        def finish(arrived, chunks, into):
-            streams = layout.chunks_per_worker
-            return write(add(arrived, chunks), chunks, chunks % streams, into, streams)
-
-        none_lost = jnp.zeros(own.shape, jnp.float32) if keep_error else None
-        return ChunkCodec(encode, decode, finish, none_lost)
+        return ChunkCodec(
+            encode, decode, lost=jnp.zeros(own.shape, jnp.float32) if keep_error else None
+        )
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

@@ -145,7 +145,7 @@ def chunk_codec(
 
     if keep_error:
         shape = layout.rows, layout.super_group_size
-        return ChunkCodec(encode, decode, finish, jnp.zeros(shape, jnp.float32))
+        return ChunkCodec(encode, decode, lost=jnp.zeros(shape, jnp.float32))
     return ChunkCodec(encode, decode, finish, push=push if pk.pushes(layout.fmt, backend) else None)
 
 
