@@ -154,16 +154,16 @@ def coding_calls(
 
     @jax.jit
     def encode(x, shared):
-        return codec(x, shared).encode((), chunk, Encoder(0, slots[0], 0), ())[0]
+        return codec(x, shared).encode((), chunk, Encoder(0, slots[0], 0), None)[0]
 
     @jax.jit
     def hop(x, shared, sent):
         arrived = (Arrived(sent[None], Encoder(0, slots[:1], chunk)),)
-        return codec(x, shared).encode(arrived, chunk, Encoder(1, slots[1], 0), ())[0]
+        return codec(x, shared).encode(arrived, chunk, Encoder(1, slots[1], 0), None)[0]
 
     @jax.jit
     def decode(x, shared, payloads):
-        return codec(x, shared).decode(payloads, chunk, Encoder(1, slots[1:], chunk), None, ())[0]
+        return codec(x, shared).decode(payloads, chunk, Encoder(1, slots[1:], chunk), None)
 
     sent = encode(x, shared)
     return {

@@ -10,7 +10,6 @@ import pytest
 from cases import small, vmapped
 
 import dynamiq_jax as dq
-from dynamiq_jax.executors.sequential import reduce_chunk, tree_of
 from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.base import n_slots, sink_slot
 
@@ -53,29 +52,6 @@ def test_every_worker_sends_every_chunk_of_others_once_and_owners_get_all(topolo
                 assert not held[to] & held[worker]
                 held[to], held[worker] = held[to] | held[worker], set()
         assert held[chunk] == set(range(n))
-
-
-@pytest.mark.parametrize(("topology", "n"), SCHEDULES, ids=str)
-def test_trees_of_chunks_are_those_of_the_encodings(topology, n):
-    for chunk in (0, n - 1):
-        tree = tree_of(topology, n, chunk)
-        expected = {
-            w: (stage, slot, to) for w, c, stage, slot, to in encodings(topology, n) if c == chunk
-        }
-        found = {
-            w: (int(tree.stage[w]), int(tree.slot[w]), int(tree.to[w]))
-            for w in range(n)
-            if w != chunk
-        }
-        assert found == expected
-        assert tree.to[chunk] == -1
-        order = tree.order()
-        assert sorted(order) == list(range(n)) and order[-1] == chunk
-        places = np.argsort(order)
-        assert all(places[w] < places[tree.to[w]] for w in order[:-1])
-        for worker in range(n):
-            senders = [w for w in order if tree.to[w] == worker]
-            assert (np.diff(tree.step[senders]) >= 0).all()
 
 
 def test_the_energy_of_a_ring_is_that_of_its_hops():
@@ -204,7 +180,3 @@ def test_schedules_that_break_their_promises_are_refused():
     for complaint, topology in broken.items():
         with pytest.raises(ValueError, match=complaint):
             vmapped(small(dq.F32()), topology)(jnp.ones((5, 4096)), None)
-    never: Any = None  # nothing is encoded
-    for topology in (OneArm(), OneArm(times=2)):  # on one device, too
-        with pytest.raises(ValueError, match="its schedule has to send every other worker's chunk"):
-            reduce_chunk(topology, 5, never, None)

@@ -19,8 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.executors import reduce_scatter
 
 BF16, F32 = small(dq.BF16()), small(dq.F32())
 SIZE = 1000 - 3
@@ -83,27 +81,6 @@ def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
     promised = wire_bits(method, topology)(leaf, n)
     padding = 0 if topology is None else n * 2 * 16
     assert size <= promised / bits * n / (2 * (n - 1)) <= size + padding
-
-
-def test_owners_of_a_reduce_scatter_get_sums_that_are_not_encoded_again():
-    """`ChunkCodec.finish` of plain codecs: cast to bf16 on the way, and not at the end."""
-    n, streams, size = 4, 2, 96
-    topology = dq.Direct(streams=streams)
-    sizes = dq.BF16().bind(n * size, n, topology)
-    x = gradient(6, n, n * size)
-
-    def one(v):
-        codec = dq.BF16().codec(v, (), sizes, dtype=v.dtype, divisor=2)
-        return reduce_scatter(topology, codec, Axis(("data",)), streams)[0].reshape(-1)
-
-    found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
-    cast = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)).reshape(n, n, size)
-    own = np.asarray(x).reshape(n, n, size)
-    for me in range(n):
-        total = own[me, me].copy()
-        for other in range(n):
-            total += 0 if other == me else cast[other, me]
-        assert_same_bits(found[me], total / 2)
 
 
 def over_two_levels(method, x, inner=None):

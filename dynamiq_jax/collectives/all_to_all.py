@@ -236,11 +236,11 @@ def _exchange_plain(
 
     def encode(block: Array, receiver: Array):
         own = codec(block, axis.index, receiver)
-        return own.encode((), first, Encoder(0, 0, 0), own.carry)[0]
+        return own.encode((), first, Encoder(0, 0, 0), None)[0]
 
     def decode(payload, sender: Array) -> Array:
         own = codec(jnp.zeros(size, x.dtype), sender, axis.index)
-        found, _ = own.decode(payload, first, Encoder(0, first, first), None, own.carry)
+        found = own.decode(payload, first, Encoder(0, first, first), None)
         return found.reshape(-1)[:size]
 
     arrived = axis.all_to_all(jax.vmap(encode)(x, everyone))

@@ -17,7 +17,7 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ class Marsit(PlainMethod):
         drawn = jnp.where(coins >> 31 == 1, 1.0, -1.0)
         signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
 
-        def add(arrived, chunks, total=None):
+        def add(arrived, chunks):
             """The coin is that of the encoding that arrived, which is merged once.
 
             One that is to be left out stands for nobody, and is never taken.
@@ -165,27 +165,24 @@ class Marsit(PlainMethod):
                 bits = jnp.where(unpack_bits(payloads, m, 1) == 1, 1.0, -1.0)
                 return jnp.where(theirs, bits, jnp.sign(total)) * both, None
 
-            if total is None:
-                total = signs.at[chunks].get(mode="promise_in_bounds")
+            total = signs.at[chunks].get(mode="promise_in_bounds")
             for inputs in arrived:
                 k = inputs.payloads.shape[0]
                 slots = jnp.broadcast_to(jnp.asarray(inputs.encoder.slot), k)
                 total, _ = lax.scan(merge, total, (inputs.payloads, slots), unroll=min(k, 16))
             return total
 
-        def encode(arrived, chunks, encoder, carry, total=None, skip=None):
+        def encode(arrived, chunks, encoder, lost, skip=None):
             del encoder, skip
-            return pack_bits((add(arrived, chunks, total) > 0).astype(jnp.uint32), 1), carry
+            return pack_bits((add(arrived, chunks) > 0).astype(jnp.uint32), 1), lost
 
-        def decode(payloads, chunks, encoders, into, carry):
+        def decode(payloads, chunks, encoders, into):
             lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
             values = jnp.where(unpack_bits(payloads, m, 1) == 1, lengths, -lengths)
             into = jnp.zeros((layout.chunks, m), jnp.float32) if into is None else into
-            into = into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
-            return into, carry
+            return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        never: Any = None  # no slice alone is finished
-        return ChunkCodec(encode, add, decode, never)
+        return ChunkCodec(encode, decode)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.executors.codec import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
 
@@ -31,19 +31,19 @@ class _Held(NamedTuple):
 
 def all_reduce(
     topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
-) -> tuple[Array, Carry]:
+) -> tuple[Array, Array | None]:
     """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes.
 
     Returns:
-      What `ChunkCodec.decode` makes of all chunks, and the last carry.
+      What `ChunkCodec.decode` makes of all chunks, and what this worker's encodings lost.
     """
     if topology.transport == "push" and streams == 1 and codec.push is not None:
         check_schedule(topology, axis.size)
-        return axis.assume_invarying(codec.push(axis)), codec.carry
+        return axis.assume_invarying(codec.push(axis)), None
     stages = topology.stages(axis.size)
     last, me = len(stages) - 1, axis.index
     own = Encoder(last, sink_slot(stages, me), me)
-    inputs, carry = _reduce(topology, codec, axis, streams)
+    inputs, lost = _reduce(topology, codec, axis, streams)
     permutes = topology.transport == "permutes"
     gathers = {
         "collectives": _gathered_sinks,
@@ -54,20 +54,13 @@ def all_reduce(
     result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]  # stream i of this worker's chunks
-        payloads, carry = codec.encode(arrived, chunk, own, carry)
-        before = carry
+        payloads, lost = codec.encode(arrived, chunk, own, lost)
         for sinks, owners in gather(payloads, axis):
             slots = jnp.broadcast_to(sink_slot(stages, owners), owners.shape)
             encoders = Encoder(last, slots, owners)
-            result, carry = codec.decode(sinks, owners * streams + i, encoders, result, carry)
-        if permutes:  # All workers decode the same: what was replicated before it is so after it.
-            carry = jax.tree.map(
-                lambda x, was: x if axis.varies(was) else axis.assume_invarying(x),
-                carry,
-                before,
-            )
+            result = codec.decode(sinks, owners * streams + i, encoders, result)
     assert result is not None
-    return axis.assume_invarying(result) if permutes else result, carry
+    return axis.assume_invarying(result) if permutes else result, lost
 
 
 Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
@@ -95,32 +88,31 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
         yield axis.ppermute(payloads, pairs), ((me - by) % n_workers)[None]
 
 
-def reduce_scatter(
-    topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
-) -> tuple[Array, Carry]:
+def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: int) -> Array:
     """Reduces every chunk; each owner decodes its sums.
 
     Returns:
-      What `ChunkCodec.finish` makes of this worker's chunks, and the last carry.
+      What `ChunkCodec.finish` makes of this worker's chunks.
     """
     mine = axis.index * streams
-    inputs, carry = _reduce(topology, codec, axis, streams)
+    inputs, _ = _reduce(topology, codec, axis, streams)
+    assert codec.finish is not None
     result = None
     for i, arrived in enumerate(inputs):
-        result, carry = codec.finish(arrived, (mine + i)[None], result, carry)
+        result = codec.finish(arrived, (mine + i)[None], result)
     assert result is not None
-    return result, carry
+    return result
 
 
 def _reduce(
     topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
-) -> tuple[list[tuple[Arrived, ...]], Carry]:
+) -> tuple[list[tuple[Arrived, ...]], Array | None]:
     """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
     n_workers = axis.size
     check_schedule(topology, n_workers)
     run = _Run(codec, axis, n_workers, streams, topology.transport == "push")
     held: list[list[_Held]] = [[] for _ in range(streams)]
-    carry = codec.carry
+    lost = codec.lost
     schedule = topology.schedule(n_workers)
     if topology.transport == "permutes":
         schedule = permuted(schedule, n_workers)
@@ -131,12 +123,12 @@ def _reduce(
             table = chunk_table(step, n_workers)
             for stream, mine in enumerate(held):
                 arrived = run.inputs(mine, table)
-                payloads, carry = run.encode(step, stream, arrived, carry)
+                payloads, lost = run.encode(step, stream, arrived, lost)
                 mine.append(run.held(step, run.send(step, payloads)))
         if looped:
-            held, carry = run.loop(rounds, held, carry)
+            held, lost = run.loop(rounds, held, lost)
     own = np.arange(n_workers, dtype=np.int32)[:, None]
-    return [run.inputs(mine, own) for mine in held], carry
+    return [run.inputs(mine, own) for mine in held], lost
 
 
 class _Run(NamedTuple):
@@ -155,8 +147,8 @@ class _Run(NamedTuple):
         return self.axis.index
 
     def loop(
-        self, rounds: Rounds, held: list[list[_Held]], carry: Carry
-    ) -> tuple[list[list[_Held]], Carry]:
+        self, rounds: Rounds, held: list[list[_Held]], lost: Array | None
+    ) -> tuple[list[list[_Held]], Array | None]:
         """All rounds but the first, as a loop: what arrives in one is all that the next adds.
 
         Raises:
@@ -171,20 +163,20 @@ class _Run(NamedTuple):
             )
 
         def round_of(t, state):
-            before, carry = state
+            before, lost = state
             step, previous = rounds.step(t), rounds.step(t - 1)
             after = []
             for stream, payloads in enumerate(before):
                 arrived = Arrived(payloads, self._sender(previous))
-                payloads, carry = self.encode(step, stream, (arrived,), carry)
+                payloads, lost = self.encode(step, stream, (arrived,), lost)
                 after.append(self.send(step, payloads))
-            return after, carry
+            return after, lost
 
         last = rounds.step(rounds.length - 1)
-        start = [mine[-1].arrived.payloads for mine in held], carry
-        moved, carry = lax.fori_loop(1, rounds.length, round_of, start)
+        start = [mine[-1].arrived.payloads for mine in held], lost
+        moved, lost = lax.fori_loop(1, rounds.length, round_of, start)
         arrived = [self.held(last, payloads) for payloads in moved]
-        return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], carry
+        return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], lost
 
     def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
         """The arrived payloads of the chunks of the owners ``wanted[me]``."""
@@ -200,14 +192,14 @@ class _Run(NamedTuple):
         return tuple(found)
 
     def encode(
-        self, step: Step, stream: int, arrived: tuple[Arrived, ...], carry: Carry
-    ) -> tuple[Payload, Carry]:
+        self, step: Step, stream: int, arrived: tuple[Arrived, ...], lost: Array | None
+    ) -> tuple[Payload, Array | None]:
         """The payloads of one stream's chunks in a step."""
         me = self.me
         chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
         encoder = Encoder(step.stage, step.slot(me), me)
         skip = me if step.to is None and not arrived else None
-        return self.codec.encode(arrived, chunks, encoder, carry, skip=skip)
+        return self.codec.encode(arrived, chunks, encoder, lost, skip=skip)
 
     def send(self, step: Step, payloads: Payload) -> Payload:
         """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import Carry, ChunkCodec, all_reduce
+from dynamiq_jax.executors import ChunkCodec, all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
@@ -73,13 +73,11 @@ class HopMethod(TellsLosses):
     ) -> ChunkCodec:
         """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype.
 
-        With ``keep_error`` the carry is a `plain.Kept`.
+        With ``keep_error`` the codec tells what its encodings lose.
         """
         raise NotImplementedError
 
-    def facts(
-        self, shared: Shared, carry: Carry, result: Array, bound: Bound, divisor: int
-    ) -> PayloadFacts:
+    def facts(self, shared: Shared, result: Array, bound: Bound, divisor: int) -> PayloadFacts:
         """The facts of the payloads, for `Metrics`."""
         return PayloadFacts()
 
@@ -93,17 +91,15 @@ class HopMethod(TellsLosses):
             options = {"divisor": call.divisor, "keep_error": call.keep_error}
             codec = self.codec(x, shared, bound, dtype=x.dtype, **options)
             streams = bound.layout.chunks_per_worker
-            result, carry = all_reduce(call.topology, codec, call.axis, streams)
-            lost = None
-            if call.keep_error:
-                carry, lost = carry
+            result, lost = all_reduce(call.topology, codec, call.axis, streams)
+            if lost is not None:
                 lost = lost.reshape(-1)[: x.shape[0]]
             if self.debug_checks:
                 assert_same_on_workers(result, call.axis, "the result")
             value = result.reshape(-1)[: x.shape[0]]
             outcome = Outcome(value, call.state, lost=lost)
             if call.metrics:
-                facts = self.facts(shared, carry, value, bound, call.divisor)
+                facts = self.facts(shared, value, bound, call.divisor)
                 outcome = outcome._replace(facts=facts)
             return outcome
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder, Payload
+from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.methods.base import ring_bits
 from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
 from dynamiq_jax.topologies import Stage, Topology
@@ -59,16 +59,6 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
-
-
-class Kept(NamedTuple):
-    """The carry of a codec that keeps errors."""
-
-    carry: Carry
-    """The carry without kept errors."""
-    lost: Float[Array, "rows m"]
-    """The losses of this worker's encodings, one of each chunk, f32 in the gradient's units and
-    order."""
 
 
 def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
@@ -133,48 +123,40 @@ class PlainMethod(HopMethod):
         divisor: int = 1,
         keep_error: bool = False,
     ) -> ChunkCodec:
-        """See `HopMethod`; results are [C, m], or of `finish` [chunks_per_worker, m]."""
+        """See `HopMethod`; results are [C, m]."""
         own, codec = self.operations(x, shared, bound)
         layout: ChunkLayout = bound.layout
         own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
         decoded = jax.vmap(codec.decode)
         restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
 
-        def add(arrived: tuple[Arrived, ...], chunks, total=None) -> Array:
-            if total is None:
-                total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
+        def add(arrived: tuple[Arrived, ...], chunks) -> Array:
+            total = own.at[chunks].get(mode="promise_in_bounds").astype(jnp.float32)
             for inputs in arrived:
                 total = _with(codec, total, inputs, chunks)
             return total
 
-        def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+        def encode(arrived, chunks, encoder: Encoder, lost, skip=None):
             del skip  # encoding what nobody needs does no harm
-            values = add(arrived, chunks, total)
+            values = add(arrived, chunks)
             payloads = jax.vmap(codec.encode, (0, 0, None))(values, chunks, encoder.slot)
             if keep_error:
-                lost = restored(values - decoded(payloads, chunks), chunks)
+                less = restored(values - decoded(payloads, chunks), chunks)
                 # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
-                at = carry.lost.at[chunks]
-                kept = at.set(lost, unique_indices=True, mode="promise_in_bounds")
-                carry = carry._replace(lost=kept)
-            return payloads, carry
+                at = lost.at[chunks]
+                lost = at.set(less, unique_indices=True, mode="promise_in_bounds")
+            return payloads, lost
 
-        def write(values, chunks, rows, into, n_rows: int):
-            values = restored(values, chunks)
+        def decode(payloads, chunks, encoders, into):
+            values = restored(decoded(payloads, chunks), chunks)
             values = (values / divisor if divisor != 1 else values).astype(dtype)
             if into is None:
-                into = jnp.zeros((n_rows, layout.chunk_size), dtype)
-            return into.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
+                into = jnp.zeros((layout.chunks, layout.chunk_size), dtype)
+            return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        def decode(payloads, chunks, encoders, into, carry: Carry):
-            return write(decoded(payloads, chunks), chunks, chunks, into, layout.chunks), carry
-
-        def finish(arrived, chunks, into, carry: Carry):
-            streams = layout.chunks_per_worker
-            return write(add(arrived, chunks), chunks, chunks % streams, into, streams), carry
-
-        carry = Kept((), jnp.zeros(own.shape, jnp.float32)) if keep_error else ()
-        return ChunkCodec(encode, add, decode, finish, carry)
+        return ChunkCodec(
+            encode, decode, lost=jnp.zeros(own.shape, jnp.float32) if keep_error else None
+        )
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import Arrived, Carry, ChunkCodec, Encoder
+from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import (
     Plan,
@@ -20,7 +20,6 @@ from dynamiq_jax.methods.dynamiq.plan import (
     pack_statistics,
     sampled,
 )
-from dynamiq_jax.methods.plain import Kept
 
 
 class SharedPlan(NamedTuple):
@@ -82,10 +81,9 @@ def chunk_codec(
 ) -> ChunkCodec:
     """Binds the kernels to one gradient and the plan that all workers share.
 
-    Totals (`ChunkCodec.add`) are f32[rows, S] in the gradient's order; rows of other chunks are
-    unspecified. With ``keep_error`` the carry is `Kept`, with f32[rows, S]. ``x`` comes in shards
-    of whole super-groups if there are several; ``slice_start`` is the number of this worker's first
-    one, for `ChunkCodec.finish`.
+    With ``keep_error`` what encodings lose is f32[rows, S] in the gradient's order. ``x`` comes in
+    shards of whole super-groups if there are several; ``slice_start`` is the number of this
+    worker's first one, for `ChunkCodec.finish`.
     """
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
@@ -103,9 +101,6 @@ def chunk_codec(
             for a in arrived
         )
 
-    def so_far(total) -> pk.Source:
-        return own if total is None else pk.Source(total.reshape(-1), None, plan.order)
-
     def less_means(start=None) -> pk.Result:
         """All rows of f32 values from which means are subtracted."""
         return pk.Result(nothing, plan.order, layout.rows, jnp.float32, start=start)
@@ -113,37 +108,34 @@ def chunk_codec(
     def summed(rows: int, start, into) -> pk.Result:
         return pk.Result(plan.mean_sum, plan.order, rows, dtype, divisor, start, into)
 
-    def add(arrived, chunks, total=None):
-        result = less_means(start=jnp.int32(0))
-        return pk.decompress_accumulate(inputs(arrived), so_far(total), chunks, result, **common)
-
-    def encode(arrived, chunks, encoder: Encoder, carry: Carry, total=None, skip=None):
+    def encode(arrived, chunks, encoder: Encoder, lost, skip=None):
         words = layout.payload_words[encoder.stage]
         target = pk.Target(plan.tiles[encoder.stage], noise[encoder.slot], words)
         if keep_error:
-            total = add(arrived, chunks, total)
-            payloads = pk.compress(so_far(total), chunks, target, skip, **common)
+            result = less_means(start=jnp.int32(0))
+            total = pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
+            source = pk.Source(total.reshape(-1), None, plan.order)
+            payloads = pk.compress(source, chunks, target, skip, **common)
             own_noise = noise_of(jnp.full_like(chunks, encoder.slot))
             sent = pk.decompress(payloads, target.tiles, chunks, less_means(), own_noise, **common)
             rows = plan.order[chunks].reshape(-1)
             # Numbers from layout.rows on are padding: clipped here, dropped in the next line.
-            lost = (total - sent).at[rows].get(mode="clip")
-            kept = carry.lost.at[rows].set(lost, mode="drop", unique_indices=True)
-            return payloads, carry._replace(lost=kept)
+            less = (total - sent).at[rows].get(mode="clip")
+            return payloads, lost.at[rows].set(less, mode="drop", unique_indices=True)
         if not arrived:
-            return pk.compress(so_far(total), chunks, target, skip, **common), carry
+            return pk.compress(own, chunks, target, skip, **common), None
         return pk.decompress_accumulate_recompress(
-            inputs(arrived), so_far(total), chunks, target, **common
-        ), carry
+            inputs(arrived), own, chunks, target, **common
+        ), None
 
-    def decode(payloads, chunks, encoders, into, carry: Carry):
+    def decode(payloads, chunks, encoders, into):
         result, known = summed(layout.rows, None, into), noise_of(encoders.slot)
-        return pk.decompress(payloads, plan.tiles[-1], chunks, result, known, **common), carry
+        return pk.decompress(payloads, plan.tiles[-1], chunks, result, known, **common)
 
-    def finish(arrived, chunks, into, carry: Carry):
+    def finish(arrived, chunks, into):
         assert slice_start is not None
         result = summed(layout.shard_rows, slice_start, into)
-        return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common), carry
+        return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
 
     def push(axis: Axis) -> Array:
         source, result = own._replace(x=axis.to_varying(x)), summed(layout.rows, None, None)
@@ -152,10 +144,9 @@ def chunk_codec(
         return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
 
     if keep_error:
-        none_lost = Kept((), jnp.zeros((layout.rows, layout.super_group_size), jnp.float32))
-        return ChunkCodec(encode, add, decode, finish, none_lost)
-    pushes = pk.pushes(layout.fmt, backend)
-    return ChunkCodec(encode, add, decode, finish, push=push if pushes else None)
+        shape = layout.rows, layout.super_group_size
+        return ChunkCodec(encode, decode, lost=jnp.zeros(shape, jnp.float32))
+    return ChunkCodec(encode, decode, finish, push=push if pk.pushes(layout.fmt, backend) else None)
 
 
 def expected_error(

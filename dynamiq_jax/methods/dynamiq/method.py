@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import Carry, ChunkCodec, Encoder, reduce_scatter
+from dynamiq_jax.executors import ChunkCodec, Encoder, reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     MIN_BUCKET_SIZE,
@@ -21,7 +21,6 @@ from dynamiq_jax.methods.base import (
     Collective,
     Limits,
     ShardedMethod,
-    State,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
     LARGEST_DITHERED_ERROR,
@@ -347,7 +346,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         layout = self.layout(size, n_workers, topology)
         return Bound(layout, topology, n_workers)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound, state: State = ()) -> Array:
+    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
         """Squared norms (and means) of the super-groups, or samples without a plan, bf16."""
         return statistics(x, bound.layout, self.backend)
 
@@ -369,9 +368,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         options = {"keep_error": keep_error, "backend": self.backend}
         return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
 
-    def facts(
-        self, shared: SharedPlan, carry: Carry, result: Array, bound: Bound, divisor: int
-    ) -> PayloadFacts:
+    def facts(self, shared: SharedPlan, result: Array, bound: Bound, divisor: int) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
         layout: Layout = bound.layout
         if self.format.subtract_mean:
@@ -401,7 +398,7 @@ class DynamiQ(HopMethod, ShardedMethod):
                 flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
             )
             streams = layout.chunks_per_worker
-            result, _ = reduce_scatter(call.topology, codec, call.axis, streams)
+            result = reduce_scatter(call.topology, codec, call.axis, streams)
             return result.reshape(-1)[:size]
 
     def all_gather(
@@ -421,7 +418,7 @@ class DynamiQ(HopMethod, ShardedMethod):
             codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)
             owners = jnp.arange(n, dtype=jnp.int32)
             everyone = Encoder(0, owners, owners)
-            result, _ = codec.decode(gather(payload), owners, everyone, None, ())
+            result = codec.decode(gather(payload), owners, everyone, None)
             return result.reshape(n, -1)[:, :size]
 
 
