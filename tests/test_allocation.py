@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
-from dynamiq_jax.methods.dynamiq.plan import (
-    make_plan,
-    upgrades_of,
-)
+from dynamiq_jax.methods.dynamiq.plan import make_plan, upgrades_of
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 

@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EIGHT,
-    LOOP,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    relative_error,
-    vmapped,
-)
+from cases import CHEAP, EIGHT, LOOP, assert_same_bits, auto_mesh, daily, relative_error, vmapped
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

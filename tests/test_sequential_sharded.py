@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import (
-    CHEAP,
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    promoting,
-)
+from cases import CHEAP, assert_close, assert_same_bits, auto_mesh, daily, promoting
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
