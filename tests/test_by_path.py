@@ -253,13 +253,9 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
         error = {name: float(vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
         assert 1e-8 < error["table"] < 1e-3 < error["w"] < 1e-2
         sent = dq.explain(
-            params,
-            4,
-            method=small(by_name, topology=DIRECT),
-            mesh=mesh,
-            specs={"norm": P(), "table": P(None, "model"), "w": P(None, "model")},
-            verbose=False,
-        )
+            params, 4, method=small(by_name, topology=DIRECT), mesh=mesh,
+            specs={"norm": P(), "table": P(None, "model"), "w": P(None, "model")}, verbose=False,
+        )  # fmt: skip
         assert [row.shape for row in sent.rows] == [(64,), (16, 32), (64, 32)]
 
 

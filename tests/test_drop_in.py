@@ -208,12 +208,9 @@ def replicated_and_not(reduce, *, check_vma=True):
     """The reduction of a tree with leaves that vary and leaves that do not."""
     x = gradient(3, N, SIZE)
     fixed = {
-        "rate": jnp.float32(0.1),
-        "large": jnp.linspace(-1, 1, 4 * SIZE) / 3,
-        "step": jnp.int32(7),
-        "flag": jnp.array([True, False]),
-        "phase": jnp.array([1 + 2j]) / 3,
-    }
+        "rate": jnp.float32(0.1), "large": jnp.linspace(-1, 1, 4 * SIZE) / 3, "step": jnp.int32(7),
+        "flag": jnp.array([True, False]), "phase": jnp.array([1 + 2j]) / 3,
+    }  # fmt: skip
 
     def one(x, fixed):
         return reduce({"x": x[0], "small": x[0, :3], **fixed}, "data")

@@ -32,23 +32,19 @@ FIELDS = [
     ({"rounding": "nearest"}, ["rounding='nearest'", "antithetic", "correlated", "independent"]),
     ({"backend": "cuda"}, ["backend='cuda'", "None", "triton", "jnp", "interpret"]),
     ({"backend": "pallas"}, ["backend='pallas'", "pass backend='triton'"]),
-    (
-        {"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
-        ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"],
-    ),
+    ({"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
+        ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"]),
     ({"bits": 2.2}, ["bits=2.2", "below 2.375", "narrowest width, 2", "raise bits", "narrower"]),
     ({"bits": float("nan")}, ["bits=nan"]),
     ({"bits": 33}, ["bits=33", "exceeds 32", "at most 14.38", "lower bits"]),
-    (
-        {"dither": True, "format": dq.Format(levels="geometric")},
-        ["dither=True", "levels='piecewise'"],
-    ),
+    ({"dither": True, "format": dq.Format(levels="geometric")},
+        ["dither=True", "levels='piecewise'"]),
     ({"dither": True, "widths": (4, 15)}, ["widths=(4, 15)", "14 or 16"]),
     ({"floor": 5, "widths": (2, 4)}, ["floor=5", "(2, 4)", "'auto'", "None for no floor"]),
     ({"floor": 15}, ["floor=15", "13, 14)", "'auto'"]),
     ({"floor": 11, "format": dq.Format(levels="geometric"), "bits": 12}, ["floor=11", "9, 10)"]),
     ({"floor": 5}, ["bits=5.0", "below 5.375", "the floor, 5", "lower floor"]),
-]
+]  # fmt: skip
 FORMAT_FIELDS = [
     ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
     ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
@@ -236,14 +232,10 @@ def test_unknown_axis(name):
 
 
 UNMAPPED = {
-    "psum": dq.psum,
-    "pmean": dq.pmean,
-    "reduce": dq.reduce,
-    "psum_scatter": dq.psum_scatter,
-    "all_gather": dq.all_gather,
-    "reduce_in_backward": dq.reduce_in_backward,
+    "psum": dq.psum, "pmean": dq.pmean, "reduce": dq.reduce, "psum_scatter": dq.psum_scatter,
+    "all_gather": dq.all_gather, "reduce_in_backward": dq.reduce_in_backward,
     "all_reduce": lambda x, axis: dq.optax.all_reduce(axis).update(x, OF_NO_STEP),
-}
+}  # fmt: skip
 OF_NO_STEP = dq.optax.AllReduceState(np.int32(0), None, None)
 
 

@@ -353,12 +353,9 @@ def unused(layers, x, each):
 
 
 LOSSES = {
-    "scan": model,
-    "loop": partial(model, scanned=False, remat=False),
-    "penalised": penalised,
-    "penalty in scan": penalty_in_scan,
-    "unused": unused,
-}
+    "scan": model, "loop": partial(model, scanned=False, remat=False), "penalised": penalised,
+    "penalty in scan": penalty_in_scan, "unused": unused,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", daily(LOSSES, ["loop", "penalty in scan", "unused"]))

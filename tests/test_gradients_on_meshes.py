@@ -56,20 +56,16 @@ LAYOUTS = {
     "tensor parallel": Layout({"data": 4, "model": 2}, "data", specs("model", None)),
     "fsdp": Layout({"fsdp": 8}, "fsdp", specs(None, "fsdp")),
     "hsdp": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, "fsdp")),
-    "fsdp of all data axes": Layout(
-        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, ("replica", "fsdp"))
-    ),
+    "fsdp of all data axes": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"),
+        specs(None, ("replica", "fsdp"))),
     "fsdp and tensor parallel": Layout({"fsdp": 4, "model": 2}, "fsdp", specs("model", "fsdp")),
-    "hsdp and tensor parallel": Layout(
-        {"replica": 2, "fsdp": 2, "model": 2}, ("replica", "fsdp"), specs("model", "fsdp")
-    ),
-    "both in one dimension": Layout(
-        {"fsdp": 4, "model": 2}, "fsdp", specs(("fsdp", "model"), None)
-    ),
-    "a data axis for each dimension": Layout(
-        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs("replica", "fsdp")
-    ),
-}
+    "hsdp and tensor parallel": Layout({"replica": 2, "fsdp": 2, "model": 2}, ("replica", "fsdp"),
+        specs("model", "fsdp")),
+    "both in one dimension": Layout({"fsdp": 4, "model": 2}, "fsdp",
+        specs(("fsdp", "model"), None)),
+    "a data axis for each dimension": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"),
+        specs("replica", "fsdp")),
+}  # fmt: skip
 
 
 def model(params, x, y):

@@ -77,13 +77,10 @@ leaves = st.tuples(shapes, st.sampled_from(COMPRESSED + EXACT))
 names = st.text(string.ascii_letters + " ./'é", max_size=4)
 trees = st.recursive(
     leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(names, inner, max_size=3),
-        st.tuples(inner, st.none()),
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3),
+        st.tuples(inner, st.none())),
     max_leaves=6,
-)
+)  # fmt: skip
 
 
 def is_leaf(x):

@@ -242,9 +242,12 @@ def test_what_cannot_be_is_refused(change, complaint):
         mapped(lambda p, x: run(p, x))(params, tokens)
 
 
-def test_one_function_is_refused():
+def test_one_function_and_an_axis_that_is_not_mapped_are_refused():
+    functions, params, tokens = model(3)
     with pytest.raises(ValueError, match=r"functions=head is one .*; pass a list: \[function\]"):
         jax.vmap(lambda x: dq.sequential(head, [x], x, "data"), axis_name="data")(jnp.ones(4))
+    with pytest.raises(NameError, match="data.*call sequential under"):
+        dq.sequential(functions, params, tokens, "data")
 
 
 def test_it_has_no_second_derivatives():
@@ -261,9 +264,3 @@ def test_it_has_no_second_derivatives():
     for second in (curvature, of_replicated_input):
         with pytest.raises(NotImplementedError, match="sequential has derivatives of the first"):
             mapped(second)(params, tokens)
-
-
-def test_it_names_an_axis_that_is_not_mapped():
-    functions, params, tokens = model(3)
-    with pytest.raises(NameError, match="data.*call sequential under"):
-        dq.sequential(functions, params, tokens, "data")
