@@ -66,10 +66,9 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
         return dq.reduce(own, "data", op=op, method=METHOD, key=KEY).tree
 
     found, expected = (mapped(f, check_vma)(layers, x) for f in (inside, after))
-    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_same_bits(own, other)
-        assert_same_bits(own, np.broadcast_to(own[:1], own.shape))
-        assert np.any(np.asarray(own) != 0)
+    assert_same_bits(found, expected)
+    assert_same_bits(found, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), found))
+    assert all(np.any(own != 0) for own in found.values())
 
 
 def means():
