@@ -80,17 +80,13 @@ def energies(shards: int, rows: int) -> dict[str, np.ndarray]:
     spread = rng.lognormal(0.0, 3.0, (shards, rows)).astype(np.float32)
     rising = np.geomspace(1e-38, 3e38, shards * rows, dtype=np.float32).reshape(shards, rows)
     return {
-        "spread": spread,
-        "rising": rising,
-        "falling": rising[:, ::-1],
-        "equal": np.full_like(spread, 0.7),
-        "zero": np.zeros_like(spread),
+        "spread": spread, "rising": rising, "falling": rising[:, ::-1],
+        "equal": np.full_like(spread, 0.7), "zero": np.zeros_like(spread),
         "edges": np.float32(1.75) * 2.0 ** rng.integers(0, 3, spread.shape).astype(np.float32),
-        "one": np.where(np.arange(rows) == rows // 2, 5.0, 0.0).astype(np.float32)[None]
-        * np.ones((shards, 1), np.float32),
+        "one": np.float32(5 * (np.arange(rows) == rows // 2))[None] + np.zeros_like(spread),
         "poisoned": np.where(rng.random((shards, rows)) < 0.2, 0.0, spread),
         "tiny": spread * np.float32(1e-40),
-    }
+    }  # fmt: skip
 
 
 def dealt(energy, chunks: int, size: int, backend=None) -> pk.Dealt:
@@ -179,15 +175,12 @@ def programs(layout: Layout, fmt, dtype, backend):
         return pk.decompress(p.first[0, :1], o.tiles[0], chunks, result, noise, **kw)
 
     return {
-        "compress": compress,
-        "compress skipping": compress_one,
+        "compress": compress, "compress skipping": compress_one,
         "decompress_accumulate_recompress": hop,
         "decompress_accumulate_recompress without means": hop_without_means,
-        "decompress_accumulate": sums,
-        "decompress_accumulate into": sums_into,
-        "decompress": decompress,
-        "decompress into": decompress_into,
-    }
+        "decompress_accumulate": sums, "decompress_accumulate into": sums_into,
+        "decompress": decompress, "decompress into": decompress_into,
+    }  # fmt: skip
 
 
 def payloads(layout: Layout, fmt, o: Operands) -> Payloads:

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import LOOP, plan_is_exact, small
+from cases import LOOP, loss_fn, plan_is_exact, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,9 +32,9 @@ import dynamiq_jax as dq
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import llm_data
-import llm_model
 import train_llm
 import train_multihost
+from small_llm import CONFIG
 from train_multihost import AXES, Run
 
 HEARTBEAT_TIMEOUT = 10
@@ -58,21 +58,16 @@ def on(collective, axis_name, topology=None, size=SIZE):
 psum = partial(on, dq.psum, size=SIZE - 100)
 scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
 COLLECTIVES = {
-    4: {
-        "psum, two axes, ring": psum(AXES, LOOP),
+    4: {"psum, two axes, ring": psum(AXES, LOOP),
         "psum, two axes, butterfly": psum(AXES, dq.Butterfly()),
         "psum, two axes, direct": psum(AXES, dq.Direct()),
-        "psum, hierarchical": psum(AXES, dq.Hierarchical()),
-        "psum, nodes, ring": psum(NODE, LOOP),
+        "psum, hierarchical": psum(AXES, dq.Hierarchical()), "psum, nodes, ring": psum(NODE, LOOP),
         "psum_scatter, nodes, direct": on(scatter, NODE, dq.Direct()),
-        "all_gather, two axes": on(gather, AXES),
-    },
-    2: {
-        "psum, two axes, direct": psum(AXES, dq.Direct()),
+        "all_gather, two axes": on(gather, AXES)},
+    2: {"psum, two axes, direct": psum(AXES, dq.Direct()),
         "psum_scatter, two axes, ring": on(scatter, AXES, LOOP),
-        "all_gather, nodes": on(gather, NODE),
-    },
-}
+        "all_gather, nodes": on(gather, NODE)},
+}  # fmt: skip
 """Functions that groups of processes run: {number of processes: {name: function of (x, key)}}."""
 
 
@@ -99,10 +94,6 @@ def held_rows(array):
 
 # --- Training -------------------------------------------------------------------------------------
 
-CONFIG = replace(
-    llm_model.CONFIGS["tiny"],
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
-)  # fmt: skip
 STEPS, CHECKPOINT_EVERY, DIES_BEFORE_STEP = 10, 3, 7
 STEPS_ON_HOSTS = 16
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
@@ -156,10 +147,6 @@ WIDTH = 192
 REQUEST = small(METHOD.method)
 
 
-def loss_fn(params, x):
-    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
-
-
 def problem(mesh):
     """Parameters, and two rows of inputs for each worker."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -181,11 +168,7 @@ def by_default(mesh):
     """A psum without a topology; in one process the one that several processes take by default."""
     topology = dq.Hierarchical(outer=dq.Butterfly()) if jax.process_count() == 1 else None
     own = partial(dq.psum, axis_name=AXES, method=small(METHOD.method, topology=topology))
-
-    def step(params, x):
-        return own(jax.grad(loss_fn)(params, x))
-
-    return of_rows(mesh, step, P())(*problem(mesh))
+    return of_rows(mesh, lambda *args: own(jax.grad(loss_fn)(*args)), P())(*problem(mesh))
 
 
 def by_value_and_grad(mesh):
@@ -237,11 +220,9 @@ def by_fsdp(mesh):
 
 
 WAYS = {
-    "default": by_default,
-    "value_and_grad": by_value_and_grad,
-    "sharded updates": by_sharded_updates,
-    "FSDP": by_fsdp,
-}
+    "default": by_default, "value_and_grad": by_value_and_grad,
+    "sharded updates": by_sharded_updates, "FSDP": by_fsdp,
+}  # fmt: skip
 
 
 def ways(mesh):
@@ -305,11 +286,8 @@ def library(mesh, folder, n_nodes):
     if os.environ.get(BRIEF):
         return
     outcome = train_multihost.train(make_run(mesh), corpus(), log=say)
-    record = {
-        "mesh": dict(mesh.shape),
-        "losses": outcome.losses,
-        "hashes": hashes(outcome.state.params),
-    }
+    record = {"mesh": dict(mesh.shape), "losses": outcome.losses}
+    record["hashes"] = hashes(outcome.state.params)
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(record))
 
 
@@ -360,13 +338,10 @@ def command_line(folder, coordinator, num_processes, process_id, *, dies):
 
 
 MODES = {
-    "alone": alone,
-    "together": together,
-    "command_line": partial(command_line, dies=False),
-    "command_line_dies": partial(command_line, dies=True),
-    "steps_on_hosts": steps_on_hosts,
+    "alone": alone, "together": together, "command_line": partial(command_line, dies=False),
+    "command_line_dies": partial(command_line, dies=True), "steps_on_hosts": steps_on_hosts,
     "training_on_hosts": training_on_hosts,
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # JAX ends by abort

@@ -163,11 +163,9 @@ def test_axes_that_the_mesh_does_not_have_are_refused():
 def test_fingerprints_tell_bits_places_and_leaves():
     x = jnp.arange(8.0)
     variants = [(x,), (x.at[3].set(3.0000002),), (x[::-1],), (-x,), (x, x), (x.astype(jnp.int32),)]
+    variants += [(jnp.array([0.0]),), (jnp.array([-0.0]),)]
     hashes = [int(fingerprint.fingerprint(tree)) for tree in variants]
     assert len(set(hashes)) == len(hashes)
-    assert int(fingerprint.fingerprint((jnp.array([0.0]),))) != int(
-        fingerprint.fingerprint((jnp.array([-0.0]),))
-    )
 
 
 def reduced(method, x):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,9 @@ LARGEST_STEP = 8 / (32 * (1 + 2 + 4 + 8))
 """The step of width 8, relative to the largest magnitude of a group."""
 
 
+tiled_rows = partial(dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, tiled=True)
+
+
 @functools.cache
 def ours(split, concat, tiled=True, n=N, **options):
     """jit of (tree with leading worker axis, key) -> every worker's result."""
@@ -45,9 +49,7 @@ def ours(split, concat, tiled=True, n=N, **options):
 
 def native(tree, split, concat, tiled=True):
     """The tree after `jax.lax`'s exchange; axes count from the first."""
-    one = functools.partial(
-        lax.all_to_all, axis_name="data", split_axis=split, concat_axis=concat, tiled=tiled
-    )
+    one = lambda tree: lax.all_to_all(tree, "data", split, concat, tiled=tiled)  # noqa: E731
     return jax.jit(jax.vmap(one, axis_name="data"))(tree)
 
 
@@ -133,18 +135,13 @@ def pulled(collective, x, cotangent):
 def test_one_worker_sends_nothing():
     x = normal(2, 37)[:1]
     for options in ({}, {"method": CHEAP}, {"method": small(comparators.MXFP8())}):
-        one = functools.partial(dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0)
-        alone = functools.partial(one, tiled=True, key=KEY, **options)
-        found = pulled(alone, x, 2 * x)
+        found = pulled(partial(tiled_rows, key=KEY, **options), x, 2 * x)
         assert_same_bits(found, (x, 2 * x))
 
 
 def test_the_backward_pass_has_bits_and_noise_of_its_own():
     x, cotangent = normal(8, 6, 50), gradient(1, N, 2 * 24 * 50).reshape(N, 2, 24, 50)
-    lax_one = functools.partial(
-        lax.all_to_all, axis_name="data", split_axis=0, concat_axis=1, tiled=True
-    )
-    y, exact = pulled(lax_one, x, cotangent)
+    y, exact = pulled(lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), x, cotangent)
 
     def errors(method, **options):
         own = {"tiled": True, "method": small(method), "key": KEY} | options
@@ -152,26 +149,21 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
         assert found[1].shape == x.shape
         return [relative_error(*pair) for pair in zip(found, (y, exact), strict=True)]
 
-    forth, back = errors(dq.F32())  # the default: codes of 8 bits
-    assert forth == 0
-    assert 3e-5 < back < 2e-4
-    forth, back = errors(dq.DynamiQ(bits=8.5), backward=dq.F32())
-    assert 3e-5 < forth < 2e-4
-    assert back == 0
-    forth, back = errors(dq.DynamiQ(bits=8.5), backward=dq.DynamiQ(bits=5.5))
-    assert 3e-5 < forth < 2e-4
-    assert 3e-3 < back < 2e-2
-    forth, back = errors(dq.DynamiQ(bits=5.5), backward=None)
-    assert 3e-3 < forth < 2e-2
-    assert 3e-3 < back < 2e-2
+    eight, five, none = (3e-5, 2e-4), (3e-3, 2e-2), (-1, 1e-30)
+    cases = [
+        (errors(dq.F32()), none, eight),  # the default: codes of 8 bits
+        (errors(dq.DynamiQ(bits=8.5), backward=dq.F32()), eight, none),
+        (errors(dq.DynamiQ(bits=5.5), backward=None), five, five),
+    ]
+    for found, *bounds in cases:
+        for error, (least, most) in zip(found, bounds, strict=True):
+            assert least < error < most
 
 
 def test_rounding_backwards_is_not_that_of_the_way_forth():
+    exchange = partial(tiled_rows, method=CHEAP, backward=None, key=KEY)
+
     def one(x):
-        exchange = functools.partial(
-            dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, tiled=True,
-            method=CHEAP, backward=None, key=KEY,
-        )  # fmt: skip
         y, pull = jax.vjp(exchange, x)
         back = pull(x)[0]
         # An exchange of rows is its own transpose: it differs by its noise alone.
@@ -287,11 +279,8 @@ def test_bytes_are_those_of_the_width(bits, width):
     n, size = 8, 8 * 16 * 2048
 
     def one(x):
-        method = small(dq.DynamiQ(bits=bits))
-        exchange = functools.partial(
-            dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, tiled=True, method=method
-        )
-        y, pull = jax.vjp(lambda x: exchange(x[0], backward=None), x)
+        exchange = partial(tiled_rows, method=small(dq.DynamiQ(bits=bits)), backward=None)
+        y, pull = jax.vjp(lambda x: exchange(x[0]), x)
         return pull(y)[0]
 
     specs = {"in_specs": P("data"), "out_specs": P("data")}
@@ -346,9 +335,7 @@ def test_blocks_are_encoded_without_copies():
 
     def moves(split, size):
         x = jax.ShapeDtypeStruct((N, N * 2, N, size), jnp.float16)
-        options = {"split_axis": split, "concat_axis": 0, "tiled": True, "method": EIGHT}
-        one = functools.partial(dq.all_to_all, axis_name="data", **options)
-        text = str(jax.make_jaxpr(jax.vmap(one, axis_name="data"))(x))
+        text = str(ours(split, 0, method=EIGHT).trace(x, KEY).jaxpr)
         whole = N * N * 2 * N * size
         found = re.findall(r":f16\[([\d,]+)\] = (transpose|pad|concatenate|copy)\b", text)
         # A pad by nothing has operand and result of one size, and XLA drops it.
@@ -364,8 +351,7 @@ def test_blocks_are_encoded_without_copies():
 def traced(shape, *axes, n=N, **options):
     options = {"tiled": True} | options
     x = {"x": jax.ShapeDtypeStruct((n, *shape), jnp.float32)}
-    one = functools.partial(dq.all_to_all, axis_name="data", **options)
-    mapped = jax.vmap(lambda x: one(x, split_axis=axes[0], concat_axis=axes[1]), axis_name="data")
+    mapped = jax.vmap(lambda x: dq.all_to_all(x, "data", *axes, **options), axis_name="data")
     return jax.eval_shape(mapped, x)
 
 
@@ -411,9 +397,7 @@ def test_methods_that_need_more_are_refused(method):
 def test_other_refusals():
     with pytest.raises(NameError, match="call all_to_all under `jax.shard_map`"):
         dq.all_to_all(jnp.ones((8, 8)), "data", 0, 0)
-    one = functools.partial(
-        dq.all_to_all, axis_name="data", split_axis=0, concat_axis=0, method=CHEAP
-    )
+    one = partial(tiled_rows, tiled=False, method=CHEAP)
     x = jnp.ones((N, N, 5))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.vmap(lambda x: jax.jvp(one, (x,), (x,)), axis_name="data")(x)

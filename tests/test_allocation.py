@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, daily, plan_widths, vmapped
+from cases import SMALL, daily, plan_widths, small, sum_error, vmapped
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
-from dynamiq_jax.methods.dynamiq.plan import (
-    make_plan,
-    upgrades_of,
-)
+from dynamiq_jax.methods.dynamiq.plan import make_plan, upgrades_of
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 
@@ -100,13 +97,11 @@ def test_a_balance_decides_the_floor_of_each_stage():
 
 def test_without_a_floor_squared_error_decides():
     """Plans equal those of the even widths to 10, the default before there were floors."""
-    old = dq.DynamiQ(widths=(2, 4, 6, 8, 10), floor=None)
-    new = dq.DynamiQ(floor=None)
-    for topology in (dq.Ring(), dq.Direct(balance=0.0)):
-        words = [m.layout(10**6, 8, topology).payload_words for m in (old, new)]
-        assert words[0] == words[1]
-    assert new.layout(10**6, 8, dq.Ring()).payload_words == (19916, 18656)
-    assert new.layout(10**6, 8, dq.Direct(balance=0.0)).payload_words == (19284, 19284)
+    for widths in ((2, 4, 6, 8, 10), None):
+        method = dq.DynamiQ(widths=widths, floor=None)
+        assert method.layout(10**6, 8, dq.Ring()).payload_words == (19916, 18656)
+        even = method.layout(10**6, 8, dq.Direct(balance=0.0))
+        assert even.payload_words == (19284, 19284)
 
 
 def test_the_way_through_a_floor_leaves_the_hull_only_there():
@@ -175,23 +170,23 @@ def test_padding_takes_no_width_without_a_floor(bits):
 @pytest.mark.parametrize("bits", daily([3.5, 4.0, 5.0], [4.0]))
 def test_small_super_groups_err_as_expected(name, bits):
     """Unrelated gradients, a thousandth of the super-groups with nearly all the energy."""
-    n, rows, method = 8, 8 * TILE_ROWS * 8, dq.Compression(dq.DynamiQ(bits=bits), **SMALL)
+    n, rows, method = 8, 8 * TILE_ROWS * 8, dq.DynamiQ(bits=bits)
     topology = dq.Ring(unroll_up_to=1) if name == "ring" else NAMED[name]  # the same bits
     loud = jnp.where(jnp.arange(rows)[None, :, None] % 8 == 0, 2.0**12, 1.0)
     x = jax.random.normal(jax.random.key(0), (n, rows, 256)) * loud
-    out = vmapped(method, topology)(x.reshape(n, -1), jax.random.key(1))[0].reshape(rows, 256)
     exact = np.asarray(x, np.float64).sum(axis=0)
-    small = np.arange(rows) % 8 != 0
-    squared = (np.asarray(out, np.float64) - exact)[small] ** 2
-    relative = squared.sum() / (exact[small] ** 2).sum()
-    expected = method.method.relative_error(n, NAMED[name])
+    quiet = np.arange(rows) % 8 != 0
+
+    def relative(method):
+        out = vmapped(small(method), topology)(x.reshape(n, -1), jax.random.key(1))[0]
+        squared = (np.asarray(out, np.float64).reshape(rows, 256) - exact)[quiet] ** 2
+        return squared.sum() / (exact[quiet] ** 2).sum()
+
+    found, expected = relative(method), method.relative_error(n, NAMED[name])
     # Pairs of encoders cancel less than half of it where they hold different values.
-    assert 0.6 * expected < relative < 1.5 * expected
+    assert 0.6 * expected < found < 1.5 * expected
     # Squared error alone leaves them to the narrowest width.
-    plain = dataclasses.replace(method, method=dataclasses.replace(method.method, floor=None))
-    out = vmapped(plain, topology)(x.reshape(n, -1), jax.random.key(1))[0].reshape(rows, 256)
-    squared = (np.asarray(out, np.float64) - exact)[small] ** 2
-    assert squared.sum() / (exact[small] ** 2).sum() > 3 * relative
+    assert relative(dataclasses.replace(method, floor=None)) > 3 * found
 
 
 DRAWS = {
@@ -206,20 +201,18 @@ DRAWS = {
 @pytest.mark.parametrize(("name", "n"), [*itertools.product(NAMED, (2, 4, 8))])
 def test_what_is_said_of_errors_holds_for_four_distributions(name, n):
     """On average and in the worst of 448 super-groups; an eighth more takes what bits are left."""
-    rows, method, topology = 8 * TILE_ROWS * 8, dq.Compression(dq.DynamiQ(), **SMALL), NAMED[name]
+    rows, request = 8 * TILE_ROWS * 8, small(dq.DynamiQ(), topology=NAMED[name])
 
     def one(x, key):
-        options = {"method": method, "topology": topology, "op": "sum", "metrics": True}
-        found = dq.reduce(x, "data", key=key, **options)
+        found = dq.reduce(x, "data", key=key, method=request, op="sum", metrics=True)
         return found.tree, found.metrics.vnmse
 
     run = jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
-    gradient = jax.ShapeDtypeStruct((rows * 256,), jnp.float32)
-    said = dq.explain(gradient, n, method=method, topology=topology, verbose=False)
+    said = request.explain(gradient_of(rows), n, verbose=False)
     assert f"about {said.relative_error:.2g}, of the worst up to three times that" in str(said)
-    small, most = np.arange(rows) % 8 != 0, []
+    quiet, most = np.arange(rows) % 8 != 0, []
     for draw in DRAWS.values():
-        x = draw(np.random.default_rng(n), (n, rows, 256)) * np.where(small, 1, 1024)[None, :, None]
+        x = draw(np.random.default_rng(n), (n, rows, 256)) * np.where(quiet, 1, 1024)[None, :, None]
         exact = x.sum(axis=0)
         energy, errors, known = np.sum(exact**2, axis=1), [], []
         for i in range(6):
@@ -228,9 +221,9 @@ def test_what_is_said_of_errors_holds_for_four_distributions(name, n):
             errors.append(np.sum(error**2, axis=1))
             known.append(float(vnmse[0]))
         found = np.mean(errors, axis=0)
-        average = found[small].sum() / energy[small].sum()
+        average = found[quiet].sum() / energy[quiet].sum()
         assert 0.7 < average / said.relative_error < 1.4
-        most.append(np.max(found[small] / energy[small]) / said.relative_error)
+        most.append(np.max(found[quiet] / energy[quiet]) / said.relative_error)
         assert 0.7 < np.mean(known) / (found.sum() / energy.sum()) < 1.4
     assert max(most) < 3
     if name != "ring":
@@ -241,16 +234,10 @@ def gradient_of(rows):
     return {"w": jax.ShapeDtypeStruct((rows * 256,), jnp.float32)}
 
 
-@pytest.mark.parametrize(
-    ("dither", "most", "cases"),
-    [
-        (False, 0.35, [(dq.Ring(), 64, 5), (dq.Ring(), 8, 3.5), (dq.Direct(), 8, 3.5)]),
-        (True, 0.12, [(dq.Ring(), 64, 5), (dq.Ring(), 8, 3.5), (dq.Direct(), 8, 3.5)]),
-    ],
-)
-def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
+@pytest.mark.parametrize(("dither", "most"), [(False, 0.35), (True, 0.12)])
+def test_too_few_bits_are_said_with_those_that_are_enough(dither, most):
     method, ring = dq.DynamiQ(bits=3, dither=dither), dq.Ring()
-    for topology, n, enough in cases:
+    for topology, n, enough in ((ring, 64, 5), (ring, 8, 3.5), (dq.Direct(), 8, 3.5)):
         request = dq.Compression(method, topology=topology, **SMALL)
         found = request.explain(gradient_of(n * 128), n, verbose=False)
         assert found.relative_error == method.relative_error(n, topology) > most
@@ -273,9 +260,7 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
     fixed = dataclasses.replace(method, floor=2).advice(64, ring) or ""
     assert "pass floor='auto'" in fixed
     assert "wider widths" in (dq.DynamiQ(widths=(2,)).advice(8, ring) or "")
-    fine = dq.explain(
-        gradient_of(1024), 8, method=dq.Compression(dq.DynamiQ(), **SMALL), verbose=False
-    )
+    fine = dq.explain(gradient_of(1024), 8, method=small(dq.DynamiQ()), verbose=False)
     assert fine.advice is None
     assert fine.relative_error == pytest.approx(0.018, rel=0.05)
     assert dq.explain(gradient_of(1024), 8, method=dq.BF16(), verbose=False).relative_error is None
@@ -284,10 +269,8 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most, cases):
 @pytest.mark.parametrize("collective", ["psum", "all_gather"])
 def test_too_few_bits_warn_when_traced(collective):
     def trace(**fields):
-        reduce = functools.partial(
-            getattr(dq, collective), method=dq.Compression(dq.DynamiQ(**fields), **SMALL)
-        )
-        one = jax.vmap(lambda x: reduce(x, "data"), axis_name="data")
+        reduce, method = getattr(dq, collective), small(dq.DynamiQ(**fields))
+        one = jax.vmap(lambda x: reduce(x, "data", method=method), axis_name="data")
         jax.eval_shape(one, jax.ShapeDtypeStruct((8, 8, 4096), jnp.float32))
 
     with pytest.warns(UserWarning, match=r"bits=2\.5 over Direct among 8 workers.*pass bits="):
@@ -299,17 +282,13 @@ def test_too_few_bits_warn_when_traced(collective):
 
 
 def test_a_hierarchy_adds_up_what_its_parts_err():
-    method = dq.Compression(dq.DynamiQ(), **SMALL)
-    outer, direct = dq.Ring(), dq.Direct()
-    native = dq.Hierarchical(outer=outer)
-    found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=native, verbose=False)
-    assert found.relative_error == pytest.approx(method.method.relative_error(4, outer))
-    inner = dq.Hierarchical(inner=direct, outer=outer)
-    found = dq.explain(gradient_of(4096), (4, 2), method=method, topology=inner, verbose=False)
-    halves = [method.method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
-    assert found.relative_error == pytest.approx(
-        method.method.relative_error(4, outer) + sum(halves)
-    )
+    method, outer, direct = dq.DynamiQ(), dq.Ring(), dq.Direct()
+    error = method.relative_error(4, outer)
+    halves = [method.relative_error(2, direct, c) for c in ("reduce_scatter", "all_gather")]
+    for inner, expected in ((None, error), (direct, error + sum(halves))):
+        request = small(method, topology=dq.Hierarchical(inner=inner, outer=outer))
+        found = request.explain(gradient_of(4096), (4, 2), verbose=False)
+        assert found.relative_error == pytest.approx(expected)
 
 
 def widths_of_equal_tiles(words, tiles, fmt, floor):
@@ -332,13 +311,11 @@ SIZES = st.one_of(
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
+NAMES = st.sampled_from([*NAMED])
+
+
 @hypothesis.given(
-    SIZES,
-    st.integers(2, 16),
-    st.floats(3, 6),
-    st.sampled_from([*NAMED]),
-    st.sampled_from(COLLECTIVES),
-    st.booleans(),
+    SIZES, st.integers(2, 16), st.floats(3, 6), NAMES, st.sampled_from(COLLECTIVES), st.booleans()
 )
 @hypothesis.settings(deadline=None, max_examples=150, derandomize=True, database=None)
 def test_what_is_said_of_errors_holds_at_any_size(size, n, bits, name, collective, dither):
@@ -383,11 +360,8 @@ def test_small_buckets_err_as_explained(size, n, bits):
     x = np.random.default_rng(0).standard_normal((n, size)).astype(np.float32)
     found = dq.explain(x[0], n, method=method, topology=dq.Direct(), verbose=False)
     assert found.rows[0].route == "compressed"
-    run, exact, errors = vmapped(method, dq.Direct()), x.sum(axis=0, dtype=np.float64), []
-    for i in range(4):
-        error = np.asarray(run(x, jax.random.key(i))[0], np.float64) - exact
-        errors.append(np.sum(error**2) / np.sum(exact**2))
-    assert found.relative_error is not None
+    run = vmapped(method, dq.Direct())
+    errors = [sum_error(run(x, jax.random.key(i))[0], x) for i in range(4)]
     assert 0.6 < np.mean(errors) / found.relative_error < 1.3
 
 

@@ -1,21 +1,16 @@
 """Where compression starts to pay is measured, and the library takes what was written."""
 
 import json
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import jax
 import pytest
 from cases import limits_of
+from crossover import FILE, MIB, Point, crossover_bytes  # noqa: E402
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq import crossover as taken
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from crossover import FILE, MIB, Point, crossover_bytes  # noqa: E402
 
 
 def points(*pairs):

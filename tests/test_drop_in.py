@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.core.axis import Axis
 
 COLLECTIVES = {
     "psum": (dq.psum, lax.psum),
@@ -92,15 +93,11 @@ def test_groups_sum_small_leaves_as_lax(name, mapped_by):
         assert_same_bits(run(ours), run(native))
 
 
-WAYS = [(name, way) for name in ("psum", "psum_scatter") for way in ("direct", "ring", "butterfly")]
+WAYS = [*itertools.product(("psum", "psum_scatter"), ("direct", "ring", "butterfly"))]
+WAYS += [("pmean", "ring"), ("all_gather", None)]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    daily(
-        [*WAYS, ("pmean", "ring"), ("all_gather", None)], [("psum", "direct"), ("all_gather", None)]
-    ),
-)
+@pytest.mark.parametrize(("name", "way"), daily(WAYS, [("psum", "direct"), ("all_gather", None)]))
 def test_a_group_has_the_bits_of_an_axis(name, way):
     """Groups in the order of a mesh's rows: what the mesh's second axis gives."""
     x, key = gradient(0, N, SIZE), jax.random.key(3)
@@ -149,7 +146,7 @@ def test_every_method_sums_in_groups(method):
 
 
 def test_groups_differentiate_as_lax():
-    x, method = gradient(2, N, SIZE), dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1)
+    x, method = gradient(2, N, SIZE), small(dq.BF16())
 
     def grads(psum):
         def one(x):
@@ -211,12 +208,9 @@ def replicated_and_not(reduce, *, check_vma=True):
     """The reduction of a tree with leaves that vary and leaves that do not."""
     x = gradient(3, N, SIZE)
     fixed = {
-        "rate": jnp.float32(0.1),
-        "large": jnp.linspace(-1, 1, 4 * SIZE) / 3,
-        "step": jnp.int32(7),
-        "flag": jnp.array([True, False]),
-        "phase": jnp.array([1 + 2j]) / 3,
-    }
+        "rate": jnp.float32(0.1), "large": jnp.linspace(-1, 1, 4 * SIZE) / 3, "step": jnp.int32(7),
+        "flag": jnp.array([True, False]), "phase": jnp.array([1 + 2j]) / 3,
+    }  # fmt: skip
 
     def one(x, fixed):
         return reduce({"x": x[0], "small": x[0, :3], **fixed}, "data")
@@ -253,10 +247,9 @@ def test_a_second_reduction_of_small_leaves_is_that_of_lax(reduce):
     ours, native = COLLECTIVES[reduce]
     x = jnp.arange(N * 3.0).reshape(N, 3)
     for check_vma in (False, True):
+        twice = lambda x, f: f(f(x, "data"), "data")  # noqa: E731
         found, expected = (
-            on_devices(
-                lambda x, f=f: f(f(x, "data"), "data"), x, check_vma=check_vma, replicated=True
-            )
+            on_devices(functools.partial(twice, f=f), x, check_vma=check_vma, replicated=True)
             for f in (ours, native)
         )
         assert_same_bits(found, expected)
@@ -266,7 +259,7 @@ def test_a_second_reduction_of_small_leaves_is_that_of_lax(reduce):
 @pytest.mark.parametrize(
     "mapped_by", daily(["vmap", "shard_map", "shard_map, check_vma"], ["shard_map, check_vma"])
 )
-def test_the_transpose_is_that_of_lax(name, mapped_by):
+def test_the_transpose_and_the_tangent_are_those_of_lax(name, mapped_by):
     x = gradient(9, N, SIZE)
     y = {"all_gather": jnp.tile(x, (1, N)), "psum_scatter": x[:, : SIZE // N]}.get(name, x)
 
@@ -276,19 +269,20 @@ def test_the_transpose_is_that_of_lax(name, mapped_by):
             f = functools.partial(collective, axis_name="data", **TILED[name])
             if "check" in mapped_by and name in ("psum", "pmean"):
                 y = lax.pmax(y, "data")
-            return jax.linear_transpose(f, x)(y)[0]
+            back, whole = jax.linear_transpose(f, x)(y)[0], name in ("psum", "pmean")
+            pushed = jax.jvp(f, (x,), (2 * x + 1,))[1]
+            return back, Axis(("data",)).to_varying(pushed) if whole else pushed
 
         if mapped_by == "vmap":
             return jax.jit(jax.vmap(one, axis_name="data"))((x, y))
         specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": "check" in mapped_by}
-        rows = jax.shard_map(
-            lambda both: one(jax.tree.map(lambda x: x[0], both))[None], mesh=auto_mesh(N), **specs
-        )
-        return jax.jit(rows)((x, y))
+        of_row = rows(lambda both: one(jax.tree.map(lambda x: x[0], both)))
+        return jax.jit(jax.shard_map(of_row, mesh=auto_mesh(N), **specs))((x, y))
 
     ours, native = COLLECTIVES[name]
     found, expected = transposed(functools.partial(ours, method=METHOD)), transposed(native)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
 
 
 def test_a_half_reduced_leaf_is_left_to_lax():
@@ -421,7 +415,7 @@ def test_an_eager_tree_is_one_program(name, for_key):
     assert_same_bits(result, jax.jit(ours)(x))
 
 
-@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather"])
+@pytest.mark.parametrize("name", daily(["psum", "psum_scatter", "all_gather"], ["psum_scatter"]))
 def test_an_eager_vmap_is_one_program(name):
     x = gradient(7, 4, 1024)
     ours = jax.vmap(functools.partial(EAGER[name], axis_name="data"), axis_name="data")
@@ -436,5 +430,4 @@ def test_nothing_is_left_of_it_within_jit():
     x = gradient(8, N, 1024)
     mapped = shard_mapped(lambda x: EAGER["psum"](x, "data"), check_vma=True, replicated=True)
     for f in (mapped, jax.vmap(functools.partial(EAGER["psum"], axis_name="i"), axis_name="i")):
-        names = str(jax.make_jaxpr(f)(x))
-        assert "reduce_leaves" not in names
+        assert "reduce_leaves" not in str(jax.make_jaxpr(f)(x))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import auto_mesh, daily, promoting
+from cases import assert_close, auto_mesh, daily, promoting
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -184,7 +184,7 @@ def test_updates_are_those_of_whole_parameters():
     draw = lambda x: rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
     params, grads = (jax.tree.map(draw, PARAMS) for _ in range(2))
     state, splits = inner.init(params), begin(inner).splits
-    own, n = splits[len(PARAMS) :], {"data": 8}
+    of_params, own, n = splits[: len(PARAMS)], splits[len(PARAMS) :], {"data": 8}
 
     def parts(tree, specs):
         """Every worker's slices of the leaves, along a new leading axis."""
@@ -198,23 +198,18 @@ def test_updates_are_those_of_whole_parameters():
     @jax.jit
     def both(grads, state, params):
         """The results of two updates: slices of whole ones, and those of an update of slices."""
-        given, specs = (
-            (grads, state, params),
-            (*splits[: len(PARAMS)], *own, *splits[: len(PARAMS)]),
-        )
+        given, specs = (grads, state, params), (*of_params, *own, *of_params)
         results = jax.eval_shape(lambda: (params, state))
         update = lambda *own: on_slices(inner.update, own, specs, results, splits, n)  # noqa: E731
         found, expected = parts(given, specs), given
         for _ in range(2):
             found = (found[0], *jax.vmap(update)(*found)[::-1])
             expected = (expected[0], *inner.update(*expected)[::-1])
-        return found[1:], parts(expected[1:], (*own, *splits[: len(PARAMS)]))
+        return found[1:], parts(expected[1:], (*own, *of_params))
 
     with jax.numpy_dtype_promotion("standard"):
         found, expected = both(grads, state, params)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected
-    )
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_init_inside_a_map_gives_slices_of_the_state_outside():

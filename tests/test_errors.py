@@ -32,23 +32,19 @@ FIELDS = [
     ({"rounding": "nearest"}, ["rounding='nearest'", "antithetic", "correlated", "independent"]),
     ({"backend": "cuda"}, ["backend='cuda'", "None", "triton", "jnp", "interpret"]),
     ({"backend": "pallas"}, ["backend='pallas'", "pass backend='triton'"]),
-    (
-        {"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
-        ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"],
-    ),
+    ({"format": dq.Format(levels="geometric"), "widths": (4, 11), "bits": 8},
+        ["widths=(4, 11)", "exceed 10", "drop the widths 11..15", "levels='piecewise'"]),
     ({"bits": 2.2}, ["bits=2.2", "below 2.375", "narrowest width, 2", "raise bits", "narrower"]),
     ({"bits": float("nan")}, ["bits=nan"]),
     ({"bits": 33}, ["bits=33", "exceeds 32", "at most 14.38", "lower bits"]),
-    (
-        {"dither": True, "format": dq.Format(levels="geometric")},
-        ["dither=True", "levels='piecewise'"],
-    ),
+    ({"dither": True, "format": dq.Format(levels="geometric")},
+        ["dither=True", "levels='piecewise'"]),
     ({"dither": True, "widths": (4, 15)}, ["widths=(4, 15)", "14 or 16"]),
     ({"floor": 5, "widths": (2, 4)}, ["floor=5", "(2, 4)", "'auto'", "None for no floor"]),
     ({"floor": 15}, ["floor=15", "13, 14)", "'auto'"]),
     ({"floor": 11, "format": dq.Format(levels="geometric"), "bits": 12}, ["floor=11", "9, 10)"]),
     ({"floor": 5}, ["bits=5.0", "below 5.375", "the floor, 5", "lower floor"]),
-]
+]  # fmt: skip
 FORMAT_FIELDS = [
     ({"group_size": 32.0}, ["group_size=32.0", "expected int", "group_size=32"]),
     ({"group_size": 12}, ["group_size=12", "(8, 16, 32, 64)"]),
@@ -91,12 +87,6 @@ def test_bad_fields(make, fields, texts):
         make(**fields)
     for text in texts:
         assert text in str(info.value)
-
-
-def test_a_topology_is_passed_once():
-    request = dq.Compression(topology=dq.Ring())
-    with raises(ValueError, "topology=Direct(", "method has topology=Ring(", "pass one of them"):
-        psum_of_ones(method=request, topology=dq.Direct())
 
 
 CLASSES = (dq.DynamiQ, dq.Format, dq.BF16, dq.F32, dq.ErrorFeedback)
@@ -189,19 +179,6 @@ def psum_of_ones(n=2, size=70_000, **options):
     return jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((n, size), np.float32))
 
 
-@pytest.mark.parametrize("axis", [0, None, ("data", 1)])
-def test_named_axes_only(axis):
-    with raises(
-        NotImplementedError, f"axis_name={axis!r}", "name of a mapped axis", "or a tuple of names"
-    ):
-        psum_of_ones(axis_name=axis)
-
-
-def test_axes_named_twice():
-    with raises(ValueError, "axis_name=('data', 'data')", "twice", "pass each once"):
-        psum_of_ones(axis_name=("data", "data"))
-
-
 COLLECTIVES = {
     "psum": (dq.psum, lax.psum),
     "pmean": (dq.pmean, lax.pmean),
@@ -219,21 +196,19 @@ def test_groups_of_workers(name):
         jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((4, 8), np.float32))
 
     ours, native = COLLECTIVES[name]
-    with raises(
-        NotImplementedError,
-        "axis_index_groups=((0, 1), (2, 3))",
-        "jax.vmap has no",
-        "axis_name='gpu'",
-    ):
+    texts = "axis_index_groups=((0, 1), (2, 3))", "jax.vmap has no", "axis_name='gpu'"
+    with raises(NotImplementedError, *texts):
         traced(ours, [[0, 1], [2, 3]])
     with pytest.raises(NotImplementedError):
         traced(native, [[0, 1], [2, 3]])
-    with raises(ValueError, "((0, 1), (2, 2))", "cover all indices exactly once", "from 0 to 3"):
-        traced(ours, [[0, 1], [2, 2]])
-    with raises(ValueError, "((0, 1),)", "cover all indices exactly once", "from 0 to 3"):
-        traced(ours, [[0, 1]])
-    with raises(ValueError, "((0, 1, 2), (3,))", "groups of [3, 1] workers", "the same size"):
-        traced(ours, [[0, 1, 2], [3]])
+    exactly = "cover all indices exactly once", "from 0 to 3"
+    for groups, *texts in (
+        ([[0, 1], [2, 2]], "((0, 1), (2, 2))", *exactly),
+        ([[0, 1]], "((0, 1),)", *exactly),
+        ([[0, 1, 2], [3]], "((0, 1, 2), (3,))", "groups of [3, 1] workers", "the same size"),
+    ):
+        with raises(ValueError, *texts):
+            traced(ours, groups)
 
 
 @pytest.mark.parametrize("reduce", [dq.psum, dq.pmean])
@@ -257,14 +232,10 @@ def test_unknown_axis(name):
 
 
 UNMAPPED = {
-    "psum": dq.psum,
-    "pmean": dq.pmean,
-    "reduce": dq.reduce,
-    "psum_scatter": dq.psum_scatter,
-    "all_gather": dq.all_gather,
-    "reduce_in_backward": dq.reduce_in_backward,
+    "psum": dq.psum, "pmean": dq.pmean, "reduce": dq.reduce, "psum_scatter": dq.psum_scatter,
+    "all_gather": dq.all_gather, "reduce_in_backward": dq.reduce_in_backward,
     "all_reduce": lambda x, axis: dq.optax.all_reduce(axis).update(x, OF_NO_STEP),
-}
+}  # fmt: skip
 OF_NO_STEP = dq.optax.AllReduceState(np.int32(0), None, None)
 
 
@@ -308,30 +279,6 @@ def test_a_raw_key_is_summed_as_an_integer():
     assert ours.dtype == native.dtype == jnp.uint32
 
 
-@pytest.mark.parametrize("method", [5.0, dq.Ring(), dq.DynamiQ])
-def test_what_is_no_method(method):
-    said = "DynamiQ" if method is dq.DynamiQ else f"method={method!r}"
-    with raises(ValueError, said, "not a method", "dq.DynamiQ(bits=5)"):
-        psum_of_ones(method=method)
-
-
-@pytest.mark.parametrize("topology", [dq.Ring, "ring", dq.DynamiQ()])
-def test_what_is_no_topology(topology):
-    with raises(ValueError, "topology=", "not a topology", "dq.Ring()"):
-        psum_of_ones(topology=topology)
-
-
-def test_bad_keys():
-    with raises(ValueError, "key=7", "not a PRNG key", "jax.random.key(seed)"):
-        psum_of_ones(key=7)
-    with raises(ValueError, "key has dtype", "shape (3,", "expected one PRNG key", "fold_in"):
-        psum_of_ones(key=jax.random.split(jax.random.key(0), 3))
-    with raises(ValueError, "float32", "(2,)", "expected one PRNG key", "jax.random.key(seed)"):
-        psum_of_ones(key=jnp.ones(2))
-    with raises(ValueError, "uint32", "()", "expected one PRNG key"):
-        psum_of_ones(key=np.uint32(3))
-
-
 def test_a_backend_that_cannot_run_here():
     with raises(NotImplementedError, "backend='triton'", "NVIDIA GPU", "'cpu'", "backend=None"):
         psum_of_ones(method=dq.DynamiQ(backend="triton"))
@@ -342,6 +289,38 @@ def test_a_backend_that_cannot_run_here():
     with raises(ValueError, "backend='pallas'", "pass backend='triton'"):
         resolve_backend("pallas")
     assert resolve_backend(None) == "jnp"
+
+
+NO_METHOD = ("not a method", "dq.DynamiQ(bits=5)")
+NO_TOPOLOGY = ("topology=", "not a topology", "dq.Ring()")
+ONE_KEY = "expected one PRNG key"
+REFUSED = [
+    (NotImplementedError, {"axis_name": axis}, f"axis_name={axis!r}", "name of a mapped axis",
+     "or a tuple of names") for axis in (0, None, ("data", 1))
+]  # fmt: skip
+REFUSED += [
+    (ValueError, {"axis_name": ("data", "data")}, "('data', 'data')", "twice", "pass each once"),
+    (ValueError, {"method": dq.Compression(topology=dq.Ring()), "topology": dq.Direct()},
+     "topology=Direct(", "method has topology=Ring(", "pass one of them"),
+    (ValueError, {"method": 5.0}, "method=5.0", *NO_METHOD),
+    (ValueError, {"method": dq.Ring()}, "method=Ring()", *NO_METHOD),
+    (ValueError, {"method": dq.DynamiQ}, "DynamiQ", *NO_METHOD),
+    (ValueError, {"topology": dq.Ring}, *NO_TOPOLOGY),
+    (ValueError, {"topology": "ring"}, *NO_TOPOLOGY),
+    (ValueError, {"topology": dq.DynamiQ()}, *NO_TOPOLOGY),
+    (ValueError, {"key": 7}, "key=7", "not a PRNG key", "jax.random.key(seed)"),
+    (ValueError, {"key": jax.random.split(jax.random.key(0), 3)}, "key has dtype", "shape (3,",
+     ONE_KEY, "fold_in"),
+    (ValueError, {"key": jnp.ones(2)}, "float32", "(2,)", ONE_KEY, "jax.random.key(seed)"),
+    (ValueError, {"key": np.uint32(3)}, "uint32", "()", ONE_KEY),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case[1]))
+def test_arguments_that_psum_refuses(case):
+    error, options, *texts = case
+    with raises(error, *texts):
+        psum_of_ones(**options)
 
 
 def test_a_jax_with_too_little_of_mosaic(monkeypatch):
@@ -373,6 +352,12 @@ def test_a_leaf_that_does_not_vary():
     ):
         shard_mapped(one, tree, jnp.ones(8), in_specs=(P(), P("data")))
 
+    def summed(params, x):  # the usual mistake: under check_vma=True JAX has summed them already
+        return dq.psum(jax.grad(lambda p: jnp.sum(p * x[0]))(params), "data")
+
+    with raises(ValueError, "leaf <root>", "already summed", "dq.value_and_grad"):
+        shard_mapped(summed, jnp.ones(300_000), jnp.ones(8), in_specs=(P(), P("data")))
+
 
 def test_a_state_is_of_leaves_that_vary():
     method = dq.ErrorFeedback(dq.DynamiQ())
@@ -386,32 +371,16 @@ def test_a_state_is_of_leaves_that_vary():
         shard_mapped(one, tree, jnp.ones(8), in_specs=(P(), P("data")))
 
 
-def test_gradients_of_replicated_parameters_do_not_vary():
-    """The usual mistake: under check_vma=True, JAX has summed them already."""
-
-    def one(params, x):
-        grads = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
-        return dq.psum(grads, "data")
-
-    with raises(ValueError, "leaf <root>", "already summed", "dq.value_and_grad"):
-        shard_mapped(one, jnp.ones(300_000), jnp.ones(8), in_specs=(P(), P("data")))
-
-
 def loss(params, x):
     return jnp.mean(params * x)
 
 
 def test_value_and_grad_refuses_meshes():
     mesh = auto_mesh()
-    with raises(ValueError, "axis_name='batch'", "not in the mesh", "'data'"):
-        dq.value_and_grad(loss, mesh=mesh, axis_name="batch")
+    for name, words in (("batch", "'batch'"), (("data", "rows"), "'rows'")):
+        with raises(ValueError, f"axis_name={words}", "not in the mesh", "'data'"):
+            dq.value_and_grad(loss, mesh=mesh, axis_name=name)
     both = jax.make_mesh((4, 2), ("data", "model"))
-    with raises(ValueError, "topology=", "dq.Ring()"):
-        dq.value_and_grad(
-            loss, mesh=mesh, axis_name="data", method=dq.Compression(topology=dq.Ring)
-        )
-    with raises(ValueError, "axis_name='rows'", "not in the mesh"):
-        dq.value_and_grad(loss, mesh=mesh, axis_name=("data", "rows"))
     with raises(NotImplementedError, "axis_name=0", "name of a mapped axis"):
         dq.value_and_grad(loss, mesh=mesh, axis_name=0)
     # Several axes together may be the data-parallel one.
@@ -420,17 +389,14 @@ def test_value_and_grad_refuses_meshes():
     dq.value_and_grad(loss, mesh=jax.make_mesh((8, 1), ("data", "model")), axis_name="data")
 
 
-@pytest.mark.parametrize(
-    ("batch", "texts"),
-    [
-        (({"x": jnp.ones((12, 3))},), ["[0]['x']", "(12, 3)", "multiple of the 8 workers"]),
-        ((jnp.ones(4),), ["[0]", "(4,)", "multiple of the 8 workers"]),
-    ],
-)
-def test_value_and_grad_refuses_batches_that_do_not_divide(batch, texts):
+def test_value_and_grad_refuses_batches_that_do_not_divide():
     f = dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data")
-    with raises(ValueError, *texts, "axis 'data'"):
-        f(jnp.ones(3), *batch)
+    for batch, *texts in (
+        ({"x": jnp.ones((12, 3))}, "[0]['x']", "(12, 3)"),
+        (jnp.ones(4), "[0]", "(4,)"),
+    ):
+        with raises(ValueError, *texts, "multiple of the 8 workers", "axis 'data'"):
+            f(jnp.ones(3), batch)
 
 
 COUNTING = [functools.partial(dq.explain, verbose=False), dq.Compression().init_state]

@@ -2,24 +2,19 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
+import finetune_hf
 import jax
 import jax.numpy as jnp
+import llm_model
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import assert_same_bits, auto_mesh
+from cases import assert_close, assert_same_bits, auto_mesh
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import finetune_hf
-import llm_model
 
 N, VOCAB, DIM, HIDDEN, LAYERS, HEADS, LENGTH = 8, 97, 48, 80, 2, 4, 40
 LLAMA3 = {
@@ -81,18 +76,11 @@ def random_tensors(config, dtype=np.float32):
 def write(folder, config, tensors, shards=1):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    names = sorted(tensors)
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
-    for k, file in enumerate(files):
-        save_file({name: tensors[name] for name in names[k::shards]}, folder / file)
+    for k in range(shards):
+        file = f"model-{k + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
+        own = {name: tensors[name] for name in sorted(tensors)[k::shards]}
+        save_file(own, folder / file, metadata={"format": "pt"})
     return folder
-
-
-def written(folder, case, shards=1):
-    return write(folder, config_of(case), random_tensors(config_of(case)), shards)
 
 
 def logits(folder, tokens):
@@ -284,7 +272,8 @@ def some_rows(config, n):
 
 @pytest.mark.release
 def test_loss_is_the_mean_over_answer_tokens_of_all_workers(tmp_path):
-    folder = written(tmp_path / "llama", "llama-grouped-tied")
+    config = config_of("llama-grouped-tied")
+    folder = write(tmp_path / "llama", config, random_tensors(config))
     config = finetune_hf.read_config(folder / "config.json")
     params, _ = finetune_hf.load_params(folder, config)
     data = some_rows(config, 2 * N)
@@ -295,12 +284,10 @@ def test_loss_is_the_mean_over_answer_tokens_of_all_workers(tmp_path):
     loss_fn, mesh = finetune_hf.make_loss(config), auto_mesh(N)
     batch = next(finetune_hf.train_batches(data, 1, rows=2 * N, seed=0))
     of_one, grads = jax.jit(jax.value_and_grad(loss_fn))(params, *batch)
-    of_all, mean = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=dq.F32())(
-        params, *batch
-    )
+    parallel = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=dq.F32())
+    of_all, mean = parallel(params, *batch)
     np.testing.assert_allclose([of_one, of_all], expected, rtol=1e-5)
-    for one, many in zip(jax.tree.leaves(grads), jax.tree.leaves(mean), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-3, atol=1e-6)
+    assert_close(mean, grads, rtol=1e-3)
     evaluate = finetune_hf.make_evaluate(loss_fn, shares(mesh), rows=3 * N)  # of 2 * N
     assert evaluate(params, data) == pytest.approx(expected, rel=1e-5)
 

@@ -15,7 +15,8 @@ from cases import (
     compilations,
     daily,
     gradient,
-    once,
+    loss_fn,
+    problem,
     small,
 )
 from jax import lax
@@ -35,16 +36,9 @@ STEPS = small(dq.comparators.CLTK(density=1.0))
 """Its state is an integer, the number of steps."""
 
 
-def scalar_loss(reduce, x, weight, axis):
-    """A loss in which each coordinate of the sum counts differently, and on workers, too."""
-    total = reduce({"x": x * x}, axis)["x"]
-    return jnp.sum(total * weight)
-
-
 def inputs():
-    x = gradient(0, N, SIZE)
-    weight = jax.random.normal(jax.random.key(9), (N, SIZE))
-    return x, weight
+    """Gradients, and what each coordinate of their sum counts on each worker."""
+    return gradient(0, N, SIZE), jax.random.normal(jax.random.key(9), (N, SIZE))
 
 
 MAPPED = ["vmap", "shard_map", "unchecked shard_map", "pmap"]
@@ -58,7 +52,7 @@ def test_derivatives_are_those_of_the_exact_reduction(name, mapping):
 
     def both(reduce):
         def one(x, weight, tangent):
-            loss = functools.partial(scalar_loss, reduce, weight=weight, axis="data")
+            loss = lambda x: jnp.sum(reduce({"x": x * x}, "data")["x"] * weight)  # noqa: E731
             grad = jax.grad(lambda x: lax.psum(loss(x), "data") if checked else loss(x))(x)
             _, pushed = jax.jvp(lambda x: reduce({"x": x}, "data")["x"], (x,), (tangent,))
             return grad, pushed
@@ -107,49 +101,18 @@ def test_derivatives_pass_states_of_integers(check_vma):
     assert state[0].step.tolist() == [1] * N
 
 
-def model(params, x, y):
-    """Mean squared error of a two-layer network: 5 -> 40 -> 3."""
-    hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
-    return jnp.mean(jnp.square(hidden @ params["out"] - y))
-
-
-@once
-def problem():
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {
-        "in": jax.random.normal(keys[0], (5, 40)) / 5**0.5,
-        "bias": 0.1 * jax.random.normal(keys[1], (40,)),
-        "out": jax.random.normal(keys[2], (40, 3)) / 40**0.5,
-    }
-    # Workers differ a lot: later examples are larger.
-    x = jax.random.normal(keys[3], (32, 5)) * jnp.linspace(0.2, 2.0, 32)[:, None]
-    y = jax.random.normal(keys[4], (32, 3))
-    return params, (x, y)
-
-
-@functools.cache
-def plain():
-    params, batch = problem()
-    return jax.jit(jax.value_and_grad(model))(params, *batch)
-
-
-def placed(mesh, params, batch):
-    return (
-        jax.device_put(params, NamedSharding(mesh, P())),
-        jax.device_put(batch, NamedSharding(mesh, P("data"))),
-    )
-
-
 def test_value_and_grad_is_that_of_the_whole_batch_on_all_devices():
     """The call is one program outside of jit, too; `test_deferred` has Explicit axes."""
-    mesh, (loss, grads) = auto_mesh(), plain()
-    params, batch = placed(mesh, *problem())
-    method = dataclasses.replace(METHOD, topology=LOOP, exclude="bias")
-    compressed = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=method)
+    mesh, (params, (batch,)) = auto_mesh(), problem(1)
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    method = dataclasses.replace(METHOD, topology=LOOP)
+    compressed = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)
 
     @jax.jit
     def step(params, batch, key):
-        loss, grads = compressed(params, *batch, key=key)
+        loss, grads = compressed(params, batch, key=key)
         return loss, grads, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     trained = [step(params, batch, jax.random.key(i)) for i in (0, 0, 1)]
@@ -163,10 +126,10 @@ def test_value_and_grad_is_that_of_the_whole_batch_on_all_devices():
     assert_same_bits(first, again)
     assert np.mean(first["in"] != other["in"]) > 0.3
     with compilations() as compiled:
-        outside = compressed(params, *batch, key=jax.random.key(0))
+        outside = compressed(params, batch, key=jax.random.key(0))
         assert 1 <= len(compiled) <= 3  # one program, not one for each operation
         compiled.clear()
-        assert_same_bits(compressed(params, *batch, key=jax.random.key(0)), outside)
+        assert_same_bits(compressed(params, batch, key=jax.random.key(0)), outside)
         assert not compiled
     assert_same_bits(jax.device_get(outside[1]), first)
 

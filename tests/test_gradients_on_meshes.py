@@ -25,13 +25,9 @@ F32 = small(dq.F32())
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
 
 
-KINDS = {
-    "automatic": (AxisType.Auto, AxisType.Auto),
-    "explicit": (AxisType.Explicit, AxisType.Explicit),
-}
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 EXACT = {"automatic": F32, "explicit": small(dq.F32(), exclude="bias|scale")}
 """JAX has no rule for sums of examples and what is typed as reduced over Explicit axes."""
-"""Types of the axes that are not data axes, and of those that are."""
 
 
 class Layout(NamedTuple):
@@ -46,8 +42,8 @@ class Layout(NamedTuple):
         return tuple(self.mesh.values())
 
     def make(self, kind="automatic"):
-        types = {name: KINDS[kind][name in self.data] for name in self.mesh}
-        return jax.make_mesh(self.sizes, tuple(types), axis_types=tuple(types.values()))
+        types = (KINDS[kind],) * len(self.mesh)
+        return jax.make_mesh(self.sizes, tuple(self.mesh), axis_types=types)
 
 
 def specs(first, second):
@@ -60,20 +56,16 @@ LAYOUTS = {
     "tensor parallel": Layout({"data": 4, "model": 2}, "data", specs("model", None)),
     "fsdp": Layout({"fsdp": 8}, "fsdp", specs(None, "fsdp")),
     "hsdp": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, "fsdp")),
-    "fsdp of all data axes": Layout(
-        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs(None, ("replica", "fsdp"))
-    ),
+    "fsdp of all data axes": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"),
+        specs(None, ("replica", "fsdp"))),
     "fsdp and tensor parallel": Layout({"fsdp": 4, "model": 2}, "fsdp", specs("model", "fsdp")),
-    "hsdp and tensor parallel": Layout(
-        {"replica": 2, "fsdp": 2, "model": 2}, ("replica", "fsdp"), specs("model", "fsdp")
-    ),
-    "both in one dimension": Layout(
-        {"fsdp": 4, "model": 2}, "fsdp", specs(("fsdp", "model"), None)
-    ),
-    "a data axis for each dimension": Layout(
-        {"replica": 2, "fsdp": 4}, ("replica", "fsdp"), specs("replica", "fsdp")
-    ),
-}
+    "hsdp and tensor parallel": Layout({"replica": 2, "fsdp": 2, "model": 2}, ("replica", "fsdp"),
+        specs("model", "fsdp")),
+    "both in one dimension": Layout({"fsdp": 4, "model": 2}, "fsdp",
+        specs(("fsdp", "model"), None)),
+    "a data axis for each dimension": Layout({"replica": 2, "fsdp": 4}, ("replica", "fsdp"),
+        specs("replica", "fsdp")),
+}  # fmt: skip
 
 
 def model(params, x, y):
@@ -115,8 +107,7 @@ def placed(layout, mesh):
 
 def told_specs(layout, kind):
     """``specs=``, where types do not say them."""
-    mesh = layout.make(kind)
-    return {} if {*mesh.axis_types} == {AxisType.Explicit} else {"specs": layout.specs}
+    return {} if kind == "explicit" else {"specs": layout.specs}
 
 
 def assert_as_plain(found, params):
@@ -199,38 +190,31 @@ def test_gradients_of_shards_are_compressed(route):
     assert_copies_equal(grads)
 
 
-def test_parameters_whose_sharding_cannot_be_seen_are_refused():
-    layout = LAYOUTS["tensor parallel"]
-    mesh = layout.make()
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="data", method=F32)
-    params, batch = placed(layout, mesh)
-    with pytest.raises(
-        ValueError, match=r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="
-    ):
-        jax.jit(f)(params, *batch)
+UNSEEN = r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="
+REFUSED = [
+    ("tensor parallel", jax.jit, {"method": F32}, ValueError, UNSEEN),
+    ("fsdp", lambda f: f, {"method": F32, "metrics": True}, NotImplementedError,
+     "sharded over the data axes.*metrics=False"),
+    ("fsdp", lambda f: f, {"method": dq.comparators.THC()}, NotImplementedError,
+     "THC.*psum_scatter"),
+]  # fmt: skip
 
 
-def test_states_and_metrics_of_shards_over_data_axes_are_refused():
-    layout = LAYOUTS["fsdp"]
+@pytest.mark.parametrize(("name", "form", "options", "error", "words"), REFUSED)
+def test_shards_that_cannot_be_seen_or_scattered_are_refused(name, form, options, error, words):
+    layout = LAYOUTS[name]
     mesh = layout.make()
     params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=F32, metrics=True)
-    with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):
-        f(params, *batch)
+    with pytest.raises(error, match=words):
+        form(dq.value_and_grad(model, mesh=mesh, axis_name=layout.data, **options))(params, *batch)
+
+
+def test_shards_of_an_axis_of_size_1_are_whole():
     layout = Layout({"data": 8, "fsdp": 1}, ("data", "fsdp"), specs(None, "fsdp"))
-    mesh = layout.make()  # shards of an axis of size 1 are whole
+    mesh = layout.make()
     params, batch = placed(layout, mesh)
     f = dq.value_and_grad(model, mesh=mesh, axis_name=layout.data, method=F32, metrics=True)
     assert f(params, *batch)[1].metrics.norm > 0
-
-
-def test_methods_that_do_not_scatter_are_refused():
-    layout = LAYOUTS["fsdp"]
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", method=dq.comparators.THC())
-    with pytest.raises(NotImplementedError, match="THC.*psum_scatter"):
-        f(params, *batch)
 
 
 @pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from test_exact_sums import anchored
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
@@ -176,31 +175,6 @@ def test_derivatives_are_those_of_the_exact_sum():
 
     ours = pushed(lambda x: dq.psum(x, ("node", "gpu"), method=CHEAP, topology=topology))
     assert_same_bits(ours, pushed(lambda x: lax.psum(x, ("node", "gpu"))))
-
-
-@pytest.mark.release
-def test_value_and_grad_over_two_axes():
-    mesh = mesh_of((2, 4))
-    x = jax.random.normal(jax.random.key(1), (16, 600))
-    params = {"w": jax.random.normal(jax.random.key(0), (600, 6))}
-
-    def loss(params, x):
-        return jnp.mean(jnp.square(x @ params["w"]))
-
-    f = dq.value_and_grad(
-        loss,
-        mesh=mesh,
-        axis_name=("node", "gpu"),
-        method=as_compression(small(dq.DynamiQ(bits=32, widths=(8,))), dq.Hierarchical()),
-    )
-    value, grads = jax.jit(f)(params, x)
-    expected_value, expected = jax.value_and_grad(loss)(params, x)
-    assert float(value) == pytest.approx(float(expected_value), rel=1e-5)
-    assert float(vnmse(jax.device_get(grads), expected)) < 1e-3
-    copies = [np.asarray(shard.data) for shard in grads["w"].addressable_shards]
-    assert len(copies) == 8
-    for copy in copies:
-        assert_same_bits(copy, copies[0])
 
 
 def reduced(collective, sizes, topology, axis=None):

@@ -14,13 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hosts
 import multihost_worker as worker
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-import hosts
 from hosts import Hosts
 
 try:

@@ -103,15 +103,12 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 9),
-    "gradients on Auto axes": (on_auto, 12),
-    "gradients on Explicit axes": (on_explicit, 12),
-    "sequential": (pipeline, 12),
-    "FSDP": (fsdp, 11),
-    "FSDP by value_and_grad on Auto axes": (fsdp_on_auto, 12),
+    "psum": (lambda: trace(psum), 9), "gradients on Auto axes": (on_auto, 12),
+    "gradients on Explicit axes": (on_explicit, 12), "sequential": (pipeline, 12),
+    "FSDP": (fsdp, 11), "FSDP by value_and_grad on Auto axes": (fsdp_on_auto, 12),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 12),
     "sharded updates": (sharded_updates, 12),
-}
+}  # fmt: skip
 """Functions that trace a way in, and the most frames of this library down to `jax.lax`."""
 
 

@@ -58,19 +58,29 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
 
     def inside(layers, x):
         options = {"op": op, "method": METHOD, "key": KEY}
-        return jax.grad(lambda layers: model(dq.reduce_in_backward(layers, "data", **options), x))(
-            layers
-        )
+        each = partial(dq.reduce_in_backward, axis_name="data", **options)
+        return jax.grad(lambda layers: model(each(layers), x))(layers)
 
     def after(layers, x):
         own = jax.grad(model)(local(layers, check_vma), x)
         return dq.reduce(own, "data", op=op, method=METHOD, key=KEY).tree
 
     found, expected = (mapped(f, check_vma)(layers, x) for f in (inside, after))
-    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_same_bits(own, other)
-        assert_same_bits(own, np.broadcast_to(own[:1], own.shape))
-        assert np.any(np.asarray(own) != 0)
+    assert_same_bits(found, expected)
+    assert_same_bits(found, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), found))
+    assert all(np.any(own != 0) for own in found.values())
+
+
+def means():
+    """The gradient's mean over workers, which `inputs` have."""
+    layers, x = inputs()
+    return jax.tree.map(lambda *g: np.mean(g, 0), *(own_gradient(layers, own) for own in x))
+
+
+def assert_kernels(kernels):
+    """Each is the mean of the workers' gradients."""
+    for kernel in kernels:
+        np.testing.assert_allclose(kernel, means()["kernel"], rtol=2e-5, atol=1e-7)
 
 
 WAYS = [*itertools.product([True, False], repeat=3)]
@@ -88,11 +98,8 @@ def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
         return jax.grad(jax.checkpoint(loss) if remat else loss)(layers, x)
 
     found = mapped(inside, check_vma)(layers, x)
-    own = [own_gradient(layers, x[i]) for i in range(N)]
-    for name in layers:
-        exact = np.mean([g[name] for g in own], axis=0)
-        for worker in range(N):
-            np.testing.assert_allclose(found[name][worker], exact, rtol=2e-5, atol=1e-7)
+    assert_kernels(found["kernel"])
+    np.testing.assert_allclose(found["bias"][1], means()["bias"], rtol=2e-5, atol=1e-7)
 
 
 def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
@@ -103,15 +110,11 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
     def counts(f):
         text = mapped(f, True).lower(layers, x).compile().as_text()
         bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-        within, outside = 0, 0
+        found = [0, 0]
         for block in re.split(r"\n(?=%|ENTRY)", text):
-            found = len(collectives.findall(block))
             name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", block.lstrip())
-            if name and name[1] in bodies:
-                within += found
-            else:
-                outside += found
-        return within, outside
+            found[not (name and name[1] in bodies)] += len(collectives.findall(block))
+        return found
 
     each = partial(
         dq.reduce_in_backward, axis_name="data", method=as_compression(METHOD, dq.Direct())
@@ -128,6 +131,7 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
 
 
 def test_leaves_that_have_no_gradient_pass():
+    """So do values of those that have one."""
     layers, x = inputs()
     layers |= {"number": jnp.arange(LAYERS), "none": None}
 
@@ -136,13 +140,13 @@ def test_leaves_that_have_no_gradient_pass():
             whole = layers | {"kernel": kernel, "bias": bias}
             passed = dq.reduce_in_backward(whole, "data", method=EXACT)
             assert passed["none"] is None and passed["number"].dtype == jnp.int32
-            return model({k: passed[k] for k in ("kernel", "bias")}, x)
+            return model({k: passed[k] for k in ("kernel", "bias")}, x), passed["kernel"]
 
-        return jax.grad(loss, argnums=(0, 1))(layers["kernel"], layers["bias"])
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(layers["kernel"], layers["bias"])
 
-    kernel, _ = mapped(inside, True)(layers, x)
-    exact = np.mean([own_gradient(inputs()[0], x[i])["kernel"] for i in range(N)], axis=0)
-    np.testing.assert_allclose(kernel[1], exact, rtol=2e-5, atol=1e-7)
+    (kernels, _), values = mapped(inside, True)(layers, x)
+    assert_kernels(kernels)
+    assert_same_bits(values[3], layers["kernel"])
 
 
 @pytest.mark.parametrize("mapping", daily(["vmap", "pmap"], ["vmap"]))
@@ -152,18 +156,7 @@ def test_other_maps(mapping):
     grad = jax.grad(partial(model, each=each))
     options = {"axis_name": "data", "in_axes": (None, 0)}
     mapped = jax.jit(jax.vmap(grad, **options)) if mapping == "vmap" else jax.pmap(grad, **options)
-    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
-    np.testing.assert_allclose(mapped(layers, x)["kernel"][2], exact, rtol=2e-5, atol=1e-7)
-
-
-def test_values_are_the_parameters():
-    layers, x = inputs()
-
-    def values(layers, x):
-        return dq.reduce_in_backward(layers, "data")
-
-    found = mapped(values, True)(layers, x)
-    assert_same_bits(found["kernel"][3], layers["kernel"])
+    assert_kernels(mapped(layers, x)["kernel"])
 
 
 def test_sharded_over_another_axis_it_reduces_parts():
@@ -178,9 +171,7 @@ def test_sharded_over_another_axis_it_reduces_parts():
     def grad(layers, x):
         return jax.grad(partial(model, each=each, scanned=False))(layers, x.reshape(-1, DIM))
 
-    found = jax.jit(grad)(layers, x)
-    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
-    np.testing.assert_allclose(found["kernel"], exact, rtol=2e-5, atol=1e-7)
+    assert_kernels([jax.jit(grad)(layers, x)["kernel"]])
 
 
 @pytest.mark.parametrize(
@@ -223,10 +214,7 @@ def test_parameters_may_vary_over_some_of_the_axes_already():
         found = jax.grad(partial(model, each=each))(layers, x[0])
         return jax.tree.map(lambda g: g[None], found)
 
-    found = jax.jit(grad)(layers, x)["kernel"]
-    exact = np.mean([own_gradient(layers, x[i])["kernel"] for i in range(N)], axis=0)
-    for copy in found:
-        np.testing.assert_allclose(copy, exact, rtol=2e-5, atol=1e-7)
+    assert_kernels(jax.jit(grad)(layers, x)["kernel"])
 
 
 @jax.tree_util.register_dataclass

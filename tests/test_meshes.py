@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    assert_copies_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    small,
-    wire_bits,
-)
+from cases import assert_copies_equal, assert_same_bits, auto_mesh, daily, gradient, small
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -27,11 +19,12 @@ from dynamiq_jax.request.compression import as_compression
 N, PARTS, MODEL = 4, 2, 1
 SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}
 SHAPES = {"columns": (24, 64), "norm": (700,), "other": (300,), "rows": (64, 40)}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MODELS = {
-    "automatic": (AxisType.Auto, AxisType.Auto),
-    "explicit": (AxisType.Explicit, AxisType.Explicit),
-    "data explicit": (AxisType.Explicit, AxisType.Auto),
-    "model explicit": (AxisType.Auto, AxisType.Explicit),
+    "automatic": (AUTO, AUTO),
+    "explicit": (EXPLICIT, EXPLICIT),
+    "data explicit": (EXPLICIT, AUTO),
+    "model explicit": (AUTO, EXPLICIT),
 }
 F32 = small(dq.F32())
 DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="bf16")))
@@ -39,9 +32,8 @@ DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="
 OPTIONS = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
 
 
-def mesh_of(kind="automatic", sizes=(N, PARTS), names=("data", "model")):
-    types = MODELS[kind] if kind in MODELS else kind
-    return jax.make_mesh(sizes, names, axis_types=types)
+def mesh_of(kind="automatic"):
+    return jax.make_mesh((N, PARTS), ("data", "model"), axis_types=MODELS[kind])
 
 
 @functools.cache
@@ -53,11 +45,24 @@ def inputs():
     }
 
 
+SHARDED = {name: P("data", *spec) for name, spec in SPECS.items()}
+
+
 def placed(mesh):
     return {
-        name: jax.device_put(x, NamedSharding(mesh, P("data", *SPECS[name])))
-        for name, x in inputs().items()
+        name: jax.device_put(x, NamedSharding(mesh, SHARDED[name])) for name, x in inputs().items()
     }
+
+
+def own_of(tree):
+    """A worker's leaves, without the axis of workers."""
+    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+
+
+def all_manual(mesh, reduce, **options):
+    """A jitted ``reduce`` of every device's shards."""
+    specs = {"in_specs": (SHARDED,), "out_specs": SPECS} | options
+    return jax.jit(jax.shard_map(lambda tree: reduce(own_of(tree)), mesh=mesh, **specs))
 
 
 def part_of(name, x, number):
@@ -69,22 +74,13 @@ def part_of(name, x, number):
 def over_data(mesh, reduce, **options):
     """A jitted ``reduce`` of every worker's tree, whose model axis is left as it is."""
 
-    def one(tree):
-        return reduce(jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree))
-
-    specs = {"in_specs": P("data"), "out_specs": P()} | options
-    return jax.jit(jax.shard_map(one, mesh=mesh, axis_names={"data"}, **specs))
+    specs = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}} | options
+    return all_manual(mesh, reduce, **specs)
 
 
 def moved(function, *args):
     """Bytes of collectives over the model axis."""
     return crossing_bytes(function.lower(*args).compile().as_text(), (N, PARTS), MODEL)
-
-
-def assert_means(found):
-    for name, x in inputs().items():
-        exact = np.mean(x.astype(np.float64), axis=0)
-        np.testing.assert_allclose(found[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -101,8 +97,10 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
         if "explicit" not in kind:
             assert moved(ours, tree) == 0
         found = ours(tree)
-    assert_means(found)
     assert_copies_equal(found)
+    for name, x in inputs().items():
+        exact = np.mean(x.astype(np.float64), axis=0)
+        np.testing.assert_allclose(found[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
 def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
@@ -130,10 +128,8 @@ def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
 def expected():
     """The result of each device along the model axis, from meshes of a data axis alone."""
 
-    def one(tree):
-        return dq.pmean(jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree), "data", **OPTIONS)
-
-    alone = jax.jit(jax.shard_map(one, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P()))
+    one = functools.partial(dq.pmean, axis_name="data", **OPTIONS)
+    alone = all_manual(auto_mesh(N), one, in_specs=P("data"), out_specs=P())
 
     def reduced(number, *names):
         return alone({k: np.stack([part_of(k, x, number) for x in inputs()[k]]) for k in names})
@@ -164,30 +160,17 @@ def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma):
-    mesh = mesh_of()
-
-    def one(tree):
-        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-        told = None if check_vma else SPECS
-        return dq.pmean(tree, "data", specs=told, **OPTIONS)
-
-    specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
-    mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=check_vma, **specs))
+    mesh, told = mesh_of(), None if check_vma else SPECS
+    mean = functools.partial(dq.pmean, axis_name="data", specs=told, **OPTIONS)
+    mapped = all_manual(mesh, mean, check_vma=check_vma)
     assert moved(mapped, placed(mesh)) == 0
     assert_each_as_alone(mapped(placed(mesh)))
 
 
 def test_copies_stay_copies_where_nobody_tells_them_from_shards():
     """With check_vma=False and no specs a leaf shares its widths with no other."""
-    mesh = mesh_of()
-
-    def one(tree):
-        tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-        return dq.pmean(tree, "data", **OPTIONS)
-
-    specs = {"in_specs": ({k: P("data", *v) for k, v in SPECS.items()},), "out_specs": SPECS}
-    mapped = jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs))
-    assert_copies_equal(mapped(placed(mesh)))
+    mean = functools.partial(dq.pmean, axis_name="data", **OPTIONS)
+    assert_copies_equal(all_manual(mesh_of(), mean, check_vma=False)(placed(mesh_of())))
 
 
 @pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
@@ -217,22 +200,24 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
 
 
-def test_buckets_of_different_axes_are_told_apart():
-    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
-    found = dq.explain(tree, N, method=F32, mesh=mesh_of(), specs=SPECS, verbose=False)
-    assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
-    assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
-    coords = 24 * 32 + 700 + 300 + 32 * 40
-    assert wire_bits(F32)(tree, N, mesh=mesh_of(), specs=SPECS) == 48 * coords
-
-
 def abstract(shapes):
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
+def test_buckets_of_different_axes_are_told_apart():
+    tree = abstract(SHAPES)
+    with pytest.raises(ValueError, match="pass mesh="):
+        dq.explain(tree, N, specs=SPECS)
+    found = dq.explain(tree, N, method=F32, mesh=mesh_of(), specs=SPECS, verbose=False)
+    assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
+    assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
+    coords = 24 * 32 + 700 + 300 + 32 * 40
+    assert found.wire_bytes == pytest.approx(48 * coords / 8)
+
+
 def two_steps(tree, state, specs):
     """The second of two steps with error feedback, and the state after it."""
-    tree, state = jax.tree.map(lambda x: lax.squeeze(x, (0,)), (tree, state))
+    tree, state = own_of((tree, state))
     for _ in range(2):
         mean, state, _ = dq.reduce(tree, "data", method=MEMORY, state=state, specs=specs)
     return mean, jax.tree.map(lambda x: x[None], state)
@@ -258,6 +243,8 @@ def test_states_are_those_of_every_part(kind):
         steps = functools.partial(two_steps, specs=SPECS)
         mapped = jax.jit(jax.shard_map(steps, axis_names={"data"}, **specs))
         found, after = mapped(placed(mesh), state)
+        with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
+            mapped.trace(placed(mesh), init(abstract(SHAPES)))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     split, whole = (np.asarray(of_bucket.residual) for of_bucket in after)
     assert split.shape == (N, PARTS, 24 * 32 + 32 * 40)
@@ -269,16 +256,6 @@ def test_states_are_those_of_every_part(kind):
             assert_same_bits(part_of(name, np.asarray(found[name]), number), np.asarray(mean[name]))
 
 
-def test_a_state_of_whole_leaves_is_refused():
-    mesh, state = mesh_of(), as_compression(MEMORY).init_state(abstract(SHAPES), N, stacked=True)
-    steps = functools.partial(two_steps, specs=SPECS)
-    mapped = jax.shard_map(
-        steps, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")), axis_names={"data"}
-    )
-    with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
-        jax.jit(mapped)(placed(mesh), state)
-
-
 def test_metrics_are_those_of_all_parts():
     mesh, tree = mesh_of(), inputs()
     columns, norm = tree["columns"].copy(), tree["norm"].copy()
@@ -287,30 +264,24 @@ def test_metrics_are_those_of_all_parts():
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    bits = wire_bits(F32, dq.Direct())(abstract(SHAPES), N, mesh=mesh, specs=SPECS)
-    assert metrics.wire_bytes == bits / 8
+    request = as_compression(F32, dq.Direct())
+    promised = request.explain(abstract(SHAPES), N, mesh=mesh, specs=SPECS, verbose=False)
+    assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
 
 
-REFUSED = {
-    "nothing told": (None, r"leaf \['columns'\].*automatic axes \{'model': 2\}.*specs=P\(\)"),
-    "a leaf without": ({"columns": P()}, r"^specs do not fit the tree: leaf \['norm'\] has no"),
-    "a spec too many": (
-        {**SPECS, "more": P()},
-        r"^specs do not fit the tree: the entry \['more'\] is that of no leaf; pass",
-    ),
-    "no specs": ({**SPECS, "norm": "model"}, "leaf 'model' of type str"),
-    "too many entries": ({**SPECS, "norm": P(None, "model")}, "700.*has 2 entries"),
-    "no such axis": ({**SPECS, "norm": P("stage")}, "axis .stage.*not in the mesh"),
-    "does not divide": (
-        {**SPECS, "other": P("model")},
-        "301 entries.*not a multiple of the 2 devices",
-    ),
-}
+REFUSED = [
+    (None, r"leaf \['columns'\].*automatic axes \{'model': 2\}.*specs=P\(\)"),
+    ({"columns": P()}, r"^specs do not fit the tree: leaf \['norm'\] has no"),
+    (SPECS | {"more": P()}, r"^specs do not .*: the entry \['more'\] is that of no leaf; pass"),
+    (SPECS | {"norm": "model"}, "leaf 'model' of type str"),
+    (SPECS | {"norm": P(None, "model")}, "700.*has 2 entries"),
+    (SPECS | {"norm": P("stage")}, "axis .stage.*not in the mesh"),
+    (SPECS | {"other": P("model")}, "301 entries.*not a multiple of the 2 devices"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_specs_that_are_missing_or_wrong_are_refused(name):
-    specs, message = REFUSED[name]
+@pytest.mark.parametrize(("specs", "message"), REFUSED)
+def test_specs_that_are_missing_or_wrong_are_refused(specs, message):
     tree = inputs() | {"other": np.ones((N, 301), np.float32)}
     mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", method=F32, specs=specs))
     with pytest.raises(ValueError, match=message):
@@ -322,12 +293,7 @@ def test_small_leaves_need_no_specs():
     mesh = mesh_of()
     ours = over_data(mesh, lambda t: dq.pmean(t, "data"))
     assert moved(ours, placed(mesh)) == 0
-    assert_means(ours(placed(mesh)))
-
-
-def test_specs_without_a_mesh_are_refused():
-    with pytest.raises(ValueError, match="pass mesh="):
-        dq.explain(abstract(SHAPES), N, specs=SPECS)
+    assert_same_bits(ours(placed(mesh)), over_data(mesh, lambda t: lax.pmean(t, "data"))(inputs()))
 
 
 @pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
@@ -339,12 +305,8 @@ def test_halves_group_leaves_by_axes_and_are_refused_where_axes_are_open(collect
         return collective(tree, "data", method=DYNAMIQ)
 
     # JAX counts all of a bucket as varying over what one leaf varies over, and refuses `out_specs`.
-    specs = {
-        "in_specs": ({name: P("data", *spec) for name, spec in SPECS.items()},),
-        "out_specs": {
-            k: P(("data", "model") if "model" in v else "data") for k, v in SPECS.items()
-        },
-    }
+    outs = {k: P(("data", "model") if "model" in v else "data") for k, v in SPECS.items()}
+    specs = {"in_specs": (SHARDED,), "out_specs": outs}
     shapes = jax.eval_shape(jax.shard_map(one, mesh=mesh, **specs), inputs())
     assert shapes.keys() == SPECS.keys()
     with pytest.raises(NotImplementedError, match="left the axes {'model': 2}.*value_and_grad"):

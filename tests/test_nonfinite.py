@@ -142,8 +142,8 @@ def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
     steps = Steps(name, route)
     fresh = steps.state
     for kind, x in extremes().items():
-        if kind == "largest of all" and name in ("bf16", "mxfp8, shared", "mxfp6, shared"):
-            continue  # the nearest that they have is 2^128
+        if kind == "largest of all" and name == "bf16":
+            continue  # the nearest that it has is 2^128
         steps.state = fresh
         found = steps(x)
         assert np.all(np.isfinite(found)), kind

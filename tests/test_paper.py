@@ -149,12 +149,9 @@ def gradients(kind, seed=0):
 def library(bits):
     """(f32[worker, d], key) -> sums of all workers and metrics."""
     method = dq.DynamiQ(
-        bits=bits,
-        widths=(2, 4, 8),
-        floor=None,
-        rounding="correlated",
+        bits=bits, widths=(2, 4, 8), floor=None, rounding="correlated",
         format=dq.Format(group_size=GROUP, levels="geometric", subtract_mean=True),
-    )
+    )  # fmt: skip
     request = dq.Compression(method, topology=dq.Ring(balance=0.0, unroll_up_to=1), **SMALL)
 
     def one(x, key):

@@ -12,11 +12,7 @@ from cases import daily, plan_widths
 import dynamiq_jax as dq
 from dynamiq_jax.core.seeds import statistics_seed
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
-from dynamiq_jax.methods.dynamiq.plan import (
-    make_plan,
-    pack_statistics,
-    upgrades_of,
-)
+from dynamiq_jax.methods.dynamiq.plan import make_plan, pack_statistics, upgrades_of
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 from pallas_kernels.energy import octave_end, steps_below
 

@@ -9,16 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EVERY_METHOD,
-    LOOP,
-    SMALL,
-    TWO_WIDTHS,
-    assert_replicas_equal,
-    assert_same_bits,
-    daily,
-    vmapped,
-)
+from cases import EVERY_METHOD, TWO_WIDTHS, assert_replicas_equal, assert_same_bits, daily, vmapped
 from hypothesis import strategies as st
 from jax import lax
 
@@ -77,13 +68,10 @@ leaves = st.tuples(shapes, st.sampled_from(COMPRESSED + EXACT))
 names = st.text(string.ascii_letters + " ./'é", max_size=4)
 trees = st.recursive(
     leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(names, inner, max_size=3),
-        st.tuples(inner, st.none()),
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3),
+        st.tuples(inner, st.none())),
     max_leaves=6,
-)
+)  # fmt: skip
 
 
 def is_leaf(x):
@@ -100,7 +88,7 @@ def test_any_tree_keeps_structure_shapes_and_dtypes(spec, dtype, n, mean):
         return jax.ShapeDtypeStruct((n, *leaf[0]), leaf[1])
 
     tree = jax.tree.map(struct, spec, is_leaf=is_leaf)
-    ours = functools.partial(dq.pmean if mean else dq.psum, method=WIDE, topology=LOOP)
+    ours = functools.partial(dq.pmean if mean else dq.psum, method=WIDE)
     native = lax.pmean if mean else lax.psum
 
     def avals(reduce):
@@ -144,7 +132,7 @@ def test_the_result_does_not_depend_on_other_buckets(key):
 
 @pytest.mark.parametrize("name", daily(["minmax", "mxfp6", "qsgd"], ["minmax"]))
 def test_methods_round_equal_buckets_differently_without_a_key(name):
-    method = dataclasses.replace(EVERY_METHOD[name].method, bucket_bytes=0, **SMALL)
+    method = dataclasses.replace(EVERY_METHOD[name].method, bucket_bytes=0)
     x = array(np.random.default_rng(1), 2, (700,), "float32")
     both = vmapped(method, dq.Direct())({"a": x, "b": x}, None)
     assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > 0.05

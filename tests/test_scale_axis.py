@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EIGHT,
-    LOOP,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    relative_error,
-    vmapped,
-)
+from cases import CHEAP, EIGHT, LOOP, assert_same_bits, auto_mesh, daily, relative_error, vmapped
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,15 +14,9 @@ import dynamiq_jax as dq
 from dynamiq_jax.tree.leaves import Bucket, concatenate, describe_leaves, split, with_scale_axes
 
 TRANSFORMER = {
-    "embed": (1000, 256),
-    "head": (256, 1000),
-    "up": (12, 256, 1024),
-    "down": (12, 1024, 256),
-    "query": (12, 256, 4, 64),
-    "output": (12, 4, 64, 256),
-    "norm": (12, 256),
-    "bias": (1024,),
-}
+    "embed": (1000, 256), "head": (256, 1000), "up": (12, 256, 1024), "down": (12, 1024, 256),
+    "query": (12, 256, 4, 64), "output": (12, 4, 64, 256), "norm": (12, 256), "bias": (1024,),
+}  # fmt: skip
 
 
 def along(request, axis):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, daily, local, mapped, once, small
+from cases import CHEAP, assert_replicas_equal, assert_same_bits, daily, local, mapped, once, small
 
 import dynamiq_jax as dq
 from dynamiq_jax.training import interleaved
@@ -80,11 +80,9 @@ def test_it_has_the_bits_of_reductions_after_grad(method, check_vma):
 
     inside = partial(grad, functions, method=method, key=KEY)
     found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
-    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(own, other)
-    for g in jax.tree.leaves(found[1]):
-        assert_same_bits(g, np.broadcast_to(g[:1], g.shape))
-        assert np.any(np.asarray(g) != 0)
+    assert_same_bits(found, expected)
+    assert_replicas_equal(found[1])
+    assert all(np.any(g != 0) for g in jax.tree.leaves(found[1]))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -242,9 +240,12 @@ def test_what_cannot_be_is_refused(change, complaint):
         mapped(lambda p, x: run(p, x))(params, tokens)
 
 
-def test_one_function_is_refused():
+def test_one_function_and_an_axis_that_is_not_mapped_are_refused():
+    functions, params, tokens = model(3)
     with pytest.raises(ValueError, match=r"functions=head is one .*; pass a list: \[function\]"):
         jax.vmap(lambda x: dq.sequential(head, [x], x, "data"), axis_name="data")(jnp.ones(4))
+    with pytest.raises(NameError, match="data.*call sequential under"):
+        dq.sequential(functions, params, tokens, "data")
 
 
 def test_it_has_no_second_derivatives():
@@ -261,9 +262,3 @@ def test_it_has_no_second_derivatives():
     for second in (curvature, of_replicated_input):
         with pytest.raises(NotImplementedError, match="sequential has derivatives of the first"):
             mapped(second)(params, tokens)
-
-
-def test_it_names_an_axis_that_is_not_mapped():
-    functions, params, tokens = model(3)
-    with pytest.raises(NameError, match="data.*call sequential under"):
-        dq.sequential(functions, params, tokens, "data")

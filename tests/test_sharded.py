@@ -69,32 +69,31 @@ def normal(n, *shape, dtype="float32"):
     return jnp.asarray(rng.standard_normal((n, *shape)), dtype)
 
 
-def close(found, expected, own, terms):
-    """Compares with the exact ``expected``: dtype, shape, values to ``terms`` roundings."""
-    assert found.dtype == expected.dtype == own.dtype
-    assert found.shape == expected.shape
-    if found.dtype == jnp.int32 or found.size == 0:
-        assert_same_bits(np.asarray(found), np.asarray(expected))
-        return
-    most = np.max(np.abs(own).astype(np.float64))
-    step = 2 / 150 * 1.01 * terms * most + 2 * ROUND_OFF[found.dtype.name] * terms * most
-    error = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
-    assert np.max(error) < terms * step
-    assert np.any(error > 0)
+def close(trees, exact_trees, inputs, terms):
+    """Compares with exact trees: dtypes, shapes, values to ``terms`` roundings; "b" is exact."""
+    assert jax.tree.structure(trees) == jax.tree.structure(exact_trees)
+    paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(trees)]
+    for name, found, expected, own in zip(
+        paths, *map(jax.tree.leaves, (trees, exact_trees, inputs)), strict=True
+    ):
+        assert found.dtype == expected.dtype == own.dtype
+        assert found.shape == expected.shape
+        if found.dtype == jnp.int32 or found.size == 0 or name == "b":
+            assert_same_bits(np.asarray(found), np.asarray(expected))
+            continue
+        most = np.max(np.abs(own).astype(np.float64))
+        step = 2 / 150 * 1.01 * terms * most + 2 * ROUND_OFF[found.dtype.name] * terms * most
+        error = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
+        assert np.max(error) < terms * step
+        assert np.any(error > 0)
 
 
 @pytest.mark.parametrize("dimension", daily([0, 1], [1]))
 @pytest.mark.parametrize("tiled", daily([True, False], [True]))
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
-    n, method = (
-        4,
-        dq.Compression(
-            dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")),
-            min_leaf_size=200,
-            min_bucket_size=200,
-        ),
-    )
+    n = 4
+    method = dq.Compression(EIGHT_BITS.method, min_leaf_size=200, min_bucket_size=200)
     length, other = (12, 7) if tiled else (4, 9)
 
     def shape(*rest):
@@ -112,12 +111,7 @@ def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     }
     options = {"scatter_dimension": dimension, "tiled": tiled}
     found = scatter(method, dq.Direct(), **options)(tree, jax.random.key(0))
-    expected = native(lax.psum_scatter, tree, **options)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert_same_bits(np.asarray(found["b"]), np.asarray(expected["b"]))
-    del found["b"], expected["b"], tree["b"]
-    for ours, exact, own in zip(*map(jax.tree.leaves, (found, expected, tree)), strict=True):
-        close(ours, exact, own, terms=n)
+    close(found, native(lax.psum_scatter, tree, **options), tree, terms=n)
 
 
 GATHERED = [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False)]
@@ -125,14 +119,8 @@ GATHERED = [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False
 
 @pytest.mark.parametrize(("axis", "tiled"), daily(GATHERED, [(1, True), (0, False)]))
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
-    n, method = (
-        3,
-        dq.Compression(
-            dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")),
-            min_leaf_size=600,
-            min_bucket_size=600,
-        ),
-    )
+    n = 3
+    method = dq.Compression(EIGHT_BITS.method, min_leaf_size=600, min_bucket_size=600)
     tree = {
         "w": normal(n, 5, 61),
         "v": [normal(n, 7, 30, dtype="bfloat16"), normal(n, 2, 101, dtype="float16")],
@@ -142,13 +130,8 @@ def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
     }
     options = {"axis": axis, "tiled": tiled}
     found = gather(method, **options)(tree, jax.random.key(0))
-    expected = native(lax.all_gather, tree, **options)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_replicas_equal(found)
-    assert_same_bits(np.asarray(found["b"]), np.asarray(expected["b"]))
-    del found["b"], expected["b"], tree["b"]
-    for ours, exact, own in zip(*map(jax.tree.leaves, (found, expected, tree)), strict=True):
-        close(ours, exact, own, terms=1)
+    close(found, native(lax.all_gather, tree, **options), tree, terms=1)
 
 
 N, SIZE = 4, 4 * (2 * 8 * 256 - 77)
@@ -205,8 +188,8 @@ def test_workers_round_by_noise_of_their_own():
 
 
 def test_slices_are_unbiased():
-    """C = 2048, N = 200; the variance is that of three roundings. See test_psum."""
-    x, samples = gradient(0, N, SIZE), 200
+    """C = 2048, N = 100; the variance is that of three roundings. See test_psum."""
+    x, samples = gradient(0, N, SIZE), 100
     run = scatter(DEFAULT, dq.Direct())
     exact = np.sum(np.asarray(x, np.float64), axis=0)
     total, squared = np.zeros((2, SIZE))
@@ -225,7 +208,7 @@ SHARD = 2 * 8 * 256 - 77
 
 def test_gathered_shards_are_unbiased_and_the_same_everywhere():
     """With any rounding, since each is encoded once; also the own shard is as others see it."""
-    n, samples = 3, 200
+    n, samples = 3, 100
     x = gradient(0, n, SHARD) * jnp.array([[1.0], [1e-6], [1e6]])
     run = gather(DEFAULT, tiled=False)
     exact = np.asarray(x, np.float64)
@@ -240,7 +223,7 @@ def test_gathered_shards_are_unbiased_and_the_same_everywhere():
     assert np.all(relative < 0.035)
     # The shard's first bytes decide nothing of another shard's noise.
     assert np.mean(error[0] / np.max(np.abs(error[0])) == error[1] / np.max(np.abs(error[1]))) < 0.1
-    # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 31.
+    # Blocks of C = 2048 coordinates: 2% of a step score 0.02 sqrt(6 C N) = 22.
     padded = [np.pad(a, ((0, 0), (0, 77))) for a in (total, squared, exact)]
     found = bias(*padded[:2], samples, padded[2], blocks=2 * n)
     assert found.worst_score() < 6
@@ -262,44 +245,6 @@ def test_gathered_shards_follow_keys_and_stay_alone_if_bad():
     sick[1, 256:512] = sick[2, (SHARD - 1) // 256 * 256 :] = True
     np.testing.assert_array_equal(np.isfinite(found[0]), ~sick)
     np.testing.assert_array_equal(np.asarray(run(0 * x, jax.random.key(1))), 0.0)
-
-
-def both_derivatives(collective, x, tangent, cotangent):
-    """(pushed, pulled) through a collective, on vmap."""
-
-    def one(x, tangent, cotangent):
-        _, pushed = jax.jvp(collective, (x,), (tangent,))
-        _, pull = jax.vjp(collective, x)
-        return pushed, pull(cotangent)[0]
-
-    return jax.jit(jax.vmap(one, axis_name="data"))(x, tangent, cotangent)
-
-
-def test_derivatives_are_those_of_lax():
-    n = 4
-    x, tangent = normal(n, 8, 40), gradient(1, n, 320).reshape(n, 8, 40)
-    slices, whole = (gradient(2, n, size) for size in (80, 1280))
-    partial = functools.partial
-    kinds = [
-        (
-            partial(dq.psum_scatter, scatter_dimension=1, tiled=True, method=EIGHT_BITS),
-            partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
-            slices.reshape(n, 8, 10),
-        ),
-        (
-            partial(dq.all_gather, axis=1, tiled=True, method=EIGHT_BITS),
-            partial(lax.all_gather, axis=1, tiled=True),
-            whole.reshape(n, 8, 160),
-        ),
-    ]
-    for *collectives, cotangent in kinds:
-        found, expected = (
-            both_derivatives(partial(collective, axis_name="data"), x, tangent, cotangent)
-            for collective in collectives
-        )
-        for left, right in zip(found, expected, strict=True):
-            assert left.shape == right.shape
-            np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.release
@@ -325,39 +270,9 @@ def test_shard_map_gives_the_bits_of_vmap():
     assert_same_bits(np.asarray(gathered), np.asarray(gather(TWO_WIDTHS)(shards, key)))
 
 
-@pytest.mark.release
-def test_a_tuple_of_axes_counts_as_one():
-    """Slices and shards are numbered row by row, on any map."""
-    names, types = ("node", "gpu"), (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4], axis_types=types)
-    x, key = anchored(8, "piecewise", 4), jax.random.key(0)
-
-    def both(x, key):
-        options = {"method": EIGHT_BITS, "key": key, "tiled": True}
-        part = dq.psum_scatter(x, names, topology=dq.Direct(), **options)
-        return part, dq.all_gather(part, names, **options)
-
-    def one(x, key):
-        return jax.tree.map(lambda y: y[None], both(x[0], key))
-
-    specs = {"in_specs": (P(names), P()), "out_specs": P(names)}
-    exact = np.sum(np.asarray(x, np.float64), axis=0)
-    nested = jax.vmap(jax.vmap(both, (0, None), axis_name="gpu"), (0, None), axis_name="node")
-    for found in (
-        jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x, key),
-        jax.jit(nested)(x.reshape(2, 2, -1), key),
-    ):
-        part, whole = (np.asarray(y, np.float64).reshape(4, -1) for y in found)
-        np.testing.assert_array_equal(part, exact.reshape(4, -1))
-        np.testing.assert_array_equal(whole, np.broadcast_to(exact, whole.shape))
-
-
 def test_one_worker_keeps_its_bits():
-    tree = {
-        "w": normal(1, 70, 3),
-        "low": normal(1, 6, 900, dtype="bfloat16"),
-        "i": jnp.ones((1, 2)),
-    }
+    low = normal(1, 6, 900, dtype="bfloat16")
+    tree = {"w": normal(1, 70, 3), "low": low, "i": np.ones((1, 2), np.float32)}
     key = jax.random.key(0)
     assert_same_bits(scatter(DEFAULT)(tree, key), tree)
     assert_same_bits(gather(DEFAULT)(tree, key), tree)
@@ -395,13 +310,8 @@ def test_slices_that_do_not_divide(shape, options, texts):
     [((), {}), ((3,), {"axis": 1}), ((3,), {"axis": -2}), ((3,), {"axis": 2, "tiled": False})],
 )
 def test_axes_that_are_not_there(shape, options):
-    axis = options.get("axis", 0)
-    texts = [
-        f"axis={axis}: leaf ['leaf 1'] has shape {shape}",
-        "every leaf has",
-        "such leaves alone",
-    ]
-    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, texts))):
+    said = re.escape(f"axis={options.get('axis', 0)}: leaf ['leaf 1'] has shape {shape}")
+    with pytest.raises(ValueError, match=f"(?s){said}.*every leaf has.*such leaves alone"):
         traced(dq.all_gather, (3, 3, 3), shape, **options)
     # A new axis of a scalar is no problem.
     assert traced(dq.all_gather, (), tiled=False)["leaf 0"].shape == (4, 4)
@@ -414,3 +324,30 @@ def test_a_leaf_that_does_not_vary_is_not_summed():
     mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"leaf \['w'\].*0 more do not vary over axis 'data'"):
         jax.eval_shape(mapped, jnp.ones(64))
+
+
+@pytest.mark.release
+def test_a_tuple_of_axes_counts_as_one():
+    """Slices and shards are numbered row by row, on any map."""
+    names, types = ("node", "gpu"), (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4], axis_types=types)
+    x, key = anchored(8, "piecewise", 4), jax.random.key(0)
+
+    def both(x, key):
+        options = {"method": EIGHT_BITS, "key": key, "tiled": True}
+        part = dq.psum_scatter(x, names, topology=dq.Direct(), **options)
+        return part, dq.all_gather(part, names, **options)
+
+    def one(x, key):
+        return jax.tree.map(lambda y: y[None], both(x[0], key))
+
+    specs = {"in_specs": (P(names), P()), "out_specs": P(names)}
+    exact = np.sum(np.asarray(x, np.float64), axis=0)
+    nested = jax.vmap(jax.vmap(both, (0, None), axis_name="gpu"), (0, None), axis_name="node")
+    for found in (
+        jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x, key),
+        jax.jit(nested)(x.reshape(2, 2, -1), key),
+    ):
+        part, whole = (np.asarray(y, np.float64).reshape(4, -1) for y in found)
+        np.testing.assert_array_equal(part, exact.reshape(4, -1))
+        np.testing.assert_array_equal(whole, np.broadcast_to(exact, whole.shape))

@@ -152,7 +152,7 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
     params = jax.tree.map(
         lambda shape: jnp.float32(drawn(shape)), shapes, is_leaf=lambda x: type(x) is tuple
     )
-    method = small(dq.DynamiQ(bits=5), exclude="wide|narrow/1")
+    method = small(CHEAP.method, exclude="wide|narrow/1")
     optimizer = dq.optax.sharded(optax.sgd(1.0), "data", method=method, differences=EXACT)
 
     def step(params):
@@ -174,8 +174,10 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
 
 def test_workers_hold_their_slices():
     params, _ = problem()
+    params = params | {"stack": np.ones((16, 64, 64), np.float32)}  # layers, two for each worker
     state = dq.optax.init(make("adamw"), params, auto_mesh())
     split = {"in": (16, 8), "odd": (63, 8), "neither": (3, 5), "scale": (64,), "out": (64, 1)}
+    split["stack"] = (16, 8, 64)
     for tree in (state.masters, state.inner[0].mu):
         assert {name: x.addressable_shards[3].data.shape for name, x in tree.items()} == split
         assert {name: x.shape for name, x in tree.items()} == jax.tree.map(jnp.shape, params)
@@ -232,7 +234,7 @@ def test_a_step_that_is_not_finite_changes_nothing(compressed):
         assert (int(state.step), int(state.skipped)) == (1 + count, count)
 
 
-def explicit_steps(optimizer, params, batches, mesh, axis_name, specs=None):
+def explicit_steps(optimizer, params, batches, mesh, axis_name, specs):
     """Trains outside of maps: the loss of all examples, gradients unreduced."""
 
     def loss(params, x):
@@ -247,7 +249,6 @@ def explicit_steps(optimizer, params, batches, mesh, axis_name, specs=None):
         return optax.apply_updates(params, updates), state
 
     with jax.set_mesh(mesh):
-        specs = specs or dict.fromkeys(params, P())
         placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
         state = dq.optax.init(optimizer, placed, mesh)
         for x in batches:
@@ -256,28 +257,24 @@ def explicit_steps(optimizer, params, batches, mesh, axis_name, specs=None):
     return placed, state
 
 
-def test_outside_of_maps_on_explicit_axes():
-    params, batches = problem()
-    mesh = jax.make_mesh((N,), ("data",))
-    found, state = explicit_steps(make("adamw", max_norm=0.5), params, batches[:4], mesh, "data")
-    expected, _ = plain(RULES["adamw"], params, batches[:4], 0.5)
-    assert_close(found, expected)
-    assert state.inner[0].mu["in"].addressable_shards[0].data.shape == (16, 8)
-    assert_copies_equal(found)
-
-
 TENSOR = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(), "scale": P()}
 
 
-def test_data_by_model_on_explicit_axes():
+OUTSIDE = [
+    (("data",), (N,), dict.fromkeys(TENSOR, P()), P(None, "data")),
+    (("data", "model"), (4, 2), TENSOR, P(None, ("model", "data"))),
+]
+
+
+@pytest.mark.parametrize(("axes", "sizes", "specs", "split"), OUTSIDE)
+def test_outside_of_maps_on_explicit_axes(axes, sizes, specs, split):
     params, batches = problem()
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    optimizer = make("adamw", max_norm=0.5)
-    found, state = explicit_steps(optimizer, params, batches[:3], mesh, "data", TENSOR)
-    expected, _ = plain(RULES["adamw"], params, batches[:3], 0.5)
-    assert_close(found, expected)
-    assert state.masters["in"].sharding.spec == P("model", "data")
-    assert state.inner[0].nu["out"].sharding.spec == P(None, ("model", "data"))
+    optimizer, mesh = make("adamw", max_norm=0.5), jax.make_mesh(sizes, axes)
+    found, state = explicit_steps(optimizer, params, batches[:3], mesh, "data", specs)
+    assert_close(found, plain(RULES["adamw"], params, batches[:3], 0.5)[0])
+    assert state.masters["in"].sharding.spec == P(*specs["in"] or (None,), "data")
+    assert state.inner[0].nu["out"].sharding.spec == split
+    assert_copies_equal(found)
 
 
 def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
@@ -355,27 +352,24 @@ def test_masters_follow_parameters_until_the_first_update():
 def test_what_does_not_go_is_refused():
     params, batches = problem()
     optimizer = make("sgd")
-    with pytest.raises(ValueError, match=r"how many workers axis 'data' has; call dq.optax.init"):
-        optimizer.init(params)
-    state = dq.optax.init(optimizer, params, auto_mesh())
-    with pytest.raises(ValueError, match=r"optimizer.update\(grads, opt_state, params\)"):
-        optimizer.update(params, state)
-    with pytest.raises(ValueError, match="no map over axis 'data', and no mesh of Explicit axes"):
-        optimizer.update(params, state, params)
-    with pytest.raises(ValueError, match="max_norm=0 must be above 0"):
-        make("sgd", max_norm=0)
-    with pytest.raises(ValueError, match=r"leaf in is sharded over \['data'\]"):
-        dq.optax.init(make("sgd", specs=dict.fromkeys(params, P("data"))), params, auto_mesh())
-    for kind in (jnp.int32, jnp.complex64):
-        with pytest.raises(ValueError, match=f"leaf w is {kind.__name__}, and its master would be"):
-            dq.optax.init(optimizer, {"w": np.ones((8, 8), kind)}, auto_mesh())
+    init = lambda optimizer, params: dq.optax.init(optimizer, params, auto_mesh())  # noqa: E731
+    state, over_data = init(optimizer, params), dict.fromkeys(params, P("data"))
     splits = dq.optax.state_specs(state)
-    replicated = jax.shard_map(
-        lambda p, s: optimizer.update(p, s, p), mesh=auto_mesh(), in_specs=(P(), splits),
-        out_specs=(P(), splits),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"leaf in is the same on all 8 workers.*pcast"):
-        jax.eval_shape(replicated, params, state)
+    maps = {"mesh": auto_mesh(), "in_specs": (P(), splits), "out_specs": (P(), splits)}
+    replicated = jax.shard_map(lambda p, s: optimizer.update(p, s, p), **maps)
+    for words, call, *args in (
+        ("how many workers axis 'data' has; call dq.optax.init", optimizer.init, params),
+        (r"optimizer.update\(grads, opt_state, params\)", optimizer.update, params, state),
+        ("no map over axis 'data', and no mesh of Explicit axes", optimizer.update, params, state,
+         params),
+        ("max_norm=0 must be above 0", lambda: make("sgd", max_norm=0)),
+        (r"leaf in is sharded over \['data'\]", init, make("sgd", specs=over_data), params),
+        ("leaf w is int32, and its master", init, optimizer, {"w": np.ones((8, 8), "i4")}),
+        ("leaf w is complex64, and its master", init, optimizer, {"w": np.ones((8, 8), "c8")}),
+        (r"leaf in is the same on all 8 workers.*pcast", replicated, params, state),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call(*args)
     with pytest.warns(UserWarning, match=r"1 leaves of .* no dimension that divides by the 8"):
         dq.optax.init(optimizer, {"w": jnp.ones((33, 17))}, auto_mesh())
 

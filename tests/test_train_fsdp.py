@@ -1,36 +1,29 @@
 """The sharded example: the same training as with whole parameters, and what is where."""
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import llm_model
 import numpy as np
 import optax
 import pytest
+import train_fsdp
+import train_llm
 from cases import assert_replicas_equal, assert_same_bits, auto_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_llm import CONFIG, sequences
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.compat import inner_jaxprs, with_constants
 from dynamiq_jax.methods.metrics import vnmse
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import llm_model
-import train_fsdp
-import train_llm
-
 N, STEPS = 8, 12
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
-CONFIG = replace(
-    llm_model.CONFIGS["tiny"],
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16, remat=True,
-)  # fmt: skip
+CONFIG = replace(CONFIG, remat=True)
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
@@ -48,8 +41,7 @@ def sharded(name):
 
 def batches():
     """A few sequences again and again, so that a dozen steps have something to learn."""
-    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
-    return [jax.device_put(tokens, NamedSharding(auto_mesh(N), P("data")))] * STEPS
+    return [jax.device_put(sequences(), NamedSharding(auto_mesh(N), P("data")))] * STEPS
 
 
 def trained(step, params, opt_state):
@@ -117,9 +109,8 @@ def test_layers_travel_at_the_bits_asked_for():
 
     walk(jax.make_jaxpr(step)(*state, tokens))
     assert 0.998 * 5 * BLOCK < sent["all_to_all"] < (5 + 5 / 16) * BLOCK  # padding
-    assert (
-        0.998 * 16 * BLOCK < sent["all_gather"] < (16 + 2) * BLOCK
-    )  # twice; 1 tile in 6 is padding
+    # Twice; 1 tile in 6 is padding.
+    assert 0.998 * 16 * BLOCK < sent["all_gather"] < (16 + 2) * BLOCK
 
 
 @pytest.mark.release

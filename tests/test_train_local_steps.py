@@ -2,36 +2,28 @@
 
 import os
 import re
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import llm_model
 import numpy as np
 import optax
 import pytest
+import train_llm
+import train_local_steps
 import typer
 from cases import CHEAP, assert_replicas_equal, assert_same_bits, auto_mesh, small
 from hlo import COLLECTIVES
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_llm import CONFIG, make_run, sequences
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import llm_model
-import train_llm
-import train_local_steps
-
 N, EVERY, ROUNDS = 8, 3, 4
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
-CONFIG = replace(
-    llm_model.CONFIGS["tiny"],
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
-)  # fmt: skip
 DIFFERENCES = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 RATE, MOMENTUM = 0.6, 0.8
 WEIGHTS = np.array(
@@ -59,17 +51,7 @@ class Round(NamedTuple):
 def small_run():
     """The part of a run that programs take."""
     recipe = train_llm.Recipe(EVERY * ROUNDS, 2, 5e-3, 1)
-    return train_llm.Run(
-        model=CONFIG, recipe=recipe, corpus=None, mesh=auto_mesh(N),
-        loss_fn=llm_model.make_loss(CONFIG), worker_grads=None, seed=0, measure_every=1,
-        console=None,
-    )  # fmt: skip
-
-
-def batch(run):
-    """Sequences of its own for every worker."""
-    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
-    return run.shard(tokens)
+    return make_run(recipe=recipe, loss_fn=llm_model.make_loss(CONFIG))
 
 
 def programs(run, method, differences):
@@ -99,7 +81,7 @@ def spoiled(params, weights):
 def trained(method, differences):
     """The first copy, and a `Round` for every row of `WEIGHTS`."""
     run = small_run()
-    tokens = batch(run)
+    tokens = run.shard(sequences())
     copy, state, own, local_step, outer_step = programs(run, method, differences)
     first, rounds = jax.device_get(copy), []
     for weights in WEIGHTS:
@@ -191,7 +173,7 @@ def test_local_steps_send_nothing():
     run = small_run()
     copy, state, own, local_step, outer_step = programs(run, CHEAP, DIFFERENCES)
     called = re.compile(rf" (?:{COLLECTIVES})(?:-start)?\(")
-    assert not called.search(local_step.lower(own, batch(run)).compile().as_text())
+    assert not called.search(local_step.lower(own, run.shard(sequences())).compile().as_text())
     weights = run.shard(WEIGHTS[0])
     assert called.search(outer_step.lower(copy, state, own, weights).compile().as_text())
 

@@ -1,52 +1,41 @@
 """The example on meshes of several axes: losses as of plain `jax.jit`, and parameters in place."""
 
-import sys
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import jax
+import llm_model
 import numpy as np
 import optax
 import pytest
+import small_llm
+import train_llm
 import typer
 from cases import daily
 from rich.console import Console
+from small_llm import CONFIG, sequences
 
 import dynamiq_jax as dq
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import llm_model
-import train_llm
-
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 STEPS = 8
-CONFIG = replace(
-    llm_model.CONFIGS["tiny"],
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=16,
-)  # fmt: skip
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 MESHES = ("data=4,model=2", "replica=2,fsdp=4", "fsdp=2,model=4", "replica=2,fsdp=2,model=2")
 BITS = dq.Compression(dq.DynamiQ(bits=8), min_leaf_size=1, min_bucket_size=4096)
 
 
-def make_run(mesh):
-    loss_fn = llm_model.make_loss(CONFIG)
-    return train_llm.Run(
-        model=CONFIG, recipe=RECIPE, corpus=np.zeros(0), mesh=mesh, loss_fn=loss_fn,
-        worker_grads=None, seed=0, measure_every=STEPS, console=Console(),
-    )  # fmt: skip
+make_run = partial(
+    small_llm.make_run, recipe=RECIPE, loss_fn=llm_model.make_loss(CONFIG), console=Console()
+)
 
 
 def losses(run, value_and_grad):
     """Losses of training on a few sequences again and again, so that a few steps learn."""
-    tokens = np.random.default_rng(0).integers(0, 32, (16, CONFIG.seq_len + 1), np.int32)
     method = train_llm.Method("", value_and_grad, None, 0.0, 0.0)
     optimizer = train_llm.make_optimizer(RECIPE)
     params, found = run.init(), []
     opt_state, step = run.init_optimizer(optimizer, params), train_llm.make_step(method, optimizer)
     for _ in range(STEPS):
-        params, opt_state, loss = step(params, opt_state, run.shard(tokens))
+        params, opt_state, loss = step(params, opt_state, run.shard(sequences()))
         found.append(float(loss))
     return found, (params, optax.tree_utils.tree_get(opt_state, "mu"))
 
@@ -61,7 +50,7 @@ def assert_placed(run, trees):
 
 @pytest.mark.parametrize("text", daily(MESHES, list(MESHES)[:1]))
 def test_losses_are_those_of_plain_jit(text):
-    run = make_run(train_llm.make_mesh(text))
+    run = make_run(mesh=train_llm.make_mesh(text))
     params = jax.eval_shape(run.init)
     ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "f32", BITS)
     found, trees = losses(run, ours.value_and_grad)
@@ -74,7 +63,7 @@ def test_losses_are_those_of_plain_jit(text):
 
 @pytest.mark.release
 def test_compressed_losses_are_close_and_not_equal():
-    run = make_run(train_llm.make_mesh("replica=2,fsdp=4"))
+    run = make_run(mesh=train_llm.make_mesh("replica=2,fsdp=4"))
     params = jax.eval_shape(run.init)
     ours = train_llm.on_mesh(run.loss_fn, params, run.mesh, "dynamiq", BITS)
     found, trees = losses(run, ours.value_and_grad)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,32 +11,22 @@ import jax
 import numpy as np
 import optax
 import pytest
+import train_llm
+import train_moe
 from cases import auto_mesh, relative_error
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import llm_model
-import train_llm
-import train_moe
+from small_llm import CONFIG, make_run, sequences
 
 N, STEPS = 8, 6
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
-CONFIG = replace(
-    llm_model.CONFIGS["tiny"],
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden=128, seq_len=64,
-)  # fmt: skip
+CONFIG = replace(CONFIG, seq_len=64)
 EXACT_MEAN = partial(jax.lax.pmean, axis_name="data")
 
 
 def programs(exchange, mean, n_experts=N):
     """A run, and what the example makes for it."""
-    recipe = train_llm.Recipe(STEPS, 2, 1e-2, 1)
-    run = train_llm.Run(
-        model=CONFIG, recipe=recipe, corpus=None, mesh=auto_mesh(N), loss_fn=None,
-        worker_grads=None, seed=0, measure_every=1, console=None,
-    )  # fmt: skip
+    run = make_run(model=CONFIG, recipe=train_llm.Recipe(STEPS, 2, 1e-2, 1))
     layer = partial(train_moe.Experts, n_experts=n_experts, capacity=1.25)
     return run, *train_moe.make_programs(run, layer, exchange, mean)
 
@@ -47,8 +36,7 @@ def test_a_step_follows_the_gradient_of_the_mean_loss(monkeypatch):
     monkeypatch.setattr(train_moe, "BALANCE", 0.0)
     monkeypatch.setattr(train_llm, "make_optimizer", lambda *args: optax.sgd(1.0))
     run, init, step, loss = programs(train_moe.EXACT, EXACT_MEAN, 2 * N)
-    tokens = np.random.default_rng(0).integers(0, 32, (2 * N, CONFIG.seq_len + 1), np.int32)
-    tokens, state = run.shard(tokens), init(jax.random.key(0))
+    tokens, state = run.shard(sequences(CONFIG)), init(jax.random.key(0))
     start = jax.device_get(state[0])
     expected = jax.device_get(jax.jit(jax.grad(loss))(state[0], tokens))
     after = jax.device_get(step(*state, tokens)[0])

@@ -1,13 +1,9 @@
 """The example of sharded updates prints its table, and trains as the whole optimizer does."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
 import train_zero
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")

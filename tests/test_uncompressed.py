@@ -5,16 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (
-    TOPOLOGIES,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    small,
-    vmapped,
-    wire_bits,
-)
+from cases import TOPOLOGIES, assert_same_bits, auto_mesh, daily, gradient, small, vmapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -78,7 +69,7 @@ def test_every_hop_of_a_ring_rounds_to_the_nearest_bf16():
 def test_wire_bits_are_those_of_the_dtype(method, topology, bits):
     n, size = 3, 12_345
     leaf = [jax.ShapeDtypeStruct((size,), jnp.float32)]
-    promised = wire_bits(method, topology)(leaf, n)
+    promised = 8 * dq.explain(leaf, n, method=method, topology=topology, verbose=False).wire_bytes
     padding = 0 if topology is None else n * 2 * 16
     assert size <= promised / bits * n / (2 * (n - 1)) <= size + padding
 

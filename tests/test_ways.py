@@ -1,9 +1,7 @@
 """Every way to train of `benchmarks/ways.py`, on the example's model, against plain JAX."""
 
 import dataclasses
-import sys
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ways
 from cases import CHEAP, assert_copies_equal, auto_mesh, daily
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-import ways
 from llm_model import CONFIGS, init_params, make_loss
 
 import dynamiq_jax as dq

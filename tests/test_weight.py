@@ -34,9 +34,8 @@ def mapped(check_vma=True, **options):
         mean = dq.pmean(own, "data", weight=weight[0], key=KEY, **options)
         return jax.tree.map(lambda x: x[None], mean)
 
-    specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
-    if not check_vma:
-        specs["out_specs"] = P("data")
+    out = P() if check_vma else P("data")
+    specs = {"in_specs": P("data"), "out_specs": out, "check_vma": check_vma}
     return OnHost(jax.jit(jax.shard_map(one, mesh=auto_mesh(N), **specs)))
 
 
@@ -53,17 +52,14 @@ def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, m
         error = float(vnmse(np.asarray(found[name][0], np.float64), expected(x)))
         most = {"a": 1e-12, "b": 2e-5, "c": 1e-6}[name]
         assert error < (most if method is EXACT else 5e-3)
-        for copy in found[name]:
-            assert_same_bits(copy, found[name][0])
+    assert_same_bits(found, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), found))
 
 
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)
     run = mapped(method=CHEAP)
-    clean, found = (jax.tree.leaves(run(given, jnp.asarray(WEIGHTS))) for given in (x, bad))
-    for own, other in zip(clean, found, strict=True):
-        assert_same_bits(own, other)
+    assert_same_bits(run(x, jnp.asarray(WEIGHTS)), run(bad, jnp.asarray(WEIGHTS)))
     shown = run(bad, jnp.ones(N))
     assert np.isnan(np.asarray(shown["a"])).all()
 
@@ -72,15 +68,9 @@ def test_equal_weights_are_no_weights():
     """Powers of two, bit for bit."""
     x, method = tree(), CHEAP
     found = mapped(method=method)(x, jnp.full(N, 4.0))
-    one = partial(dq.pmean, axis_name="data", method=method, key=KEY)
-    plain = jax.jit(
-        jax.shard_map(
-            lambda tree: one(jax.tree.map(lambda x: x[0], tree)),
-            mesh=auto_mesh(N), in_specs=P("data"), out_specs=P(),
-        )
-    )(x)  # fmt: skip
-    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        assert_same_bits(own[0], other)
+    specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": P()}
+    one = lambda x: dq.pmean(x, "data", method=method, key=KEY)  # noqa: E731
+    assert_same_bits(found, jax.device_get(jax.jit(jax.shard_map(one, **specs))(x)))
 
 
 def test_no_weight_at_all_gives_zeros():
@@ -99,9 +89,7 @@ def test_a_weight_that_counts_nothing_makes_the_mean_nan_everywhere(bad):
 @pytest.mark.parametrize("scale", [2.0**126, 2.0**-120])
 def test_weights_whose_sum_f32_does_not_hold_weigh_the_same(scale):
     run, weights = mapped(method=CHEAP), jnp.array([1.0, 0.5, 2.0, 1.0])
-    plain, scaled = run(tree(), weights), run(tree(), weights * scale)
-    for own, other in zip(jax.tree.leaves(plain), jax.tree.leaves(scaled), strict=True):
-        assert_same_bits(own, other)
+    assert_same_bits(run(tree(), weights), run(tree(), weights * scale))
 
 
 def test_leaves_that_all_hold_alike_are_their_own_mean():

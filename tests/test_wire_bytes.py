@@ -154,9 +154,8 @@ def test_a_reduce_scatter_moves_what_the_method_says(name):
     n, topology, expected = SHARDED[name]
     size, method = 256 * 20 + 40, small(dq.DynamiQ())
     tree = jax.ShapeDtypeStruct((n * size,), jnp.float32)
-    moved = moved_bits(
-        *lower(partial(dq.psum_scatter, tiled=True), tree, (n,), method, topology), n
-    )
+    scatter = partial(dq.psum_scatter, tiled=True)
+    moved = moved_bits(*lower(scatter, tree, (n,), method, topology), n)
     assert set(moved) == expected | {"all-reduce"}  # of statistics
     assert abs(method.method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
     # Bits per coordinate: 20.2 super-groups take 3 tiles of 8, in two streams 2 tiles each.
@@ -189,13 +188,11 @@ def test_halves_over_two_levels_move_what_the_route_says(name):
     sizes, n, part = (2, 4), 8, 256 * 20 + 40
     method = dataclasses.replace(small(dq.DynamiQ()), topology=topology)
     route = method.route(sizes)
-    tree = {
-        half: jax.ShapeDtypeStruct((k * part,), jnp.float32) for half, k in (("s", n), ("g", 1))
-    }
+    own, whole = flat_of(part), flat_of(n * part)
     scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
     for run, part_of_all, promised, moves in (
-        (scatter, tree["s"], route.half_wire_bits(part), expected | {"all-reduce"}),
-        (gather, tree["g"], route.half_wire_bits(part, method.method), {"all-gather"}),
+        (scatter, whole, route.half_wire_bits(part), expected | {"all-reduce"}),
+        (gather, own, route.half_wire_bits(part, method.method), {"all-gather"}),
     ):
         moved = moved_bits(*lower(run, part_of_all, sizes, method), n, n_inner=4)
         crossing = moved.pop("crossing")

@@ -40,18 +40,10 @@ VARIANTS = {
     ),
 }
 MODEL = {
-    "num_layers": 2,
-    "embed_dim": 128,
-    "hidden_dim": 512,
-    "num_heads": 4,
-    "head_dim": 32,
-    "num_kv_heads": 1,
-    "use_post_attn_norm": True,
-    "use_post_ffw_norm": True,
-    "use_qk_norm": True,
-    "sliding_window_size": 16,
-    "final_logit_softcap": None,
-}
+    "num_layers": 2, "embed_dim": 128, "hidden_dim": 512, "num_heads": 4, "head_dim": 32,
+    "num_kv_heads": 1, "use_post_attn_norm": True, "use_post_ffw_norm": True, "use_qk_norm": True,
+    "sliding_window_size": 16, "final_logit_softcap": None,
+}  # fmt: skip
 
 
 def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) -> Trained:

@@ -29,45 +29,27 @@ def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
   (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
 """
     return (
-        IMPORT,
-        Change(FILE, "  def loss_fn(params):", signature),
-        Change(FILE, old, new),
-        *more,
-    )
+        IMPORT, Change(FILE, "  def loss_fn(params):", signature), Change(FILE, old, new), *more,
+    )  # fmt: skip
 
 
 SHARDED = on_auto(
     "axis_name=('data', 'fsdp'), specs=specs",
-    Change(
-        FILE,
-        "  data_sharding = NamedSharding(",
-        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
-    ),
-)
+    Change(FILE, "  data_sharding = NamedSharding(",
+        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding("),
+)  # fmt: skip
 OWN = Client(
-    repository="google/flax",
-    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
-    folder="examples/lm1b",
-    mesh="8 data, Auto",
-    step="jit_train_step",
+    repository="google/flax", commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/lm1b", mesh="8 data, Auto", step="jit_train_step",
     patch=on_auto("axis_name='data'"),
-)
+)  # fmt: skip
 VARIANTS = {
-    "DP": OWN,
-    "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
-    "FSDP, no dropout": dataclasses.replace(
-        OWN,
-        patch=SHARDED,
-        mesh="8 fsdp, Auto",
-        options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0},
-    ),
-    "DP × TP, no dropout": dataclasses.replace(
-        OWN,
-        patch=SHARDED,
-        mesh="4 data × 2 tensor, Auto",
-        options={"shape": (4, 1, 2), "dropout": 0.0},
-    ),
-}
+    "DP": OWN, "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
+    "FSDP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="8 fsdp, Auto",
+        options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0}),
+    "DP × TP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="4 data × 2 tensor, Auto",
+        options={"shape": (4, 1, 2), "dropout": 0.0}),
+}  # fmt: skip
 
 
 def train(

@@ -7,13 +7,9 @@ from clients.stubs import images, stand_in
 
 FILE = "examples/mnist/train.py"
 OWN = Client(
-    repository="google/flax",
-    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
-    folder="examples/mnist",
-    mesh="8 data, Auto",
-    step="jit_train_step",
-    patch=(),
-)
+    repository="google/flax", commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
+    folder="examples/mnist", mesh="8 data, Auto", step="jit_train_step", patch=(),
+)  # fmt: skip
 IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
 STEP = "  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)\n"
 OPTIONS = "has_aux=True, axis_name='data', method=METHOD"

@@ -20,16 +20,12 @@ from pallas_kernels.backend import MOST_WORKERS
 
 METHOD = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
 TOPOLOGIES = {
-    "ring": dq.Ring(),
-    "ring, two streams": dq.Ring(streams=2),
-    "looped ring": dq.Ring(unroll_up_to=1),
-    "butterfly": dq.Butterfly(),
-    "butterfly, two streams": dq.Butterfly(streams=2),
-    "direct": dq.Direct(),
-    "direct, three streams": dq.Direct(streams=3),
-    "ring, permutes": dq.Ring(transport="permutes"),
+    "ring": dq.Ring(), "ring, two streams": dq.Ring(streams=2),
+    "looped ring": dq.Ring(unroll_up_to=1), "butterfly": dq.Butterfly(),
+    "butterfly, two streams": dq.Butterfly(streams=2), "direct": dq.Direct(),
+    "direct, three streams": dq.Direct(streams=3), "ring, permutes": dq.Ring(transport="permutes"),
     "direct, permutes": dq.Direct(transport="permutes", streams=2),
-}
+}  # fmt: skip
 
 
 def _mesh(shape=None, names=("data",)):

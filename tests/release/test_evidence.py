@@ -2,22 +2,16 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import llm_model
 import numpy as np
+import pages
 import pytest
+import training
 import typer
 from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-import llm_model
-import pages
-import training
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 STEPS, SEEDS = 8, 2

@@ -4,15 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import jax.numpy as jnp
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import host_links
 import hosts
+import jax.numpy as jnp
+import pytest
 from test_hosts import ENVIRONMENT, needs_hosts
 
 import dynamiq_jax as dq

@@ -159,7 +159,7 @@ def run(drawn):
 @given(episodes)
 @shown("thc, memory", [40], None, 0)
 @shown("powersgd", [40], None, 2)
-@shown("mxfp8, shared", [9, 30], dq.Butterfly(), 1)
+@shown("mxfp8", [9, 30], dq.Butterfly(), 1)
 def episode(drawn):
     run(drawn)
 

@@ -3,27 +3,20 @@
 import dataclasses
 import json
 import re
-import sys
 from functools import partial
-from pathlib import Path
-
-import jax
-import numpy as np
-import pytest
-import typer
-from rich.console import Console
-from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import against_the_clock
+import jax
 import llm_data
 import llm_model
+import numpy as np
+import pytest
 import step_time
 import train_llm
+import typer
 import ways
+from rich.console import Console
+from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 METHODS = "bf16-psum,dynamiq:5"
