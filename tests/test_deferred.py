@@ -79,27 +79,32 @@ def grad_norm(p, b):
 
 
 LOSSES = {
-    "masked": masked, "linear penalty": lambda p,
-    b: masked(p, b) + jnp.sum(p["up"]) + 0.5 * jnp.sum(p["down"]), "penalty in jit": lambda p,
-    b: masked(p, b) + jax.jit(lambda w: jnp.sum(jnp.tanh(w)))(p["up"]),
-    "checkpointed penalty": lambda p,
-    b: jax.checkpoint(lambda p: masked(p, b) + jnp.sum(jnp.tanh(p["up"])))(p),
-    "penalty in a loop": lambda p,
-    b: lax.scan(lambda total, _: (total + jnp.sum(jnp.tanh(p["up"])), None),
-        masked(p, b) + jnp.sum(p["up"]), None, length=2)[0],
-    "hinge": lambda p, b: masked(p, b) + jnp.sum(jnp.maximum(p["up"], 0.0)), "weight": lambda p,
-    b: masked(p, b) * p["up"][0, 0], "derivative": grad_norm, "penalty": lambda p,
-    b: masked(p, b) + 0.1 * jnp.sum(jnp.tanh(p["up"])), "factor": lambda p,
-    b: masked(p, b) * jnp.sum(jnp.tanh(p["up"] * p["scale"])), "parameters alone": lambda p,
-    b: jnp.sum(jnp.square(p["up"])) * jnp.sum(jnp.tanh(p["down"])), "half unused": lambda p,
-    b: jnp.mean(jnp.square(b["x"] @ p["up"])), "checkpointed": lambda p,
-    b: jax.checkpoint(masked)(p, b), "vmapped": lambda p,
-    b: jnp.mean(jax.vmap(lambda x: jnp.sum(out(p, x[None])))(b["x"])), "conditional": lambda p,
-    b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b), "transposed": lambda p,
-    b: jnp.mean(jnp.square(b["x"] @ p["down"].T @ p["up"].T)), "cast": lambda p,
-    b: masked(jax.tree.map(lambda w: w.astype(jnp.float32), p), b), "in a row": lambda p,
-    b: masked(p, b) + masked(p | {"up": p["up"] * 2}, b),
-}  # fmt: skip
+    "masked": masked,
+    "linear penalty": lambda p, b: masked(p, b) + jnp.sum(p["up"]) + 0.5 * jnp.sum(p["down"]),
+    "penalty in jit": lambda p, b: masked(p, b) + jax.jit(lambda w: jnp.sum(jnp.tanh(w)))(p["up"]),
+    "checkpointed penalty": lambda p, b: jax.checkpoint(
+        lambda p: masked(p, b) + jnp.sum(jnp.tanh(p["up"]))
+    )(p),
+    "penalty in a loop": lambda p, b: lax.scan(
+        lambda total, _: (total + jnp.sum(jnp.tanh(p["up"])), None),
+        masked(p, b) + jnp.sum(p["up"]),
+        None,
+        length=2,
+    )[0],
+    "hinge": lambda p, b: masked(p, b) + jnp.sum(jnp.maximum(p["up"], 0.0)),
+    "weight": lambda p, b: masked(p, b) * p["up"][0, 0],
+    "derivative": grad_norm,
+    "penalty": lambda p, b: masked(p, b) + 0.1 * jnp.sum(jnp.tanh(p["up"])),
+    "factor": lambda p, b: masked(p, b) * jnp.sum(jnp.tanh(p["up"] * p["scale"])),
+    "parameters alone": lambda p, b: jnp.sum(jnp.square(p["up"])) * jnp.sum(jnp.tanh(p["down"])),
+    "half unused": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["up"])),
+    "checkpointed": lambda p, b: jax.checkpoint(masked)(p, b),
+    "vmapped": lambda p, b: jnp.mean(jax.vmap(lambda x: jnp.sum(out(p, x[None])))(b["x"])),
+    "conditional": lambda p, b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b),
+    "transposed": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["down"].T @ p["up"].T)),
+    "cast": lambda p, b: masked(jax.tree.map(lambda w: w.astype(jnp.float32), p), b),
+    "in a row": lambda p, b: masked(p, b) + masked(p | {"up": p["up"] * 2}, b),
+}
 
 
 EVERY_DAY = (
