@@ -350,6 +350,7 @@ def test_widths_of_equal_tiles_are_those_of_the_plan(size):
         assert {w: c for w, c in counts.items() if c} == collections.Counter(widths.tolist())
 
 
+@pytest.mark.filterwarnings("ignore:.* slows training")
 @pytest.mark.usefixtures("padding_counts")
 @pytest.mark.parametrize(
     ("size", "n", "bits"), daily([(8192, 8, 5.0), (40_960, 8, 3.0), (8192, 4, 4.0)], [(8192, 8, 5)])
