@@ -1,4 +1,4 @@
-"""What one device needs to encode, add and decode a whole gradient.
+"""Times of the kernels by which one device encodes, adds up and decodes a whole gradient.
 
     python benchmarks/coding_kernels.py [--size 512MiB] [--bits 4] [--dither] [--backend mosaic]
 

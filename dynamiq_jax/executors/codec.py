@@ -50,6 +50,6 @@ class ChunkCodec(NamedTuple):
     """(arrived, chunks int32[1], result so far) -> this worker's slice of the result with the
     chunk's finished sum in it, exact: not encoded again. For `reduce_scatter` alone."""
     lost: Array | None = None
-    """What encodings begin with to tell of their losses; `None`: they tell of none."""
+    """The zeros to which encodings write what they lose; `None`: they do not tell it."""
     push: Callable[[Axis], Array] | None = None
     """(axis) -> what `decode` makes of all chunks, by one push kernel; chunk i is worker i's."""
