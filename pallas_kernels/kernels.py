@@ -123,9 +123,9 @@ def _noise(noise_ref, where: tuple, rows, tile: Tile):
 
 
 def load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
-    """``x - mean`` of super-groups ``rows``."""
+    """``x - mean`` of super-groups ``rows``, in f32 or the dtype of ``x``."""
     x = tile.load(x_ref, rows, n_rows)
-    return x if mean_ref is None else x - tile.load_rows(mean_ref, rows)
+    return x if mean_ref is None else x.astype(jnp.float32) - tile.load_rows(mean_ref, rows)
 
 
 def accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
@@ -134,9 +134,12 @@ def accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
 
         def branch(offset, w, alike=alike):
             def add_all(so_far):
+                # Before the branch, a conversion would wait for the coordinates while no payload
+                # is under way; behind it, the additions would keep both operands in registers.
+                so_far = tile.pinned(so_far, w)
                 for one in alike:
                     so_far = _add(so_far, one, rows, offset, w, tile)
-                return so_far
+                return tile.pinned(so_far, w)
 
             return add_all
 
@@ -189,13 +192,13 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
     (noise_ref, place), (tiles_ref, chunk) = noise, record
 
     def branch(offset, w):
-        def encode_record(total, words):
-            encode(total, words, payload, offset, w, tile)
+        def encode_record(total):
+            encode(total, _noise(noise_ref, place, rows, tile), payload, offset, w, tile)
             return jnp.int32(0)
 
         return encode_record
 
-    tile.by_width(tiles_ref, chunk, branch, total, _noise(noise_ref, place, rows, tile))
+    tile.by_width(tiles_ref, chunk, branch, total.astype(jnp.float32))
 
 
 def decode_tile(

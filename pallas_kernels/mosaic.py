@@ -408,7 +408,26 @@ class _Tile:
             return found
 
         inside = (rows < n_rows).astype(jnp.int32)
-        return load(x_ref, self._first_quad(rows), inside).astype(jnp.float32)
+        return load(x_ref, self._first_quad(rows), inside)
+
+    def pinned(self, x, width):
+        layout, is_bf16 = _coordinates_layout(self.quads), x.dtype == jnp.bfloat16
+        f32 = jnp.float32
+
+        @_inline((layout,), layout, x.shape, f32 if is_bf16 else x.dtype)
+        def pin(values):
+            # The comment makes the code of each branch another one.
+            code, words = f"mov.b32 $0, $1; // {width}", _bitcast(values, _i32())
+            words = [_ptx(code, "=r,r", _i32(), word) for word in words]
+            if not is_bf16:
+                return _bitcast(words, values[0].type)
+            # A word has two bf16, and a bf16 is the high half of an f32.
+            low = [arith.shli(word, _constant(16)) for word in words]
+            high = [arith.andi(word, _constant(0xFFFF0000)) for word in words]
+            pairs = zip(low, high, strict=True)
+            return _bitcast([word for pair in pairs for word in pair], ir.F32Type.get())
+
+        return pin(x).astype(f32)
 
     def load_rows(self, ref, rows):
         return self.to_coordinates(_load_item(ref, rows))

@@ -52,7 +52,11 @@ class Tile(Protocol):
         ...
 
     def load(self, x_ref, rows, n_rows: int) -> jax.Array:
-        """The coordinates of super-groups ``rows``, 0 from ``n_rows`` on: f32."""
+        """The coordinates of super-groups ``rows``, 0 from ``n_rows`` on, in their dtype."""
+        ...
+
+    def pinned(self, x, width: int) -> jax.Array:
+        """Coordinates as f32, made in the branch of ``width``: no compiler moves this out of it."""
         ...
 
     def load_rows(self, ref, rows) -> jax.Array:

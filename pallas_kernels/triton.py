@@ -36,14 +36,14 @@ from pallas_kernels.tuning import tuning_for
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
-def _asm(code: str, x):
-    """PTX that makes one f32, ``$0``, of one, ``$1``."""
+def _asm(code: str, x, dtype=jnp.float32):
+    """PTX that makes one word of ``dtype``, ``$0``, of one, ``$1``."""
     (y,) = plgpu.elementwise_inline_asm(
-        "{" + code + "}",
+        "{" + code + "\n}",
         args=[x],
         constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        pack=4 // x.dtype.itemsize,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
     return y
 
@@ -267,7 +267,12 @@ class _Tile:
 
     def load(self, x_ref, rows, n_rows):
         row, column = self._coordinates(rows)
-        x = plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0)
+        return plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0)
+
+    def pinned(self, x, width):
+        if not self.interpret:
+            # The comment makes the code of each branch another one.
+            x = _asm(f"mov.b32 $0, $1; // {width}", x, x.dtype)
         return x.astype(jnp.float32)
 
     def load_rows(self, ref, rows):
