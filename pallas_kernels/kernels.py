@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.energy import Dealt, Upgrades
@@ -330,6 +331,10 @@ def decompress(
     words = noise if fmt.dither else jnp.zeros((1, NOISE_WORDS), jnp.uint32)
     operands = result.mean_sum, result.order, tiles, chunks, level_tables(fmt), words, payloads
     name, count = "decompress", payloads.shape[0]
+    if result.into is None and count < tiles.shape[0]:
+        # Later calls write into the result: with an empty one they are of the same kernel.
+        empty = lax.empty((result.rows, fmt.super_group_size), result.dtype)
+        result = result._replace(into=empty)
     return _finish_call(
         _decode_kernel, name, tiles.shape[1], count, operands, result, fmt, lowering, {}
     )
