@@ -12,6 +12,7 @@ import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder
+from dynamiq_jax.methods.base import clipped
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import (
     Plan,
@@ -89,6 +90,9 @@ def chunk_codec(
     common = {"fmt": layout.fmt, "backend": backend}
     nothing = jnp.zeros_like(plan.mean)
     centred = layout.stats_per_super_group == 2
+    # With NaN for infinities, an infinite total tells that finite numbers were too large together.
+    clips = keep_error and layout.fmt.carries_nan
+    x = jnp.where(jnp.isfinite(x), x, jnp.nan) if clips else x
     own = pk.Source(x, plan.mean if centred else None, plan.order)
 
     def noise_of(slots) -> Array | None:
@@ -114,6 +118,7 @@ def chunk_codec(
         if keep_error:
             result = less_means(start=jnp.int32(0))
             total = pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
+            total = clipped(total) if clips else total
             source = pk.Source(total.reshape(-1), None, plan.order)
             payloads = pk.compress(source, chunks, target, skip, **common)
             own_noise = noise_of(jnp.full_like(chunks, encoder.slot))
