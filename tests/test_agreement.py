@@ -5,8 +5,6 @@ import copy
 import dataclasses
 import os
 import re
-import socket
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from cases import TWO_WIDTHS, auto_mesh, gradient, small
 from jax.sharding import PartitionSpec as P
+from processes import coordinator, outputs
 
 import dynamiq_jax as dq
 from dynamiq_jax.core import fingerprint
@@ -274,26 +273,21 @@ def vmapped():
 
 
 NOT_COMPARED = {
-    "a loss": traces(dq.pmean, jnp.float32(1)),
-    "some of the devices": traces(n=4, **CHEAP),
-    "vmap": vmapped,
+    "a loss": (traces(dq.pmean, jnp.float32(1)), lambda: None),
+    "some of the devices": (traces(n=4, **CHEAP), lambda: None),
+    "vmap": (vmapped, lambda: None),
+    "one process": (ALIKE,),
+    "turned off": (ALIKE, traces(**CHEAP | {"topology": dq.Ring()})),
 }
 
 
 @pytest.mark.parametrize("what", NOT_COMPARED)
-def test_calls_that_may_differ_between_processes_are_not_compared(processes, what):
-    assert processes.run(NOT_COMPARED[what], lambda: None, patience=0.1) == ["", ""]
-    assert not processes.service.values
-
-
-def test_a_variable_turns_the_comparison_off(processes, monkeypatch):
-    monkeypatch.setenv("DYNAMIQ_JAX_AGREEMENT", "0")
-    assert processes.run(ALIKE, traces(**CHEAP | {"topology": dq.Ring()})) == ["", ""]
-    assert not processes.service.values
-
-
-def test_a_program_of_one_process_talks_to_nobody(processes):
-    assert processes.run(ALIKE) == [""]
+def test_what_is_not_compared(processes, monkeypatch, what):
+    """Calls that may differ between processes, and those that the user does not want compared."""
+    if what == "turned off":
+        monkeypatch.setenv("DYNAMIQ_JAX_AGREEMENT", "0")
+    functions = NOT_COMPARED[what]
+    assert processes.run(*functions, patience=0.1) == [""] * len(functions)
     assert not processes.service.values
 
 
@@ -319,24 +313,11 @@ except RuntimeError as error:
 
 def test_two_processes_with_different_topologies_fail_within_seconds():
     """Processes of the operating system, over loopback, by JAX's own service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    kept = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
-    env = kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, address, str(i)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=100)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for text in said:
+    address, keep = coordinator(), ("HOME", "PATH")
+    env = {name: os.environ[name] for name in keep if name in os.environ}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = outputs([[sys.executable, "-c", TWO_PROCESSES, address, str(i)] for i in range(2)], env)
+    for text, _ in said:
         took, error = re.search(r"([\d.]+) s: (workers would not .*)", text).groups()
         assert float(took) < 30, text
         assert re.search(r"topology: process 0 has .Direct\(.*process 1 has .Ring\(", error)
