@@ -29,7 +29,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
-from dynamiq_jax.executors import Encoder
+from dynamiq_jax.executors.codec import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -232,7 +232,7 @@ def _exchange_plain(
 
     def codec(block: Array, sender: Array, receiver: Array):
         shared = method.share(None, fold_seed(seed, sender * n + receiver), bound)
-        return method.codec(block, shared, bound, dtype=x.dtype)
+        return method.codec(block, shared, bound, Call(axis, Direct(), seed))
 
     def encode(block: Array, receiver: Array):
         own = codec(block, axis.index, receiver)
