@@ -160,17 +160,13 @@ def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method
     return exchange_rows(x, seed, axis=axis, method=method)
 
 
-def _exchange_forward(x, seed, axis, method, backward):
-    return _exchange(x, seed, axis, method, backward), seed
-
-
 def _exchange_backward(axis, method, backward, seed, cotangent):
     # An exchange of rows is its own transpose.
     seed = fold_seed(jnp.asarray(seed), 1)
     return _exchange(cotangent, seed, axis, backward, backward), None
 
 
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange.defvjp(lambda x, seed, *rest: (_exchange(x, seed, *rest), seed), _exchange_backward)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method"))
