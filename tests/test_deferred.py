@@ -97,6 +97,9 @@ LOSSES = {
     "conditional": lambda p, b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b),
     "transposed": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["down"].T @ p["up"].T)),
     "cast": lambda p, b: masked(jax.tree.map(lambda w: w.astype(jnp.float32), p), b),
+    "in bf16": lambda p, b: jnp.float32(
+        masked(*jax.tree.map(lambda w: w.astype(jnp.bfloat16), (p, b)))
+    ),
     "in a row": lambda p, b: masked(p, b) + masked(p | {"up": p["up"] * 2}, b),
 }
 
@@ -104,6 +107,7 @@ LOSSES = {
 EVERY_DAY = (
     "masked", "linear penalty", "penalty in a loop", "hinge", "weight", "derivative",
     "checkpointed penalty", "half unused", "scalar unused, beside a slice", "conditional",
+    "in bf16",
 )  # fmt: skip
 
 
@@ -113,7 +117,8 @@ def test_losses_and_gradients_are_those_of_the_global_loss(name):
     method = EXACT if "unused" in name else F32
     f = dq.value_and_grad(LOSSES[name], axis_name="data", method=method)
     f = jax.jit(f, compiler_options=AS_USERS)
-    assert_close(f(*placed()), plain(LOSSES[name]))
+    within = {"rtol": 0.02, "atol": 0.02} if name == "in bf16" else {}
+    assert_close(f(*placed()), plain(LOSSES[name]), **within)
 
 
 def test_jit_and_a_mesh_around_are_not_needed():
@@ -216,16 +221,16 @@ def test_uses_without_a_rule_are_refused_with_a_remedy():
         taken = params["table"].at[rows].get(out_sharding=P("data", None))
         return masked(params, batch | {"x": batch["x"] * taken + params["table"][:32]})
 
-    several = {f"{i:02}": params["up"] for i in range(10)}
-    for own, args, note in (
-        (loss, (params, batch, rows),
-         r"3 leaves of 24,576 bytes \(down, table, up\).*exclude="),
-        (lambda p, x: jnp.sum(p["09"][:32] * x), (several, batch["x"]),
-         r"00, 01, 02, 03, 04, 05, 06, 07 and 2 more\) as reduced"),
-    ):  # fmt: skip
+    def refused(loss, *args):
         with pytest.raises(Exception, match="reduced") as raised:
-            dq.value_and_grad(own, axis_name="data", method=F32)(*args)
-        assert re.search(note, raised.value.__notes__[0])
+            dq.value_and_grad(loss, axis_name="data", method=F32)(*args)
+        return raised.value.__notes__[0]
+
+    note = refused(loss, params, batch, rows)
+    assert re.search(r"3 leaves of 24,576 bytes \(down, table, up\).*exclude=", note)
+    several = {f"{i:02}": params["up"] for i in range(10)}
+    note = refused(lambda p, x: jnp.sum(p["09"][:32] * x), several, batch["x"])
+    assert "00, 01, 02, 03, 04, 05, 06, 07 and 2 more) as reduced" in note
     told = small(dq.F32(), exclude="table|bias|scale")
     f = dq.value_and_grad(loss, axis_name="data", method=told)
     with jax.set_mesh(mesh_of()):  # and warnings are errors
@@ -417,7 +422,7 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own(sizes):
 
 def test_errors():
     mesh, (params, batch) = mesh_of(), placed()
-    auto_beside = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, EXPLICIT))
+    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, EXPLICIT))
     sharded = params | {"up": put(params["up"], mesh, P("data"))}
     over_both = placed(mesh_of(4, 2), ("data", "model"))
 
@@ -426,31 +431,27 @@ def test_errors():
 
     keyed, three = of(lambda p, b, key=None: masked(p, b)), of(lambda p, b, c: masked(p, b))
     keyed(params, batch, None, key=KEY)
-    once = "reduce=False and {}=.*dq.reduce"
-    assert_refused(
-        (ValueError, r"sharded over axis 'data'.*jax.device_put", of(), params, network()[1]),
-        (ValueError, r"sharded over \('data', 'model'\).*axis_name='data'", of(), *over_both),
-        (ValueError, "takes key.*and key= is the key of the rounding",
-         functools.partial(keyed, key=KEY), params, batch),
-        (ValueError, once.format("metrics"), of(reduce=False, metrics=True), params, batch),
-        (ValueError, once.format("state"), functools.partial(of(reduce=False), state=()), params,
-         batch),
-        (ValueError, once.format("key"), functools.partial(of(reduce=False), key=KEY), params,
-         batch),
-        (ValueError, "there is no mesh.*mesh=mesh", of(), *network()),
-        (ValueError, "axis_name='rows' is not in the mesh", of(axis_name="rows"), params, batch),
-        (TypeError, r"loss has shape \(32,\)", of(lambda p, b: b["mask"] * p["scale"]), params,
-         batch),
-        (TypeError, r"parameter \['step'\] is int32\[\].*argnums=", three,
-         params | {"step": jnp.int32(2)}, batch, None),
-        (ValueError, r"is \{1\}, a set.*frozenset", three, params, batch, {1}),
-        (ValueError, "specs=.* is for Auto axes.*leave it out",
-         lambda: of(specs=P(), mesh=mesh)),
-        (ValueError, "make all axes Explicit, or all Auto",
-         lambda: of(mesh=auto_beside, reduce=False)),
-        (NotImplementedError, "sharded over the data axes.*metrics=False", of(metrics=True),
-         sharded, batch),
-    )  # fmt: skip
+    vector, terms = of(lambda p, b: b["mask"] * p["scale"]), of(reduce=False)
+    metrics, metered = of(reduce=False, metrics=True), of(metrics=True)
+    step = params | {"step": jnp.int32(2)}
+    for error, words, call in (
+        (ValueError, r"over axis 'data'.*jax.device_put", lambda: of()(params, network()[1])),
+        (ValueError, r"over \('data', 'model'\).*axis_name='data'", lambda: of()(*over_both)),
+        (ValueError, "takes key.*and key= is the key of", lambda: keyed(params, batch, key=KEY)),
+        (ValueError, "reduce=False and metrics=.*dq.reduce", lambda: metrics(params, batch)),
+        (ValueError, "reduce=False and state=", lambda: terms(params, batch, state=())),
+        (ValueError, "reduce=False and key=", lambda: terms(params, batch, key=KEY)),
+        (ValueError, "there is no mesh.*mesh=mesh", lambda: of()(*network())),
+        (ValueError, "'rows' is not in the mesh", lambda: of(axis_name="rows")(params, batch)),
+        (TypeError, r"loss has shape \(32,\)", lambda: vector(params, batch)),
+        (TypeError, r"\['step'\] is int32\[\].*argnums=", lambda: three(step, batch, None)),
+        (ValueError, r"is \{1\}, a set.*frozenset", lambda: three(params, batch, {1})),
+        (ValueError, "specs=.* is for Auto axes.*leave it out", lambda: of(specs=P(), mesh=mesh)),
+        (ValueError, "make all axes Explicit, or all Auto", lambda: of(mesh=mixed, reduce=False)),
+        (NotImplementedError, "over the data axes.*metrics=False", lambda: metered(sharded, batch)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     both = of(axis_name=("data", "model"))
     assert_close(both(*over_both), plain(masked))
 
@@ -612,13 +613,3 @@ def test_boxed_parameters_of_linen_are_gathered():
         value, grads = f(placed, put(x, mesh_of(), P("data")))
     expected = jax.jit(jax.value_and_grad(loss))(linen.unbox(boxed), x)
     assert_close((value, linen.unbox(grads)), expected)
-
-
-def test_gradients_of_masters_are_f32_where_the_loss_casts_them():
-    def loss(params, batch):
-        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, batch))
-        return masked(*low).astype(jnp.float32)
-
-    _, grads = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(*placed())
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    assert float(vnmse(jax.device_get(grads), plain(masked)[1])) < 1e-3

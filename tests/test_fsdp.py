@@ -163,30 +163,6 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
     assert len({seed for _, seed in {*seeds}}) == 4, seeds
 
 
-@pytest.mark.release
-def test_leaves_of_all_kinds_keep_their_dtypes():
-    rng = np.random.default_rng(0)
-    wide, narrow = rng.standard_normal((2, 8, 256)).astype(np.float32)
-    scale = np.ones(256, np.float32)
-    trained = {"wide": wide, "narrow": narrow.astype(jnp.bfloat16), "scale": scale}
-    own = {"wide": P("data"), "narrow": P("data"), "scale": P()}
-    args = trained, np.arange(8), np.float32(rng.standard_normal((N, 8)))
-
-    def loss(trained, table, x, each=lambda w: w):
-        w = each(trained | {"table": table, "none": None})
-        assert w["none"] is None and w["table"].shape == (8,) and w["wide"].shape == (8, 256)
-        assert w["narrow"].dtype == jnp.bfloat16
-        rows = w["wide"][w["table"][::-1]] + w["narrow"].astype(jnp.float32)
-        return jnp.mean(jnp.tanh(x @ rows * w["scale"][None]) ** 2)
-
-    each = in_backward(specs=own | {"table": P("data"), "none": None}, gather=dq.F32())
-    maps = {"in_specs": (own, P("data"), P("data")), "out_specs": own, "mesh": mesh_of("data")}
-    found = jax.jit(jax.shard_map(jax.grad(partial(loss, each=each)), **maps))(*args)
-    for name, grad in jax.jit(jax.grad(loss))(*args).items():
-        assert found[name].dtype == grad.dtype and found[name].shape == grad.shape
-        assert relative_error(found[name], grad) < (1e-4 if name == "narrow" else 1e-10)
-
-
 @pytest.mark.parametrize("kind", daily([AUTO, EXPLICIT], [EXPLICIT]))
 def test_copies_over_another_axis_stay_equal(kind):
     """Types say what explicit axes split; of automatic ones ``specs`` do."""
@@ -211,21 +187,36 @@ def test_copies_over_another_axis_stay_equal(kind):
     assert_copies_equal(found)
 
 
-def test_by_path_and_under_vmap():
-    """Leaves that the method leaves out are gathered exactly; both see shapes of whole leaves."""
-    shapes, layers = set(), {"kernel": problem()[0]["kernel"][0], "rest": problem()[0]["kernel"][1]}
+def test_by_path_and_under_vmap_leaves_of_all_kinds():
+    """Leaves that the method leaves out, and integers, are gathered exactly.
+
+    Both see shapes of whole leaves. Gradients have the dtypes of parameters.
+    """
+    shapes, (kernel, rest, narrow) = set(), problem()[0]["kernel"]
+    narrow, table = narrow.astype(jnp.bfloat16), np.arange(DIM**2, dtype=np.int32).reshape(DIM, DIM)
+    layers = {"kernel": kernel, "rest": rest, "narrow": narrow}
 
     def method(path, leaf):
         shapes.add(leaf.shape)
         return None if path == "rest" else dq.DynamiQ(bits=5)
 
-    shards = jax.tree.map(lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0), layers)
-    run = jax.vmap(in_backward(method=small(method), specs=P(None, "data")), axis_name="data")
-    whole = jax.device_get(jax.jit(run)(shards))
+    def loss(shards, table):
+        whole = each(shards | {"table": table, "none": None})
+        assert whole.pop("none") is None
+        return sum(jnp.sum(whole[name].astype(jnp.float32)) for name in layers), whole
+
+    each = in_backward(method=small(method), specs=P(None, "data"))
+    split = lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0)  # noqa: E731
+    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), axis_name="data"))
+    grads, whole = jax.device_get(run(jax.tree.map(split, layers), split(table)))
     assert shapes == {(DIM, DIM)}
     assert_replicas_equal(whole)
-    assert_same_bits(whole["rest"][0], layers["rest"])
-    assert 1e-6 < relative_error(whole["kernel"][0], layers["kernel"]) < 1e-3
+    assert_same_bits((whole["rest"][0], whole["table"][0]), (rest, table))
+    for name in ("kernel", "narrow"):
+        assert whole[name].dtype == grads[name].dtype == layers[name].dtype
+        assert 1e-6 < relative_error(whole[name][0], np.float32(layers[name])) < 1e-3
+    for grad in grads.values():
+        np.testing.assert_allclose(np.float32(grad), 1, rtol=0.2)
 
 
 WHOLE, BOTH = ({"kernel": P(*own), "bias": P()} for own in ((), [("data", "model")]))

@@ -10,10 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EIGHT, assert_copies_equal, daily, once, small
-from hlo import OPERATION, arrays_of, bits_of, crossing_bytes
+from cases import (
+    EIGHT,
+    EXACT,
+    assert_close,
+    assert_copies_equal,
+    daily,
+    mesh_of,
+    network,
+    put,
+    small,
+)
+from hlo import crossing_bytes, moves_of
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -21,12 +31,8 @@ from dynamiq_jax.methods.base import Outcome, ShardedMethod
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
-F32 = small(dq.F32())
-SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 24), "scale": (24,)}
-
-
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-EXACT = {"automatic": F32, "explicit": small(dq.F32(), exclude="bias|scale")}
+METHODS = {"automatic": EXACT, "explicit": small(dq.F32(), exclude="bias|scale")}
 """JAX has no rule for sums of examples and what is typed as reduced over Explicit axes."""
 
 
@@ -42,14 +48,28 @@ class Layout(NamedTuple):
         return tuple(self.mesh.values())
 
     def make(self, kind="automatic"):
-        types = (KINDS[kind],) * len(self.mesh)
-        return jax.make_mesh(self.sizes, tuple(self.mesh), axis_types=types)
+        return mesh_of(*self.sizes, names=tuple(self.mesh), kind=KINDS[kind])
+
+    def placed(self, kind="automatic"):
+        """Parameters and examples."""
+        (params, batch), mesh = network(), self.make(kind)
+        return put(params, mesh, self.specs), put(batch["x"], mesh, P(self.data))
+
+    def ours(self, kind="automatic", told=True, **options):
+        """`value_and_grad`; ``specs=`` where types do not say them."""
+        specs = {"specs": self.specs} if told and kind == "automatic" else {}
+        options = {
+            "mesh": self.make(kind),
+            "axis_name": self.data,
+            "method": METHODS[kind],
+        } | options
+        return dq.value_and_grad(model, **specs | options)
 
 
 def specs(first, second):
     """``first`` splits the input layer's columns, ``second`` its rows."""
     columns, rows = P(second, first), P(first, second)
-    return {"in": columns, "bias": P(first), "out": rows, "scale": P()}
+    return {"up": columns, "bias": P(first), "down": rows, "scale": P()}
 
 
 LAYOUTS = {
@@ -68,54 +88,29 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def model(params, x, y):
-    hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
+def model(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
     hidden = hidden * np.linspace(0.5, 1.5, 64, dtype=np.float32)[None]  # units have an order
     examples, features = jax.typeof(hidden).sharding.spec
     # On Explicit axes products over a dimension that is split have to say what becomes of it.
     told = {} if features is None else {"out_sharding": P(examples)}
-    out = jnp.matmul(hidden, params["out"], **told)
-    return jnp.mean(jnp.square(out * params["scale"][None] - y))
-
-
-@once
-def problem():
-    keys = jax.random.split(jax.random.key(0), 6)
-    params = {
-        name: jax.random.normal(key, shape) / shape[0] ** 0.5
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=False)
-    }
-    # Workers differ a lot: later examples are larger.
-    x = jax.random.normal(keys[4], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
-    return params, (x, jax.random.normal(keys[5], (32, 24)))
+    return jnp.mean(jnp.square(jnp.matmul(hidden, params["down"], **told) * params["scale"] - x))
 
 
 @functools.cache
 def expected():
-    params, batch = problem()
-    return jax.device_get(jax.value_and_grad(model)(params, *batch))
-
-
-def placed(layout, mesh):
-    params, batch = problem()
-    sharding = functools.partial(NamedSharding, mesh)
-    return (
-        jax.device_put(params, jax.tree.map(sharding, layout.specs)),
-        jax.device_put(batch, sharding(P(layout.data))),
-    )
-
-
-def told_specs(layout, kind):
-    """``specs=``, where types do not say them."""
-    return {} if kind == "explicit" else {"specs": layout.specs}
+    params, batch = network()
+    return jax.device_get(jax.jit(jax.value_and_grad(model))(params, batch["x"]))
 
 
 def assert_as_plain(found, params):
-    (loss, grads), (plain_loss, plain) = found, expected()
-    np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    assert_close(found, expected(), atol=1e-6)
+    assert_sharded_alike(found[1], params)
+
+
+def assert_sharded_alike(grads, params):
     for name, grad in grads.items():
         assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
-        np.testing.assert_allclose(grad, plain[name], rtol=1e-4, atol=1e-6)
 
 
 EACH = [("automatic", "hsdp and tensor parallel"), ("explicit", "fsdp of all data axes")]
@@ -124,42 +119,30 @@ EACH = [("automatic", "hsdp and tensor parallel"), ("explicit", "fsdp of all dat
 @pytest.mark.parametrize(("kind", "name"), daily(itertools.product(KINDS, LAYOUTS), EACH))
 def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, name):
     layout = LAYOUTS[name]
-    mesh = layout.make(kind)
-    options = {"mesh": mesh, "axis_name": layout.data, "method": EXACT[kind]}
-    params, batch = placed(layout, mesh)
-    seen = dq.value_and_grad(model, **options)(params, *batch)
-    assert_as_plain(seen, params)
-    told = dq.value_and_grad(model, **told_specs(layout, kind), **options)
-    assert_as_plain(jax.jit(told)(params, *batch), params)
+    args = layout.placed(kind)
+    for f in (layout.ours(kind, told=False), jax.jit(layout.ours(kind))):
+        assert_as_plain(f(*args), args[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
     """Whatever the types of axes; plain JAX 0.10 moves more over Explicit ones."""
     layout = LAYOUTS["tensor parallel"]
-    options = {
-        "axis_name": "data",
-        "method": as_compression(EXACT[kind], dq.Direct()),
-        **told_specs(layout, kind),
-    }
-    ours = dq.value_and_grad(model, mesh=layout.make(kind), **options)
 
-    def plain(params, *batch):
+    def plain(params, x):
         params = lax.pcast(params, "data", to="varying")
-        return lax.pmean(jax.value_and_grad(model)(params, *batch), "data")
+        return lax.pmean(jax.value_and_grad(model)(params, x), "data")
 
-    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "axis_names": {"data"}}
-    native = jax.shard_map(plain, mesh=layout.make(), **specs)
-
-    def compiled(function, kind):
-        params, batch = placed(layout, layout.make(kind))
-        return jax.jit(function).lower(params, *batch).compile(), (params, *batch)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
+    native = jax.jit(jax.shard_map(plain, mesh=layout.make(), **specs))
 
     def moved(program):
         return crossing_bytes(program.as_text(), layout.sizes, 1)
 
-    program, args = compiled(ours, kind)
-    assert moved(program) == moved(compiled(native, "automatic")[0]) > 0  # activations
+    args = layout.placed(kind)
+    method = as_compression(METHODS[kind], dq.Direct())
+    program = jax.jit(layout.ours(kind, method=method)).lower(*args).compile()
+    assert moved(program) == moved(native.lower(*layout.placed()).compile()) > 0  # activations
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
 
 
@@ -171,90 +154,72 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", daily(ROUTES, ["scattered compressed"]))
 def test_gradients_of_shards_are_compressed(route):
-    layout = LAYOUTS["hsdp and tensor parallel"]
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
-    options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = jax.jit(dq.value_and_grad(model, method=as_compression(EIGHT, ROUTES[route]), **options))
-    compiled = f.lower(params, *batch, key=jax.random.key(0)).compile()
-    hlo = compiled.as_text()
+    layout, key = LAYOUTS["hsdp and tensor parallel"], jax.random.key(0)
+    args = layout.placed()
+
+    def program(method):
+        return jax.jit(layout.ours(method=method)).lower(*args, key=key).compile()
+
+    compiled = program(as_compression(EIGHT, ROUTES[route]))
+    hlo, plain = compiled.as_text(), program(EXACT).as_text()
     assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
     assert " all-to-all(" in hlo
-    native = jax.jit(dq.value_and_grad(model, method=F32, **options))
-    plain = native.lower(params, *batch, key=jax.random.key(0)).compile().as_text()
     assert crossing_bytes(hlo, layout.sizes, 2) == crossing_bytes(plain, layout.sizes, 2)
-    loss, grads = compiled(params, *batch, key=jax.random.key(0))
-    for name, grad in grads.items():
-        assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
-        assert 1e-8 < float(vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
+    grads = compiled(*args, key=key)[1]
+    assert_sharded_alike(grads, args[0])
     assert_copies_equal(grads)
+    for name, grad in grads.items():
+        assert 1e-8 < float(vnmse(np.asarray(grad), expected()[1][name])) < 1e-2
 
 
-UNSEEN = r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="
 REFUSED = [
-    ("tensor parallel", jax.jit, {"method": F32}, ValueError, UNSEEN),
-    ("fsdp", lambda f: f, {"method": F32, "metrics": True}, NotImplementedError,
-     "sharded over the data axes.*metrics=False"),
-    ("fsdp", lambda f: f, {"method": dq.comparators.THC()}, NotImplementedError,
-     "THC.*psum_scatter"),
+    ("tensor parallel", {}, ValueError,
+     r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="),
+    ("fsdp", {"metrics": True}, NotImplementedError, "sharded over the data axes.*metrics=False"),
+    ("fsdp", {"method": dq.comparators.THC()}, NotImplementedError, "THC.*psum_scatter"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "form", "options", "error", "words"), REFUSED)
-def test_shards_that_cannot_be_seen_or_scattered_are_refused(name, form, options, error, words):
+@pytest.mark.parametrize(("name", "options", "error", "words"), REFUSED)
+def test_shards_that_cannot_be_seen_or_scattered_are_refused(name, options, error, words):
     layout = LAYOUTS[name]
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
+    f = layout.ours(told=False, **options)
     with pytest.raises(error, match=words):
-        form(dq.value_and_grad(model, mesh=mesh, axis_name=layout.data, **options))(params, *batch)
+        (f if options else jax.jit(f))(*layout.placed())
 
 
 def test_shards_of_an_axis_of_size_1_are_whole():
     layout = Layout({"data": 8, "fsdp": 1}, ("data", "fsdp"), specs(None, "fsdp"))
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name=layout.data, method=F32, metrics=True)
-    assert f(params, *batch)[1].metrics.norm > 0
+    assert layout.ours(told=False, metrics=True)(*layout.placed())[1].metrics.norm > 0
 
 
 @pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
 def test_a_state_of_model_shards(kind):
     """Error feedback with a tensor-parallel axis: every step takes the state of the one before."""
     layout = LAYOUTS["tensor parallel"]
-    mesh = layout.make(kind)
-    params, batch = placed(layout, mesh)
+    args = layout.placed(kind)
     # On Explicit meshes the loss's elementwise uses of vectors are summed by JAX.
     method = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
     method = small(method, exclude="bias|scale")
-    options = {"method": method, "mesh": mesh, **told_specs(layout, kind)}
-    f = jax.jit(dq.value_and_grad(model, axis_name="data", **options))
-    placing = {"mesh": mesh, "specs": layout.specs}
-    state = method.init_state(params, 4, stacked=True, **placing)
-    total, plain = None, expected()[1]
-    for step in range(1, 9):
-        _, found = f(params, *batch, state=state)
-        state, grads = found.state, jax.device_get(found.tree)
-        total = grads if total is None else jax.tree.map(np.add, total, grads)
-        if step == 1:
-            first = float(vnmse(total, plain))
-    mean = jax.tree.map(lambda x: x / 8, total)
+    f = jax.jit(layout.ours(kind, method=method))
+    placing = {"mesh": layout.make(kind), "specs": layout.specs}
+    state, every, plain = method.init_state(args[0], 4, stacked=True, **placing), [], expected()[1]
+    for _ in range(8):
+        _, found = f(*args, state=state)
+        state = found.state
+        every.append(jax.device_get(found.tree))
+    first = float(vnmse(every[0], plain))
     assert first > 1e-3
+    mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *every)
     assert float(vnmse(mean, plain)) < first / 10  # what was left out came later
 
 
 def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
-    layout = LAYOUTS["fsdp"]
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
-    f = dq.value_and_grad(model, mesh=mesh, axis_name="fsdp", specs=layout.specs, method=F32)
-    hlo = jax.jit(f).lower(params, *batch).compile().as_text()
-    sizes = Counter()
-    for line in hlo.splitlines():
-        if match := OPERATION.search(line):
-            arrays = arrays_of(match["type"])
-            sizes[match["name"]] += sum(bits_of(*array) for array in arrays) // 32
-    split = 16 * 64 + 64 * 24
-    assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 24 + 1}
+    layout, sizes, split = LAYOUTS["fsdp"], Counter(), 2 * 16 * 64
+    hlo = jax.jit(layout.ours()).lower(*layout.placed()).compile().as_text()
+    for name, bits in moves_of(hlo):
+        sizes[name] += bits // 32
+    assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 1 + 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +243,6 @@ class Seeds(dq.F32, ShardedMethod):
 
 def test_groups_that_scatter_apart_do_so_with_different_noise():
     layout = LAYOUTS["hsdp"]
-    mesh = layout.make()
-    params, batch = placed(layout, mesh)
-    options = {"mesh": mesh, "axis_name": layout.data, "specs": layout.specs}
-    f = dq.value_and_grad(model, method=small(Seeds(), topology=dq.Direct()), **options)
-    grads = f(params, *batch, key=jax.random.key(1))[1]
-    assert np.all(np.asarray(grads["in"]) != 0)
+    f = layout.ours(method=small(Seeds(), topology=dq.Direct()))
+    grads = f(*layout.placed(), key=jax.random.key(1))[1]
+    assert np.all(np.asarray(grads["up"]) != 0)

@@ -10,15 +10,16 @@ from cases import (
     CHEAP,
     TWO_WIDTHS,
     OnHost,
+    assert_refused,
     assert_replicas_equal,
     assert_same_bits,
     daily,
     gradient,
+    mesh_of,
     small,
     sum_error,
 )
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_exact_sums import anchored
 
@@ -43,22 +44,16 @@ def on_one_device(axes, method, topology, reduce=dq.psum):
     return OnHost(jax.jit(mapped))
 
 
-def mesh_of(sizes):
-    axes = NAMES[-len(sizes) :]
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return jax.make_mesh(sizes, axes, devices=devices, axis_types=(AxisType.Auto,) * len(sizes))
-
-
 def on_a_mesh(sizes, method, topology, x, key):
     """Every device's own copy of the result of shard_map, which JAX takes for replicated."""
-    mesh, axes = mesh_of(sizes), NAMES[-len(sizes) :]
+    axes = NAMES[-len(sizes) :]
 
     def one(x, key):
         x = x.reshape(x.shape[len(sizes) :])
         return dq.psum(x, axes, method=method, topology=topology, key=key)
 
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=(P(*axes), P()), out_specs=P())
-    result = jax.jit(mapped)(x, key)
+    specs = {"mesh": mesh_of(*sizes, names=axes), "in_specs": (P(*axes), P()), "out_specs": P()}
+    result = jax.jit(jax.shard_map(one, **specs))(x, key)
     return np.stack([shard.data for shard in result.addressable_shards])
 
 
@@ -137,15 +132,6 @@ def test_compressed_inside_sums_on_levels_are_exact_on_all_maps(sizes, topology)
     assert 1e-7 < sum_error(found[0], rough) < 4e-4  # 1.9e-4 / 4.8 for each encoding
 
 
-@pytest.mark.release
-def test_of_three_axes_the_last_is_the_inner_one():
-    sizes, topology = TWO_LEVELS["4 nodes of 2"]
-    x, key = exact_within_nodes(sizes, SIZE), jax.random.key(3)
-    expected = flat(on_one_device(2, CHEAP, topology)(x, key))
-    found = on_one_device(3, CHEAP, topology)(x.reshape(2, 2, 2, -1), key)
-    assert_same_bits(flat(found, axes=3), expected)
-
-
 def test_levels_of_one_worker():
     x, key = gradient(4, 3, 9000), jax.random.key(1)
     ring = dq.Ring(balance=0)
@@ -164,17 +150,15 @@ def test_levels_of_one_worker():
 
 def test_derivatives_are_those_of_the_exact_sum():
     x, tangent = (gradient(seed, 4, 3000).reshape(2, 2, -1) for seed in (0, 1))
-    topology = dq.Hierarchical(outer=dq.Ring())
 
-    def pushed(reduce):
-        def one(x, tangent):
-            return jax.jvp(reduce, (x,), (tangent,))[1]
-
+    def pushed(reduce, **options):
+        of_sum = lambda x: reduce(x, NAMES[-2:], **options)  # noqa: E731
+        one = lambda x, tangent: jax.jvp(of_sum, (x,), (tangent,))[1]  # noqa: E731
         mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
         return np.asarray(jax.jit(mapped)(x, tangent))
 
-    ours = pushed(lambda x: dq.psum(x, ("node", "gpu"), method=CHEAP, topology=topology))
-    assert_same_bits(ours, pushed(lambda x: lax.psum(x, ("node", "gpu"))))
+    ours = pushed(dq.psum, method=CHEAP, topology=dq.Hierarchical(outer=dq.Ring()))
+    assert_same_bits(ours, pushed(lax.psum))
 
 
 def reduced(collective, sizes, topology, axis=None):
@@ -188,13 +172,22 @@ def reduced(collective, sizes, topology, axis=None):
     return jax.eval_shape(one, jnp.ones((*sizes, 512)))
 
 
-@pytest.mark.parametrize("axis", ["gpu", ("gpu",), ["node"]])
-def test_one_axis_is_no_hierarchy(axis):
-    for reduce in (dq.psum, dq.pmean):
-        with pytest.raises(ValueError, match=r"(?s)needs two axes and got 1.*\('node', 'gpu'\)"):
-            reduced(reduce, (2, 2), dq.Hierarchical(), axis)
-    with pytest.raises(ValueError, match="needs two axes and got 1"):
-        dq.explain(jnp.ones(3), 8, topology=dq.Hierarchical())
+def test_each_level_must_serve_its_workers():
+    explain = functools.partial(dq.explain, jnp.ones(3), 8)
+    uneven = r"power of two of workers, and the axis has 3"
+    one = r"(?s)needs two axes and got 1.*\('node', 'gpu'\)"
+    assert_refused(
+        *(
+            (ValueError, one, reduced, reduce, (2, 2), dq.Hierarchical(), axis)
+            for axis in ("gpu", ("gpu",), ["node"])
+            for reduce in (dq.psum, dq.pmean)
+        ),
+        (ValueError, "needs two axes and got 1", lambda: explain(topology=dq.Hierarchical())),
+        (ValueError, uneven, reduced, dq.psum, (3, 2), dq.Hierarchical(outer=dq.Butterfly())),
+        (ValueError, uneven, reduced, dq.psum, (2, 3), dq.Hierarchical(inner=dq.Butterfly())),
+    )
+    # Left to itself, the outer level takes what serves it.
+    assert reduced(dq.psum, (3, 2), dq.Hierarchical()).shape == (3, 2, 512)
 
 
 HALVES = {
@@ -215,7 +208,7 @@ def halves(x, method, topology, sizes=(2, 4)):
         return mine, dq.all_gather(mine, axes, tiled=True, to="invarying", method=method, key=key)
 
     specs = {"in_specs": (P(axes), P()), "out_specs": (P(axes), P())}
-    mapped = jax.jit(jax.shard_map(one, mesh=mesh_of(sizes), **specs))
+    mapped = jax.jit(jax.shard_map(one, mesh=mesh_of(*sizes, names=axes), **specs))
     mine, gathered = mapped(x, jax.random.key(0))
     return np.asarray(mine), np.stack([shard.data for shard in gathered.addressable_shards])
 
@@ -250,26 +243,21 @@ def test_halves_on_two_levels_err_about_as_flat_ones(name):
 
 
 def test_payloads_gathered_on_two_levels_decode_to_the_bits_of_one():
-    x = gradient(5, 8, 3000)
+    x, key, axes = gradient(5, 8, 3000), jax.random.key(1), NAMES[-2:]
+    specs = {"in_specs": (P(axes), P()), "out_specs": P(axes), "mesh": mesh_of(2, 4, names=axes)}
 
     def gathered(topology):
         def one(x, key):
-            return dq.all_gather(
-                x, ("node", "gpu"), method=as_compression(CHEAP, topology), key=key
-            )
+            return dq.all_gather(x, axes, method=as_compression(CHEAP, topology), key=key)
 
         mapped = jax.vmap(jax.vmap(one, (0, None), axis_name="gpu"), (0, None), axis_name="node")
-        on_mesh = jax.shard_map(
-            lambda x, key: one(x[0], key)[None],
-            mesh=mesh_of((2, 4)),
-            in_specs=(P(("node", "gpu")), P()),
-            out_specs=P(("node", "gpu")),
-        )
-        key = jax.random.key(1)
+        on_mesh = jax.shard_map(lambda x, key: one(x[0], key)[None], **specs)
         return flat(jax.jit(mapped)(x.reshape(2, 4, -1), key)), jax.jit(on_mesh)(x, key)
 
-    for ours, expected in zip(gathered(dq.Hierarchical()), gathered(dq.Direct()), strict=True):
-        assert_same_bits(ours, expected)
+    found, expected = gathered(dq.Hierarchical()), gathered(dq.Direct())
+    assert_same_bits(*map(np.asarray, expected))  # of both maps
+    for ours, of_one in zip(found, expected, strict=True):
+        assert_same_bits(ours, of_one)
         assert_replicas_equal(np.asarray(ours))
 
 
@@ -280,12 +268,3 @@ def test_inner_groups_scatter_with_noise_of_their_own(name):
     x = jnp.broadcast_to(jnp.tile(row, 8), (8, 8 * row.size))
     slices = halves(x, CHEAP, HALVES[name])[0].reshape(8, -1)
     assert len({found.tobytes() for found in slices}) == 8
-
-
-def test_each_level_must_serve_its_workers():
-    with pytest.raises(ValueError, match=r"power of two of workers, and the axis has 3"):
-        reduced(dq.psum, (3, 2), dq.Hierarchical(outer=dq.Butterfly()))
-    with pytest.raises(ValueError, match=r"power of two of workers, and the axis has 3"):
-        reduced(dq.psum, (2, 3), dq.Hierarchical(inner=dq.Butterfly()))
-    # Left to itself, the outer level takes what serves it.
-    assert reduced(dq.psum, (3, 2), dq.Hierarchical()).shape == (3, 2, 512)

@@ -6,10 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_copies_equal, assert_same_bits, auto_mesh, daily, gradient, small
+from cases import (
+    EXACT,
+    assert_close,
+    assert_copies_equal,
+    assert_same_bits,
+    auto_mesh,
+    daily,
+    gradient,
+    put,
+    relative_error,
+    small,
+)
 from hlo import crossing_bytes
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -26,7 +37,6 @@ MODELS = {
     "data explicit": (EXPLICIT, AUTO),
     "model explicit": (AUTO, EXPLICIT),
 }
-F32 = small(dq.F32())
 DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="bf16")))
 
 OPTIONS = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
@@ -49,9 +59,7 @@ SHARDED = {name: P("data", *spec) for name, spec in SPECS.items()}
 
 
 def placed(mesh):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, SHARDED[name])) for name, x in inputs().items()
-    }
+    return put(inputs(), mesh, SHARDED)
 
 
 def own_of(tree):
@@ -89,7 +97,7 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     mesh = mesh_of(kind)
     tree = placed(mesh)
     specs = None if kind in ("explicit", "model explicit") else SPECS
-    options = {"method": F32, "topology": dq.Direct(), "specs": specs}
+    options = {"method": EXACT, "topology": dq.Direct(), "specs": specs}
     ours = over_data(mesh, lambda t: dq.pmean(t, "data", **options), check_vma=check_vma)
     native = over_data(mesh, lambda t: lax.pmean(t, "data"), check_vma=check_vma)
     with jax.set_mesh(mesh):
@@ -98,14 +106,11 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
             assert moved(ours, tree) == 0
         found = ours(tree)
     assert_copies_equal(found)
-    for name, x in inputs().items():
-        exact = np.mean(x.astype(np.float64), axis=0)
-        np.testing.assert_allclose(found[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+    assert_close(found, {name: x.mean(axis=0) for name, x in inputs().items()}, rtol=1e-5)
 
 
 def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
-    mesh, tree = mesh_of(), placed(mesh_of())
-    methods = {"columns": DYNAMIQ.method, "rows": DYNAMIQ.method, "norm": F32.method}
+    methods = {"columns": DYNAMIQ.method, "rows": DYNAMIQ.method, "norm": EXACT.method}
 
     def one(tree):
         options = {"method": small(lambda path, leaf: methods.get(path)), "topology": dq.Direct()}
@@ -113,14 +118,13 @@ def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
         found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
         return jax.tree.map(lambda x: x[None], found)
 
-    run = over_data(mesh, one, check_vma=False, out_specs=P("data"))
-    assert moved(run, tree) == 0
-    found = jax.device_get(run(tree))
+    run = over_data(mesh_of(), one, check_vma=False, out_specs=P("data"))
+    assert moved(run, placed(mesh_of())) == 0
+    found = jax.device_get(run(placed(mesh_of())))
     assert np.all(found.pop("ones") == 2)
     for name, x in inputs().items():
-        exact = (x + np.roll(x, 2, axis=0)).astype(np.float64)
         assert_same_bits(found[name][:2], found[name][2:])
-        error = np.sum((found[name] - exact) ** 2) / np.sum(exact**2)
+        error = relative_error(found[name], (x + np.roll(x, 2, axis=0)).astype(np.float64))
         assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ.method else error < 1e-12
 
 
@@ -158,19 +162,20 @@ def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
         assert 0 < vnmse(expected()[0][name], part_of(name, x.mean(0), 0)) < 0.003
 
 
-@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
-def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma):
-    mesh, told = mesh_of(), None if check_vma else SPECS
-    mean = functools.partial(dq.pmean, axis_name="data", specs=told, **OPTIONS)
-    mapped = all_manual(mesh, mean, check_vma=check_vma)
-    assert moved(mapped, placed(mesh)) == 0
-    assert_each_as_alone(mapped(placed(mesh)))
+MANUAL = [(True, None), (False, SPECS), (False, None)]
 
 
-def test_copies_stay_copies_where_nobody_tells_them_from_shards():
+@pytest.mark.parametrize(("check_vma", "told"), daily(MANUAL, [MANUAL[0], MANUAL[2]]))
+def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told):
     """With check_vma=False and no specs a leaf shares its widths with no other."""
-    mean = functools.partial(dq.pmean, axis_name="data", **OPTIONS)
-    assert_copies_equal(all_manual(mesh_of(), mean, check_vma=False)(placed(mesh_of())))
+    mean = functools.partial(dq.pmean, axis_name="data", specs=told, **OPTIONS)
+    mapped = all_manual(mesh_of(), mean, check_vma=check_vma)
+    tree = placed(mesh_of())
+    if check_vma or told:
+        assert moved(mapped, tree) == 0
+        assert_each_as_alone(mapped(tree))
+    else:  # nobody tells copies from shards
+        assert_copies_equal(mapped(tree))
 
 
 @pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
@@ -182,17 +187,14 @@ def test_derivatives_are_those_of_the_exact_mean(kind):
             total = pmean(jax.tree.map(jnp.square, tree))
             return sum(jnp.sum(leaf * jnp.square(leaf)) for leaf in total.values())
 
-        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))
+        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))(placed(mesh))
 
-    def ours(tree):
-        return dq.pmean(tree, "data", method=F32, topology=dq.Direct(), specs=SPECS)
-
+    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
     with jax.set_mesh(mesh):
-        tree = placed(mesh)
-        found, exact = gradient_of(ours)(tree), gradient_of(lambda t: lax.pmean(t, "data"))(tree)
-    for name, leaf in exact.items():
-        assert np.any(np.asarray(leaf) != 0)
-        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-4)
+        found = gradient_of(functools.partial(dq.pmean, **options))
+        exact = gradient_of(lambda t: lax.pmean(t, "data"))
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in exact.values())
+    assert_close(found, exact)
 
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
@@ -208,7 +210,7 @@ def test_buckets_of_different_axes_are_told_apart():
     tree = abstract(SHAPES)
     with pytest.raises(ValueError, match="pass mesh="):
         dq.explain(tree, N, specs=SPECS)
-    found = dq.explain(tree, N, method=F32, mesh=mesh_of(), specs=SPECS, verbose=False)
+    found = dq.explain(tree, N, method=EXACT, mesh=mesh_of(), specs=SPECS, verbose=False)
     assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
@@ -227,44 +229,42 @@ def two_steps(tree, state, specs):
 def test_states_are_those_of_every_part(kind):
     mesh = mesh_of(kind)
     init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)
-    out_specs = P(), P("data")
+
+    def mapped(mesh, specs, **options):
+        maps = {"mesh": mesh, "in_specs": P("data"), "out_specs": (P(), P("data"))} | options
+        return jax.jit(jax.shard_map(functools.partial(two_steps, specs=specs), **maps))
 
     def alone(number, names):
         own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
         state = init(abstract({name: x.shape[1:] for name, x in own.items()}))
-        specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": out_specs}
-        return jax.jit(jax.shard_map(functools.partial(two_steps, specs=None), **specs))(own, state)
+        return jax.device_get(mapped(auto_mesh(N), None)(own, state))
 
-    expected = {i: alone(i, ("columns", "rows")) for i in range(PARTS)}
-    state = init(abstract(SHAPES), mesh=mesh, specs=SPECS)
-    state = jax.device_put(state, NamedSharding(mesh, P("data")))
+    state = put(init(abstract(SHAPES), mesh=mesh, specs=SPECS), mesh, P("data"))
     with jax.set_mesh(mesh):
-        specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": out_specs}
-        steps = functools.partial(two_steps, specs=SPECS)
-        mapped = jax.jit(jax.shard_map(steps, axis_names={"data"}, **specs))
-        found, after = mapped(placed(mesh), state)
+        run = mapped(mesh, SPECS, axis_names={"data"})
+        found, after = jax.device_get(run(placed(mesh), state))
         with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
-            mapped.trace(placed(mesh), init(abstract(SHAPES)))
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-    split, whole = (np.asarray(of_bucket.residual) for of_bucket in after)
-    assert split.shape == (N, PARTS, 24 * 32 + 32 * 40)
-    assert whole.shape == (N, 700 + 300)
-    for number, (mean, (of_part,)) in expected.items():
+            run.trace(placed(mesh), init(abstract(SHAPES)))
+    split, whole = (of_bucket.residual for of_bucket in after)
+    assert split.shape == state[0].residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
+    assert whole.shape == state[1].residual.shape == (N, 700 + 300)
+    for number in range(PARTS):
+        mean, (of_part,) = alone(number, ("columns", "rows"))
         assert np.any(of_part.residual != 0)
-        assert_same_bits(split[:, number], np.asarray(of_part.residual))
+        assert_same_bits(split[:, number], of_part.residual)
         for name in mean:
-            assert_same_bits(part_of(name, np.asarray(found[name]), number), np.asarray(mean[name]))
+            assert_same_bits(part_of(name, found[name], number), mean[name])
 
 
 def test_metrics_are_those_of_all_parts():
     mesh, tree = mesh_of(), inputs()
     columns, norm = tree["columns"].copy(), tree["norm"].copy()
     columns[0, 0, [3, 50]], norm[2, 5] = np.nan, np.inf
-    options = {"method": F32, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
+    options = {"method": EXACT, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    request = as_compression(F32, dq.Direct())
+    request = as_compression(EXACT, dq.Direct())
     promised = request.explain(abstract(SHAPES), N, mesh=mesh, specs=SPECS, verbose=False)
     assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
 
@@ -283,7 +283,7 @@ REFUSED = [
 @pytest.mark.parametrize(("specs", "message"), REFUSED)
 def test_specs_that_are_missing_or_wrong_are_refused(specs, message):
     tree = inputs() | {"other": np.ones((N, 301), np.float32)}
-    mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", method=F32, specs=specs))
+    mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", method=EXACT, specs=specs))
     with pytest.raises(ValueError, match=message):
         mapped(tree)
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, daily, gradient, small
-from jax.sharding import AbstractMesh, Mesh
+from cases import CHEAP, EXACT, assert_close, auto_mesh, daily, gradient, small
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -26,16 +26,15 @@ TOPOLOGIES = [dq.Direct, dq.Ring, dq.Butterfly]
 STREAMS = {"streams": 2}
 
 
-def mesh_of(n):
-    return Mesh(np.array(jax.devices()[:n]), ("data",))
-
-
 def program(reduce, n, out_specs):
     """``reduce`` of one row for each worker, under ``check_vma=True``."""
-    mapped = jax.shard_map(
-        lambda x: reduce(x[0]), mesh=mesh_of(n), in_specs=P("data"), out_specs=out_specs
-    )
-    return jax.jit(mapped)
+    specs = {"mesh": auto_mesh(n), "in_specs": P("data"), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(lambda x: reduce(x[0]), **specs))
+
+
+def integers(*shape):
+    """f32 of integers, which are summed exactly."""
+    return jax.random.randint(jax.random.key(0), shape, -99, 99).astype(jnp.float32)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -62,22 +61,26 @@ def test_a_step_to_all_becomes_permutations_of_the_same_encodings(n):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("n", daily([2, 4], [4]))
-def test_permutes_bring_exact_sums_to_all(topology, n):
-    x = jax.random.randint(jax.random.key(n), (n, SIZE), -99, 99).astype(jnp.float32)
-    route = topology(transport="permutes", **STREAMS)
+def test_permutes_alone_bring_exact_sums_to_all(topology, n):
+    x, route = integers(n, SIZE), topology(transport="permutes", **STREAMS)
 
     def reduce(x):
-        return dq.psum(x, "data", method=small(dq.F32()), topology=route)
+        return dq.psum(x, "data", method=EXACT, topology=route)
 
-    np.testing.assert_array_equal(program(reduce, n, P())(x), x.sum(axis=0))
+    lowered = program(reduce, n, P()).lower(x)
+    text = lowered.as_text()
+    hops = sum(1 for _ in steps_of(permuted(route.schedule(n), n)))
+    assert text.count("collective_permute") == route.chunks_per_worker(SIZE) * (hops + n - 1)
+    assert "all_to_all" not in text and "all_gather" not in text
+    np.testing.assert_array_equal(lowered.compile()(x), x.sum(axis=0))
 
 
 def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
     n, route = 4, dq.Direct(transport="permutes")
-    x = jax.random.randint(jax.random.key(0), (n, 3, SIZE), -99, 99).astype(jnp.float32)
+    x = integers(n, 3, SIZE)
 
     def reduce(x, groups=None):
-        return dq.psum(x, "data", method=small(dq.F32()), topology=route, axis_index_groups=groups)
+        return dq.psum(x, "data", method=EXACT, topology=route, axis_index_groups=groups)
 
     summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
     np.testing.assert_array_equal(summed, x.sum(axis=0))
@@ -94,49 +97,26 @@ STATES = [
 
 @pytest.mark.parametrize("method", daily(STATES, STATES[:1]), ids=["ef14", "ef21"])
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
-    n, x, found = 3, gradient(5, 3, SIZE), {}
+    n, x, found = 3, gradient(5, 3, SIZE), []
     for transport in ("collectives", "permutes"):
-        options = {"method": method, "topology": dq.Direct(transport=transport, **STREAMS)}
-        state = as_compression(**options).init_state(jnp.zeros(SIZE), n, stacked=True)
+        request = as_compression(method, dq.Direct(transport=transport, **STREAMS))
+        state = request.init_state(jnp.zeros(SIZE), n, stacked=True)
 
-        def one(x, state, options=options):
+        def one(x, state, request=request):
+            options = {"metrics": True, "key": jax.random.key(1), "method": request}
             state = jax.tree.map(lambda s: s[0], state)
-            done = dq.reduce(
-                x[0], "data", state=state, metrics=True, key=jax.random.key(1), **options
-            )
-            kept = done.tree, done.state
-            own = jax.tree.map(lambda s: Axis(("data",)).to_varying(s)[None], kept)
-            return own, done.metrics
+            *kept, metrics = dq.reduce(x[0], "data", state=state, **options)
+            return jax.tree.map(lambda s: Axis(("data",)).to_varying(s)[None], kept), metrics
 
         specs = {"in_specs": P("data"), "out_specs": (P("data"), P())}
-        found[transport] = jax.jit(jax.shard_map(one, mesh=mesh_of(n), **specs))(x, state)
-    for a, b in zip(*(jax.tree.leaves(tree) for tree in found.values()), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_payloads_travel_by_permutes_alone(topology):
-    n = 4
-    method, route = small(dq.F32()), topology(transport="permutes", **STREAMS)
-    streams = route.chunks_per_worker(SIZE)
-    lowered = program(lambda x: dq.psum(x, "data", method=method, topology=route), n, P()).lower(
-        jnp.zeros((n, SIZE))
-    )
-    text = lowered.as_text()
-    hops = sum(1 for _ in steps_of(permuted(route.schedule(n), n)))
-    assert text.count("collective_permute") == streams * (hops + n - 1)
-    assert "all_to_all" not in text and "all_gather" not in text
+        found.append(jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))(x, state))
+    assert_close(*found, rtol=1e-5)
 
 
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
-    n, x = 4, jax.random.randint(jax.random.key(0), (4, 4 * SIZE), -99, 99).astype(jnp.float32)
-    route = dq.Direct(transport="permutes")
-    method = small(dq.DynamiQ(widths=(16,), bits=18))
-
-    def scatter(x):
-        return dq.psum_scatter(x, "data", tiled=True, method=method, topology=route)
-
-    run = program(scatter, n, P("data"))
+    n, x = 4, integers(4, 4 * SIZE)
+    method = small(dq.DynamiQ(widths=(16,), bits=18), topology=dq.Direct(transport="permutes"))
+    run = program(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method), n, P("data"))
     assert "all_to_all" not in run.lower(x).as_text()
     np.testing.assert_allclose(run(x), x.sum(axis=0), rtol=2**-7, atol=2)
 
@@ -171,31 +151,24 @@ def peers(monkeypatch):
     return monkeypatch
 
 
-def test_options_are_empty_where_they_do_not_apply(peers):
-    assert xla.copy_engines() is None
-    with peers.context() as other:
-        other.setattr(jax, "default_backend", lambda: "cpu")
-        assert xla.compiler_options() == {}
-    with peers.context() as other:
-        other.setattr(jax, "device_count", lambda: 1)
-        assert xla.compiler_options() == {}
-    with peers.context() as other:
-        other.setattr(xla, "_is_known", lambda name, value: False)
-        assert xla.compiler_options() == {}
-    apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
-    early = apart | {
-        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-    }
-    with peers.context() as other:
-        other.setenv("NCCL_P2P_DISABLE", "1")
-        assert xla.compiler_options() == early
-    with peers.context() as other:
-        other.setattr(jax, "process_count", lambda: 2)
-        assert xla.compiler_options() == apart
-    with peers.context() as other:
-        other.setattr(xla, "_is_known", lambda name, value: "permute_mode" not in name)
-        assert xla.compiler_options() == early
+APART = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
+EARLY = APART | {
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+}
+NOT_PEERS = [
+    (jax, "default_backend", lambda: "cpu", {}),
+    (jax, "device_count", lambda: 1, {}),
+    (jax, "process_count", lambda: 2, APART),
+    (xla, "_is_known", lambda name, value: False, {}),
+    (xla, "_is_known", lambda name, value: "permute_mode" not in name, EARLY),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "value", "options"), NOT_PEERS)
+def test_options_are_empty_where_they_do_not_apply(module, name, value, options, peers):
+    peers.setattr(module, name, value)
+    assert xla.compiler_options() == options
     assert xla.copy_engines() is None
 
 
@@ -207,9 +180,13 @@ def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
         assert xla.copy_engines() == "dq.jit compiles the program"
         with xla.compiled_by({}):
             assert xla.copy_engines() is None
-    with xla.compiled_by(options), peers.context() as other:
-        other.setattr(jax, "process_count", lambda: 2)
+        peers.setattr(jax, "process_count", lambda: 2)
         assert xla.copy_engines() is None
+
+
+def test_nccl_without_peers_has_no_copy_engines(peers):
+    peers.setenv("NCCL_P2P_DISABLE", "1")
+    assert xla.compiler_options() == EARLY
 
 
 def test_xla_flags_say_so_too(peers):
@@ -322,12 +299,9 @@ def pushed(**options):
     """Traces a psum by push kernels."""
 
     def reduce(x):
-        return dq.psum(x, "data", **{"method": CHEAP} | (options or PUSHED))[None]
+        return dq.psum(x, "data", **{"method": CHEAP} | (options or PUSHED))
 
-    mapped = jax.shard_map(
-        lambda x: reduce(x[0]), mesh=mesh_of(4), in_specs=P("data"), out_specs=P("data")
-    )
-    return jax.eval_shape(mapped, jax.ShapeDtypeStruct((4, SIZE), jnp.float32))
+    jax.eval_shape(program(reduce, 4, P()), jax.ShapeDtypeStruct((4, SIZE), jnp.float32))
 
 
 def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
