@@ -9,7 +9,6 @@ import pytest
 from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.tree.leaves import describe_leaves, group_leaves
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -105,19 +104,6 @@ def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     method = dq.Compression(dq.comparators.MXFP8(), bucket_bytes=0, **SMALL)
     separate = dq.explain(leaves, 2, method=method, verbose=False)
     assert len({row.bucket for row in separate.rows}) == 6
-
-
-def test_buckets_are_told_apart_by_names():
-    def tags(tree):
-        limits = {"min_leaf_size": 0, "min_bucket_size": 0, "bucket_bytes": 0}
-        grouping = group_leaves(describe_leaves(tree), **limits, declined={})
-        return {bucket.leaves[0].name: bucket.tag for bucket in grouping.buckets}
-
-    small = tags({"b": jnp.ones(3), "c": jnp.ones(3)})
-    assert len(set(small.values())) == 2
-    # Another leaf in front moves neither tag, so that it changes nobody's rounding.
-    more = tags({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(3)})
-    assert {name: more[name] for name in small} == small
 
 
 def test_arrays_numbers_and_empty_leaves_are_described():
