@@ -23,6 +23,7 @@ from cases import (
     promoting,
     small,
 )
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,13 +39,31 @@ N = 8
 EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0)
 TWO_BITS = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 KEY = jax.random.key(0)
+
+
+def by_size(params):
+    return jax.tree.map(lambda x: x.size > 600, params)  # a slice has at most 504
+
+
+def narrowed(grad, param):
+    scaled = grad * jnp.sum(jnp.arange(grad.shape[0])) / param.size
+    return scaled if param.shape[0] == 64 else lax.cond(param.ndim > 1, jnp.tanh, abs, scaled)
+
+
 RULES = {
     "adamw": optax.adamw(
         1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
     "lion": optax.lion(1e-3),
     "sgd": optax.sgd(0.1, momentum=0.9),
+    "by sizes": optax.chain(
+        optax.adamw(1e-2, weight_decay=0.1, mask=by_size),
+        optax.masked(optax.trace(0.9), by_size),
+        optax.transforms.conditionally_transform(optax.scale(0.5), lambda step: step > 0),
+        optax.stateless_with_tree_map(narrowed),
+    ),
 }
+"""The last follows sizes of whole parameters, constants of them, and branches."""
 
 
 @once
@@ -126,7 +145,7 @@ def make(rule="sgd", method=EXACT, differences=EXACT, **options):
     return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
 
 
-@pytest.mark.parametrize("rule", daily(RULES, ["adamw"]))
+@pytest.mark.parametrize("rule", daily(RULES, ["by sizes"]))
 def test_exact_halves_train_as_plain_optax_does(rule):
     params, batches = problem()
     found, state = train(make(rule, max_norm=0.5), params, batches[:4], check_vma=rule != "lion")
