@@ -183,11 +183,6 @@ def test_values_of_weights_and_addresses_of_objects_may_differ(processes):
     assert processes.run(*(check(weight=w, method=m) for w, m in pairs)) == ["", ""]
 
 
-def test_axes_that_the_mesh_does_not_have_are_refused():
-    with pytest.raises(ValueError, match=r"'model' is not in the mesh.*data"):
-        as_compression(None).check_agreement(TREE, auto_mesh(), "model")
-
-
 def test_fingerprints_tell_bits_places_and_leaves():
     x = jnp.arange(8.0)
     variants = [(x,), (x.at[3].set(3.0000002),), (x[::-1],), (-x,), (x, x), (x.astype(jnp.int32),)]
