@@ -428,47 +428,6 @@ def test_pieces_are_powers_of_two_with_little_padding():
 # --- Sums hop by hop ------------------------------------------------------------------------------
 
 
-def minmax_round_trip(x):
-    low, step = minmax_grid(x.reshape(-1, 128).astype(np.float32), 5)
-    return (low + np.round((x.reshape(-1, 128) - low) / step) * step).reshape(x.shape)
-
-
-NEAREST = {
-    "minmax": (MinMax(bits=5, rounding="nearest"), minmax_round_trip, 0.002),
-    "mxfp4": (of.MXFP4(), functools.partial(mx_round_trip, name="e2m1"), 0),
-    "mxfp8": (of.MXFP8(element="e5m2"), functools.partial(mx_round_trip, name="e5m2"), 0),
-}
-"""Methods that round to nearest, a value on the wire and back, the part that may round apart."""
-
-
-@pytest.mark.parametrize("topology", [LOOP, dq.Direct()])
-@pytest.mark.parametrize("name", NEAREST)
-def test_sums_are_those_of_the_definition(name, topology):
-    """An independent ring, and an all-to-all, in numpy: the same bits."""
-    method, round_trip, apart = NEAREST[name]
-    n, rng = 8, np.random.default_rng(2)
-    x = rng.standard_normal((n, n, 4, 32)) * np.exp(rng.standard_normal((n, n, 4, 1)))
-    x = x.astype(np.float32)
-    expected = []
-    for c in range(n):
-        if topology == LOOP:
-            total = np.zeros_like(x[0, 0], np.float64)
-            for hop in range(1, n + 1):
-                total = round_trip((x[(c + hop) % n, c] + total).astype(np.float32))
-        else:
-            total = x[c, c].astype(np.float64)
-            for worker in range(n):
-                total = total + (round_trip(x[worker, c]) if worker != c else 0)
-            total = round_trip(total.astype(np.float32))
-        expected.append(total)
-    expected = np.stack(expected).reshape(-1)
-    found, _ = stepper(small(method), topology)(x.reshape(n, -1), KEY, ((),))
-    assert_replicas_equal(found)
-    # A sum next to a boundary may go to either side, as the order of additions decides.
-    off = np.abs(np.asarray(found[0], np.float64) - expected) > 1e-5 * np.abs(expected) + 1e-7
-    assert off.mean() <= apart
-
-
 @pytest.mark.parametrize(("route", "n"), [("ring", 8), ("butterfly", 4), ("direct", 2)])
 def test_qsgd_equal_maxima_neither_wrap_nor_vanish_and_pieces_are_apart(route, n):
     """All workers hold the largest magnitude everywhere, which is a level."""
