@@ -25,8 +25,9 @@ from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.executors import Arrived, Encoder
+from dynamiq_jax.executors.codec import Arrived, Encoder
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.dynamiq.codec import chunk_codec, shared_plan
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, pack_statistics
@@ -150,7 +151,9 @@ def coding_calls(
     chunk, slots = jnp.zeros(1, jnp.int32), jnp.arange(2, dtype=jnp.int32)
     seed = jnp.zeros(2, jnp.uint32)
     shared = jax.jit(lambda s: shared_plan(s, seed, layout, len(slots), backend))(stats)
-    codec = partial(chunk_codec, layout=layout, dtype=x.dtype, backend=backend)
+    nobody: Any = None  # kernels of one device
+    call = Call(nobody, None, seed)
+    codec = partial(chunk_codec, layout=layout, call=call, backend=backend)
 
     @jax.jit
     def encode(x, shared):

@@ -6,6 +6,7 @@ the tests of every file that is parametrised over them.
 
 import contextlib
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from compiler import AS_USERS
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -44,6 +45,9 @@ CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits
 
 EIGHT = small(dq.DynamiQ(widths=(8,), format=dq.Format(group_scale="bf16"), bits=9.5))
 """As `CHEAP`, with 8 bits, for tests that need results near the exact ones."""
+
+EXACT = small(dq.F32())
+"""Sums that lose nothing, of leaves of any size."""
 
 TWO_WIDTHS = small(dq.DynamiQ(widths=(3, 6), format=dq.Format(group_scale="bf16"), bits=5.5))
 """The least that has a plan: for tests of who shares one, and where."""
@@ -287,9 +291,24 @@ def wire_bits(method=None, topology=None):
     return bits
 
 
+@functools.cache
+def mesh_of(*sizes, names=("data", "model", "one"), kind=AxisType.Auto):
+    """A mesh of the first devices, of axes of these sizes."""
+    names, kinds = names[: len(sizes)], (kind,) * len(sizes)
+    return jax.make_mesh(sizes, names, devices=jax.devices()[: math.prod(sizes)], axis_types=kinds)
+
+
 def auto_mesh(n: int = 8):
     """A mesh of the first n devices with one Auto axis "data"."""
-    return jax.make_mesh((n,), ("data",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
+    return mesh_of(n)
+
+
+WHOLE = P()
+
+
+def put(tree, mesh, specs=WHOLE):
+    """A tree on the devices of a mesh; ``specs`` may be those of its first levels alone."""
+    return jax.device_put(tree, jax.tree.map(functools.partial(NamedSharding, mesh), specs))
 
 
 @functools.cache
@@ -391,6 +410,13 @@ def assert_replicas_equal(tree) -> None:
         assert_same_bits(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
 
+def assert_refused(*rows) -> None:
+    """Every row has an error, words of its message, and a function that raises it of arguments."""
+    for error, words, function, *args in rows:
+        with pytest.raises(error, match=words):
+            function(*args)
+
+
 class Bias(NamedTuple):
     """How far mean errors are from zero, for blocks of coordinates.
 
@@ -446,6 +472,21 @@ def problem(steps):
         "out": jax.random.normal(keys[1], (64, 4)) / 8,
     }
     return params, jax.random.normal(keys[2], (steps, 32, 16))
+
+
+@once
+def network():
+    """Parameters of two layers, and a batch whose examples count differently on every worker."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "up": jax.random.normal(keys[0], (16, 64)) / 4,
+        "bias": jax.random.normal(keys[1], (64,)),
+        "down": jax.random.normal(keys[2], (64, 16)) / 8,
+        "scale": jnp.float32(1.5),
+    }
+    x = jax.random.normal(keys[3], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
+    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
+    return params, {"x": x, "mask": mask}
 
 
 def mapped(f, check_vma=True):

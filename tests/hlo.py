@@ -47,6 +47,13 @@ def bits_of(dtype, shape):
     return size * ITEM_BITS[dtype]
 
 
+def moves_of(hlo):
+    """(name, bits of all its arrays) of every collective."""
+    found = filter(None, map(OPERATION.search, hlo.splitlines()))
+    sizes = lambda match: (bits_of(*array) for array in arrays_of(match["type"]))  # noqa: E731
+    return [(match["name"], sum(sizes(match))) for match in found]
+
+
 def crossing_bytes(hlo, shape, axis):
     """Bytes of operands and results of collectives between devices that differ along an axis.
 

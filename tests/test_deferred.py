@@ -5,17 +5,30 @@ import itertools
 import re
 import warnings
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_close, assert_same_bits, compilations, daily, once, small
+from cases import (
+    CHEAP,
+    EXACT,
+    assert_close,
+    assert_copies_equal,
+    assert_refused,
+    assert_same_bits,
+    compilations,
+    daily,
+    network,
+    put,
+    small,
+)
 from compiler import AS_USERS
 from flax import linen
-from hlo import OPERATION, arrays_of, bits_of
+from hlo import moves_of
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -24,37 +37,16 @@ from dynamiq_jax.methods.metrics import vnmse
 
 F32 = small(dq.F32(), exclude="bias|scale")
 COMPRESSED = small(CHEAP.method, exclude="bias|scale")
-WIDTH, KEY = 64, jax.random.key(0)
+WIDTH, KEY, EXPLICIT = 64, jax.random.key(0), AxisType.Explicit
 
 
-def put(tree, mesh, *spec):
-    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
-
-
-@functools.cache
 def mesh_of(*sizes):
-    return jax.make_mesh(sizes or (8,), ("data", "model")[: len(sizes) or 1])
+    return cases.mesh_of(*(sizes or (8,)), kind=AxisType.Explicit)
 
 
-@once
-def arrays():
-    """Parameters, and a batch whose examples count differently on every worker."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {
-        "up": jax.random.normal(keys[0], (16, WIDTH)) / 4,
-        "bias": jax.random.normal(keys[1], (WIDTH,)),
-        "down": jax.random.normal(keys[2], (WIDTH, 16)) / 8,
-        "scale": jnp.float32(1.5),
-    }
-    x = jax.random.normal(keys[3], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
-    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
-    return params, {"x": x, "mask": mask}
-
-
-def placed(mesh=None):
-    mesh = mesh or mesh_of()
-    params, batch = arrays()
-    return put(params, mesh), put(batch, mesh, "data")
+def placed(mesh=None, axes="data"):
+    mesh, (params, batch) = mesh or mesh_of(), network()
+    return put(params, mesh), put(batch, mesh, P(axes))
 
 
 def out(params, x):
@@ -70,7 +62,7 @@ def masked(params, batch):
 @functools.cache
 def plain(loss):
     """The value and the gradient of the whole batch on one device."""
-    return jax.jit(jax.value_and_grad(loss))(*arrays())
+    return jax.jit(jax.value_and_grad(loss))(*network())
 
 
 def grad_norm(p, b):
@@ -98,6 +90,8 @@ LOSSES = {
     "factor": lambda p, b: masked(p, b) * jnp.sum(jnp.tanh(p["up"] * p["scale"])),
     "parameters alone": lambda p, b: jnp.sum(jnp.square(p["up"])) * jnp.sum(jnp.tanh(p["down"])),
     "half unused": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["up"])),
+    # With JAX 0.12 the scalar's gradient of 0 has been the constant that a slice pads with.
+    "scalar unused, beside a slice": lambda p, b: jnp.mean(jnp.square((b["x"] @ p["up"])[:, :8])),
     "checkpointed": lambda p, b: jax.checkpoint(masked)(p, b),
     "vmapped": lambda p, b: jnp.mean(jax.vmap(lambda x: jnp.sum(out(p, x[None])))(b["x"])),
     "conditional": lambda p, b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b),
@@ -109,30 +103,17 @@ LOSSES = {
 
 EVERY_DAY = (
     "masked", "linear penalty", "penalty in a loop", "hinge", "weight", "derivative",
-    "checkpointed penalty", "half unused", "conditional",
+    "checkpointed penalty", "half unused", "scalar unused, beside a slice", "conditional",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", daily(LOSSES, EVERY_DAY))
 def test_losses_and_gradients_are_those_of_the_global_loss(name):
     """Compiled as users do: optimisations move types of unreduced values to constants."""
-    params, batch = placed()
-    f = dq.value_and_grad(LOSSES[name], axis_name="data", method=F32)
+    method = EXACT if "unused" in name else F32
+    f = dq.value_and_grad(LOSSES[name], axis_name="data", method=method)
     f = jax.jit(f, compiler_options=AS_USERS)
-    assert_close(f(params, batch), plain(LOSSES[name]))
-
-
-def test_an_unused_scalar_beside_a_slice():
-    """With JAX 0.12 the scalar's gradient of 0 has been the constant that a slice pads with."""
-    params, batch = placed()
-    params = {name: params[name] for name in ("up", "scale")}
-
-    def sliced(params, batch):
-        return jnp.mean(jnp.square((batch["x"] @ params["up"])[:, :8]))
-
-    found = jax.jit(dq.value_and_grad(sliced, axis_name="data", method=small(dq.F32())))
-    expected = jax.jit(jax.value_and_grad(sliced))(*jax.device_get((params, batch)))
-    assert_close(found(params, batch), expected)
+    assert_close(f(*placed()), plain(LOSSES[name]))
 
 
 def test_jit_and_a_mesh_around_are_not_needed():
@@ -149,7 +130,7 @@ def test_jit_and_a_mesh_around_are_not_needed():
         assert_close(f(params, batch), found)
         assert_close(jax.jit(f)(params, batch), found)
     on = dq.value_and_grad(masked, axis_name="data", method=F32, mesh=mesh_of())
-    assert_close(on(arrays()[0], batch), found)  # parameters from nowhere
+    assert_close(on(network()[0], batch), found)  # parameters from nowhere
 
 
 def test_arguments_are_those_of_jax_value_and_grad():
@@ -170,39 +151,31 @@ def test_arguments_are_those_of_jax_value_and_grad():
     )
     native = jax.jit(jax.value_and_grad(loss, **options), static_argnames="power")
     (plain_value, plain_aux), plain_grads = native(
-        *arrays(), arrays()[0], dropout=jax.random.key(3), power=2
+        *network(), network()[0], dropout=jax.random.key(3), power=2
     )
     assert_close((value, grads), (plain_value, plain_grads))
     assert aux.pop("key") == plain_aux.pop("key")
     assert_close(aux, plain_aux)
     assert aux["rows"].sharding.spec == P("data")
     assert not any(jax.typeof(x).sharding.spec.reduced for x in jax.tree.leaves(aux))
-    last = dq.value_and_grad(lambda b, p: masked(p, b), axis_name="data", argnums=-1, method=F32)
-    assert_close(last(batch, params)[1], plain(masked)[1])
 
 
 def compiled(function, *args):
     """The program, and (name, coordinates) of each of its collectives."""
     program = jax.jit(function).lower(*args).compile()
-    found = filter(None, map(OPERATION.search, program.as_text().splitlines()))
-    sizes = lambda match: (bits_of(*array) // 32 for array in arrays_of(match["type"]))  # noqa: E731
-    return program, [(match["name"], sum(sizes(match))) for match in found]
+    return program, [(name, bits // 32) for name, bits in moves_of(program.as_text())]
 
 
 def test_copies_of_compressed_gradients_are_equal_and_follow_the_key():
-    params, batch = placed()
     f = jax.jit(dq.value_and_grad(masked, axis_name="data", method=COMPRESSED, metrics=True))
-    found = [f(params, batch, key=jax.random.key(i))[1] for i in (0, 0, 1)]
-    expected = plain(masked)[1]
+    found = [f(*placed(), key=jax.random.key(i))[1] for i in (0, 0, 1)]
     for reduced in found:
-        assert 1e-6 < float(vnmse(jax.device_get(reduced.tree), expected)) < 0.1
+        assert 1e-6 < float(vnmse(jax.device_get(reduced.tree), plain(masked)[1])) < 0.1
         assert float(reduced.metrics.vnmse) > 0
-        for leaf in jax.tree.leaves(reduced.tree):
-            first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-            assert_same_bits(others, [first] * 7)
-    first, again, other = (reduced.tree for reduced in found)
+        assert_copies_equal(reduced.tree)
+    first, again, other = (jax.device_get(reduced.tree) for reduced in found)
     assert_same_bits(first, again)
-    assert np.mean(np.asarray(first["up"]) != np.asarray(other["up"])) > 0.3
+    assert np.mean(first["up"] != other["up"]) > 0.3
 
 
 def test_a_window_of_micro_batches_is_reduced_once():
@@ -235,29 +208,27 @@ def test_a_window_of_micro_batches_is_reduced_once():
 
 def test_uses_without_a_rule_are_refused_with_a_remedy():
     """A table from which rows are taken by plain indexing."""
-    mesh = mesh_of()
     params, batch = placed()
-    params = params | {"table": put(np.ones((256, 16), np.float32), mesh)}
-    rows = put(np.arange(32, dtype=np.int32), mesh, "data")
+    params = params | {"table": put(np.ones((256, 16), np.float32), mesh_of())}
+    rows = put(np.arange(32, dtype=np.int32), mesh_of(), P("data"))
 
     def loss(params, batch, rows):
         taken = params["table"].at[rows].get(out_sharding=P("data", None))
         return masked(params, batch | {"x": batch["x"] * taken + params["table"][:32]})
 
-    f = dq.value_and_grad(loss, axis_name="data", method=F32)
-    with pytest.raises(Exception, match="reduced") as raised:
-        f(params, batch, rows)
-    note = raised.value.__notes__[0]
-    assert re.search(r"3 leaves of 24,576 bytes \(down, table, up\).*exclude=", note)
     several = {f"{i:02}": params["up"] for i in range(10)}
-    with pytest.raises(Exception, match="reduced") as raised:
-        f = dq.value_and_grad(lambda p, x: jnp.sum(p["09"][:32] * x), axis_name="data", method=F32)
-        f(several, batch["x"])
-    assert "00, 01, 02, 03, 04, 05, 06, 07 and 2 more) as reduced" in raised.value.__notes__[0]
+    for own, args, note in (
+        (loss, (params, batch, rows),
+         r"3 leaves of 24,576 bytes \(down, table, up\).*exclude="),
+        (lambda p, x: jnp.sum(p["09"][:32] * x), (several, batch["x"]),
+         r"00, 01, 02, 03, 04, 05, 06, 07 and 2 more\) as reduced"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match="reduced") as raised:
+            dq.value_and_grad(own, axis_name="data", method=F32)(*args)
+        assert re.search(note, raised.value.__notes__[0])
     told = small(dq.F32(), exclude="table|bias|scale")
-    with warnings.catch_warnings(), jax.set_mesh(mesh):
-        warnings.simplefilter("error")
-        f = dq.value_and_grad(loss, axis_name="data", method=told)
+    f = dq.value_and_grad(loss, axis_name="data", method=told)
+    with jax.set_mesh(mesh_of()):  # and warnings are errors
         found = jax.jit(f)(params, batch, rows)
         assert_close(found, jax.jit(jax.value_and_grad(loss))(params, batch, rows))
 
@@ -362,8 +333,8 @@ def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
     x = jax.random.normal(jax.random.key(1), (32, WIDTH))
     specs = {name: P("data", None) for name in shapes} | {"columns": P(None, "data")}
     specs["layers"] = P(None, "data")
-    placed = {name: put(w, mesh, *specs[name] if sharded else P()) for name, w in params.items()}
-    args = placed, put(x, mesh, "data")
+    placed = put(params, mesh, {name: specs[name] for name in shapes} if sharded else P())
+    args = placed, put(x, mesh, P("data"))
     with warnings.catch_warnings(record=True) as seen, jax.set_mesh(mesh):
         warnings.simplefilter("always")
         f = functools.partial(dq.value_and_grad, loss, axis_name="data", method=CHEAP)
@@ -386,8 +357,8 @@ def test_shards_that_a_map_takes_stay_shards(each, told):
     mesh, count = mesh_of(), 8 * each
     params, batch = placed()
     own = jax.random.normal(jax.random.key(5), (count, WIDTH, WIDTH)) / 8
-    params = params | {"experts": put(own, mesh, "data")}
-    x = put(jax.random.normal(jax.random.key(6), (8 * 16, 16)), mesh, "data")
+    params = params | {"experts": put(own, mesh, P("data"))}
+    x = put(jax.random.normal(jax.random.key(6), (8 * 16, 16)), mesh, P("data"))
 
     def layer(exchange, experts, down, x):
         sent = x.reshape(count, -1, WIDTH)
@@ -445,39 +416,43 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own(sizes):
 
 
 def test_errors():
-    mesh = mesh_of()
-    params, batch = placed()
-    options = {"axis_name": "data", "method": F32}
-    f = dq.value_and_grad(masked, **options)
-    with pytest.raises(ValueError, match=r"sharded over axis 'data'.*jax.device_put"):
-        f(params, arrays()[1])
-    keyed = dq.value_and_grad(lambda p, b, key=None: masked(p, b), **options)
-    with pytest.raises(ValueError, match="takes key.*and key= is the key of the rounding"):
-        keyed(params, batch, key=KEY)
+    mesh, (params, batch) = mesh_of(), placed()
+    auto_beside = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, EXPLICIT))
+    sharded = params | {"up": put(params["up"], mesh, P("data"))}
+    over_both = placed(mesh_of(4, 2), ("data", "model"))
+
+    def of(loss=masked, **options):
+        return dq.value_and_grad(loss, **{"axis_name": "data", "method": F32} | options)
+
+    keyed, three = of(lambda p, b, key=None: masked(p, b)), of(lambda p, b, c: masked(p, b))
     keyed(params, batch, None, key=KEY)
-    f_of = functools.partial(dq.value_and_grad, masked, reduce=False, **options)
-    for own, of_call in (({"metrics": True}, {}), ({}, {"state": ()}), ({}, {"key": KEY})):
-        with pytest.raises(ValueError, match="reduce=False and (metrics|state|key)=.*dq.reduce"):
-            f_of(**own)(params, batch, **of_call)
-    with pytest.raises(ValueError, match="there is no mesh.*mesh=mesh"):
-        f(*arrays())
-    with pytest.raises(ValueError, match=r"axis_name='rows' is not in the mesh"):
-        dq.value_and_grad(masked, axis_name="rows")(params, batch)
-    with pytest.raises(TypeError, match=r"loss has shape \(32,\)"):
-        dq.value_and_grad(lambda p, b: b["mask"] * p["scale"], **options)(params, batch)
-    three = dq.value_and_grad(lambda p, b, c: masked(p, b), **options)
-    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
-        three(params | {"step": jnp.int32(2)}, batch, None)
-    with pytest.raises(ValueError, match=r"is \{1\}, a set.*frozenset"):
-        three(params, batch, {1})
-    with pytest.raises(ValueError, match="specs=.* is for Auto axes.*leave it out"):
-        dq.value_and_grad(masked, specs=P(), mesh=mesh, **options)
-    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(ValueError, match="make all axes Explicit, or all Auto"):
-        dq.value_and_grad(masked, mesh=mixed, reduce=False, **options)
-    sharded = params | {"up": put(params["up"], mesh, "data")}
-    with pytest.raises(NotImplementedError, match="sharded over the data axes.*metrics=False"):
-        dq.value_and_grad(masked, metrics=True, **options)(sharded, batch)
+    once = "reduce=False and {}=.*dq.reduce"
+    assert_refused(
+        (ValueError, r"sharded over axis 'data'.*jax.device_put", of(), params, network()[1]),
+        (ValueError, r"sharded over \('data', 'model'\).*axis_name='data'", of(), *over_both),
+        (ValueError, "takes key.*and key= is the key of the rounding",
+         functools.partial(keyed, key=KEY), params, batch),
+        (ValueError, once.format("metrics"), of(reduce=False, metrics=True), params, batch),
+        (ValueError, once.format("state"), functools.partial(of(reduce=False), state=()), params,
+         batch),
+        (ValueError, once.format("key"), functools.partial(of(reduce=False), key=KEY), params,
+         batch),
+        (ValueError, "there is no mesh.*mesh=mesh", of(), *network()),
+        (ValueError, "axis_name='rows' is not in the mesh", of(axis_name="rows"), params, batch),
+        (TypeError, r"loss has shape \(32,\)", of(lambda p, b: b["mask"] * p["scale"]), params,
+         batch),
+        (TypeError, r"parameter \['step'\] is int32\[\].*argnums=", three,
+         params | {"step": jnp.int32(2)}, batch, None),
+        (ValueError, r"is \{1\}, a set.*frozenset", three, params, batch, {1}),
+        (ValueError, "specs=.* is for Auto axes.*leave it out",
+         lambda: of(specs=P(), mesh=mesh)),
+        (ValueError, "make all axes Explicit, or all Auto",
+         lambda: of(mesh=auto_beside, reduce=False)),
+        (NotImplementedError, "sharded over the data axes.*metrics=False", of(metrics=True),
+         sharded, batch),
+    )  # fmt: skip
+    both = of(axis_name=("data", "model"))
+    assert_close(both(*over_both), plain(masked))
 
 
 def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
@@ -486,7 +461,7 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     f = dq.value_and_grad(masked, axis_name="data", method=F32)
     norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
     of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)  # noqa: E731
-    expected = jax.jit(jax.grad(of_plain))(*arrays())
+    expected = jax.jit(jax.grad(of_plain))(*network())
     assert_close(jax.jit(norm)(params), expected)
     with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):
         norm(params)
@@ -497,7 +472,7 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
 @pytest.mark.parametrize("form", [lambda f: f, jax.jit], ids=["vmap", "vmap of jit"])
 def test_vmap_of_unreduced_gradients_is_refused(form):
     (params, batch), mesh = placed(), mesh_of()
-    several = jax.tree.map(lambda x: jax.reshard(x[None], NamedSharding(mesh, P())), params)
+    several = put(jax.tree.map(lambda x: x[None], params), mesh)
     unreduced, summed_by_jax = (
         form(dq.value_and_grad(masked, axis_name="data", method=method)) for method in (F32, None)
     )
@@ -508,25 +483,15 @@ def test_vmap_of_unreduced_gradients_is_refused(form):
             jax.vmap(unreduced, in_axes=(0, None))(several, batch)
 
 
-def test_a_batch_over_more_axes_than_those_reduced_is_refused():
-    mesh = mesh_of(4, 2)
-    params, batch = put(arrays()[0], mesh), put(arrays()[1], mesh, ("data", "model"))
-    f = dq.value_and_grad(masked, axis_name="data", method=F32)
-    with pytest.raises(ValueError, match=r"sharded over \('data', 'model'\).*axis_name='data'"):
-        f(params, batch)
-    both = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32)
-    assert_close(both(params, batch), plain(masked))
-
-
 BOTH = ("data", "one")
 AXES = [*itertools.product(("data", BOTH), repeat=3)]
 
 
 def placed_on_ones(of_batch):
     """Parameters, of which one names an axis of size 1, and the batch."""
-    mesh = jax.make_mesh((8, 1), BOTH)
-    params = put(arrays()[0], mesh) | {"up": put(arrays()[0]["up"], mesh, "one")}
-    return params, put(arrays()[1], mesh, of_batch)
+    mesh, (params, batch) = jax.make_mesh((8, 1), BOTH), network()
+    specs = {name: P("one") if name == "up" else P() for name in params}
+    return put(params, mesh, specs), put(batch, mesh, P(of_batch))
 
 
 def on_ones(params, batch, **options):
@@ -566,10 +531,9 @@ def test_types_of_what_a_loss_closes_over_stay_as_they_are():
 
 
 @functools.cache
-def unreduced():
-    params, batch = placed()
-    f = dq.value_and_grad(masked, axis_name="data", method=F32, reduce=False)
-    return jax.jit(f)(params, batch)[1]
+def unreduced(axes="data", mesh=None):
+    f = dq.value_and_grad(masked, axis_name=axes, method=F32, reduce=False)
+    return jax.jit(f)(*placed(mesh, axes))[1]
 
 
 def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
@@ -585,10 +549,8 @@ def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
 
 def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
     """FSDP with accumulation: gradients of whole parameters are added, then scattered once."""
-    mesh = mesh_of()
-    params, batch = placed()
     specs = {"up": P("data"), "bias": P(), "down": P(None, "data"), "scale": P()}
-    params = {name: put(x, mesh, *specs[name]) for name, x in params.items()}
+    params, batch = put(network()[0], mesh_of(), specs), placed()[1]
     f = dq.value_and_grad(masked, axis_name="data", method=F32, reduce=False)
 
     def twice(params, batch):
@@ -598,27 +560,34 @@ def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
     program, moves = compiled(twice, params, batch)
     grads = program(params, batch)
     assert_close(grads, jax.tree.map(lambda g: 2 * g, plain(masked)[1]))
-    assert jax.tree.map(lambda g: g.sharding.spec, grads)["down"] == specs["down"]
+    assert grads["down"].sharding.spec == specs["down"]
     sizes = dict(sorted(moves))  # the largest of each kind
     assert sizes["reduce-scatter"] == 16 * WIDTH // 8
     assert sizes["all-reduce"] <= WIDTH + 2
 
 
 def test_errors_of_psum_outside_of_maps():
-    grads = unreduced()
-    with pytest.raises(ValueError, match="op='mean' over axis 'data' outside of maps.*op='sum'"):
-        dq.pmean(grads, "data")
+    grads, over_both = unreduced(), unreduced(("data", "model"), mesh_of(4, 2))
+    assert_refused(
+        (
+            ValueError,
+            "op='mean' over axis 'data' outside of maps.*op='sum'",
+            dq.pmean,
+            grads,
+            "data",
+        ),
+        (NameError, "unbound axis", dq.psum, network()[0], "data"),
+        (NameError, "unbound axis", dq.psum, grads, "rows"),
+        (
+            ValueError,
+            r"\['data', 'model'\], and axis_name='data'; pass",
+            dq.psum,
+            over_both,
+            "data",
+        ),
+    )
     with pytest.warns(UserWarning, match="no leaf is unreduced over axis 'data'"):
         dq.psum({"bias": grads["bias"]}, "data")
-    for own, name in ((arrays()[0], "data"), (grads, "rows")):
-        with pytest.raises(NameError, match="unbound axis"):
-            dq.psum(own, name)
-    mesh = mesh_of(4, 2)
-    params, batch = put(arrays()[0], mesh), put(arrays()[1], mesh, ("data", "model"))
-    f = dq.value_and_grad(masked, axis_name=("data", "model"), method=F32, reduce=False)
-    grads = jax.jit(f)(params, batch)[1]
-    with pytest.raises(ValueError, match=r"\['data', 'model'\], and axis_name='data'; pass"):
-        dq.psum(grads, "data")
 
 
 # --- Flax and optax -------------------------------------------------------------------------------
@@ -626,35 +595,30 @@ def test_errors_of_psum_outside_of_maps():
 
 def test_boxed_parameters_of_linen_are_gathered():
     """Linen says of a parameter that data axes shard how it is sharded, where the loss takes it."""
-    mesh = mesh_of()
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("data", None))
     model = linen.Dense(WIDTH, use_bias=False, kernel_init=init)
-    x = put(arrays()[1]["x"], mesh, "data")
-    boxed = model.init(jax.random.key(0), arrays()[1]["x"])
-    specs = linen.get_partition_spec(boxed)
-    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-    boxed = jax.tree.map(
-        lambda box, own: box.replace_boxed(jax.device_put(box.unbox(), own)), boxed,
-        shardings, is_leaf=lambda box: isinstance(box, linen.Partitioned),
+    x = network()[1]["x"]
+    boxed = model.init(jax.random.key(0), x)
+    placed = jax.tree.map(
+        lambda box: box.replace_boxed(put(box.unbox(), mesh_of(), box.get_partition_spec())), boxed,
+        is_leaf=lambda box: isinstance(box, linen.Partitioned),
     )  # fmt: skip
 
     def loss(params, x):
         return jnp.mean(jnp.square(model.apply(params, x)))
 
-    with jax.set_mesh(mesh):
-        found = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(boxed, x)
-    plain = jax.device_get((linen.unbox(boxed), x))
-    assert_close((found[0], linen.unbox(found[1])), jax.jit(jax.value_and_grad(loss))(*plain))
+    with jax.set_mesh(mesh_of()):
+        f = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))
+        value, grads = f(placed, put(x, mesh_of(), P("data")))
+    expected = jax.jit(jax.value_and_grad(loss))(linen.unbox(boxed), x)
+    assert_close((value, linen.unbox(grads)), expected)
 
 
 def test_gradients_of_masters_are_f32_where_the_loss_casts_them():
-    params, batch = placed()
-
     def loss(params, batch):
         low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, batch))
         return masked(*low).astype(jnp.float32)
 
-    _, grads = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(params, batch)
+    _, grads = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))(*placed())
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    expected = plain(masked)[1]
-    assert float(vnmse(jax.device_get(grads), expected)) < 1e-3
+    assert float(vnmse(jax.device_get(grads), plain(masked)[1])) < 1e-3

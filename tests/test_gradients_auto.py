@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, auto_mesh, low, once, small
+from cases import EXACT, assert_close, assert_refused, low, mesh_of, network, put
 from flax import linen
+from hlo import moves_of
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -21,27 +22,13 @@ from dynamiq_jax.collectives import sum as sums
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import vnmse
 
-F32 = small(dq.F32())
-OPTIONS = {"axis_name": "data", "method": F32}
+OPTIONS = {"axis_name": "data", "method": EXACT}
 
 
-@once
 def arrays():
-    """Parameters, and examples of which another part counts on every worker."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        "up": jax.random.normal(keys[0], (16, 64)) / 4,
-        "down": jax.random.normal(keys[1], (64, 16)) / 8,
-    }
-    x = jax.random.normal(keys[2], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
-    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
-    return params, {"x": x, "mask": mask}
-
-
-@functools.cache
-def mesh_of(*sizes):
-    names = ("data", "model", "one")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    """Two layers, and examples of which another part counts on every worker."""
+    params, batch = network()
+    return {name: params[name] for name in ("up", "down")}, batch
 
 
 def errors(params, x):
@@ -52,10 +39,19 @@ def loss(params, batch):
     return jnp.mean(errors(params, batch["x"]))
 
 
+def count(params, batch):
+    """The number of tokens that count."""
+    return jnp.sum(batch["mask"])
+
+
 def masked(params, batch):
     """The mean over tokens that count."""
     own = errors(params, batch["x"]) * batch["mask"]
-    return jnp.sum(own) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+    return jnp.sum(own) / jnp.maximum(count(params, batch), 1)
+
+
+def ours(loss, mesh=None, **options):
+    return dq.value_and_grad(loss, mesh=mesh or mesh_of(8), **OPTIONS | options)
 
 
 @functools.cache
@@ -64,7 +60,8 @@ def plain(loss):
     return jax.jit(jax.value_and_grad(loss))(*arrays())
 
 
-def test_arguments_are_those_of_jax_value_and_grad():
+@pytest.mark.parametrize("argnums", [(0, 3), 3, -1])
+def test_arguments_are_those_of_jax_value_and_grad(argnums):
     """Parameters anywhere among the arguments; a flag, a scalar and a tree that stays whole."""
     params, batch = arrays()
     frozen = {"table": np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(3, 16)}
@@ -77,31 +74,25 @@ def test_arguments_are_those_of_jax_value_and_grad():
 
     args = params["up"], frozen, batch, params["down"]
     kwargs = {"scale": np.float32(0.1), "doubled": True}
-    for argnums in ((0, 3), 3, -1):
-        expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
-        rest = 2 if isinstance(argnums, tuple) else 3
-        specs = (P(), None) if rest == 2 else (P(), P(), None)
-        f = dq.value_and_grad(own, argnums=argnums, mesh=auto_mesh(), batch_specs=specs, **OPTIONS)
-        assert_close(f(*args, **kwargs), expected)
-        with_flag = functools.partial(f, doubled=True)
-        assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
+    expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
+    specs = (P(), None) if isinstance(argnums, tuple) else (P(), P(), None)
+    f = ours(own, argnums=argnums, batch_specs=specs)
+    assert_close(f(*args, **kwargs), expected)
+    with_flag = functools.partial(f, doubled=True)
+    assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
-@pytest.mark.parametrize("source", ["context", "parameters"])
-def test_the_mesh_may_come_from_around(source):
+def test_the_mesh_may_come_from_around():
+    """From the context, or outside of `jax.jit` from parameters."""
     params, batch = arrays()
     f = dq.value_and_grad(loss, **OPTIONS)
-    expected = plain(loss)
-    if source == "context":
-        with jax.set_mesh(mesh_of(8)):
-            assert_close(jax.jit(f)(params, batch), expected)
-            assert_close(f(params, batch), expected)
-    else:
-        placed = jax.device_put(params, NamedSharding(mesh_of(8), P()))
-        assert_close(f(placed, batch), expected)
-        assert_close(jax.jit(f)(placed, batch), expected)
-        with pytest.raises(ValueError, match="there is no mesh"):
-            jax.jit(f)(params, batch)
+    placed = put(params, mesh_of(8))
+    with jax.set_mesh(mesh_of(8)):
+        found = [jax.jit(f)(params, batch), f(params, batch)]
+    for own in (*found, f(placed, batch), jax.jit(f)(placed, batch)):
+        assert_close(own, plain(loss))
+    with pytest.raises(ValueError, match="there is no mesh"):
+        jax.jit(f)(params, batch)
 
 
 def test_keys_are_each_workers_own_unless_told():
@@ -112,150 +103,124 @@ def test_keys_are_each_workers_own_unless_told():
         assert len(batch["x"]) == 4  # its own examples, also where a spec is None
         return loss(params, batch), jax.random.normal(key, (1,))
 
-    f = functools.partial(dq.value_and_grad, noise, mesh=auto_mesh(), has_aux=True, aux="rows")
-    own = jax.jit(f(**OPTIONS))(params, batch, key)[0][1]
+    f = functools.partial(ours, noise, has_aux=True, aux="rows")
+    own = jax.jit(f())(params, batch, key)[0][1]
     assert len({*np.asarray(own).tolist()}) == 8
-    same = jax.jit(f(batch_specs=(None, P()), **OPTIONS))(params, batch, key)[0][1]
+    same = jax.jit(f(batch_specs=(None, P())))(params, batch, key)[0][1]
     np.testing.assert_array_equal(same, np.full(8, jax.random.normal(key, (1,))[0]))
-
-
-def test_a_key_without_its_type_is_refused():
-    params, batch = arrays()
-    f = dq.value_and_grad(lambda p, b, key: loss(p, b), mesh=auto_mesh(2), **OPTIONS)
-    with pytest.raises(ValueError, match="key without its type.*wrap_key_data"):
-        f(params, batch, jax.random.PRNGKey(0))
 
 
 def test_weights_make_a_masked_mean_exact():
     params, batch = arrays()
-    expected = plain(masked)
-    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
-    f = functools.partial(dq.value_and_grad, masked, mesh=auto_mesh())
-    assert_close(f(weight=tokens, **OPTIONS)(params, batch), expected)
-    unweighted = f(**OPTIONS)(params, batch)
+    expected, f = plain(masked), ours(masked, weight=count)
+    assert_close(f(params, batch), expected)
+    assert_close(f(put(params, mesh_of(8), P("data")), batch), expected)
+    unweighted = ours(masked)(params, batch)
     assert abs(float(unweighted[0] - expected[0])) > 1e-3  # the reason for weight=
-    sharded = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    placed = jax.device_put(params, NamedSharding(sharded, P("data")))
-    assert_close(f(weight=tokens, mesh=sharded, **OPTIONS)(placed, batch), expected)
     nothing = batch | {"mask": np.zeros(32, np.float32)}
-    assert_close(
-        f(weight=tokens, **OPTIONS)(params, nothing)[1], jax.tree.map(np.zeros_like, params)
-    )
+    assert_close(f(params, nothing)[1], jax.tree.map(np.zeros_like, params))
 
 
-def test_a_loss_that_is_the_same_on_all_workers_is_that_of_all_examples():
-    """Its collectives over one of two data axes leave the other one's mean to us."""
-    params, batch = arrays()
+def of_all(params, batch):
+    own = errors(params, batch["x"]) * batch["mask"]
+    return lax.psum(jnp.sum(own), "data") / lax.psum(count(params, batch), "data")
 
-    def of_all(params, batch):
-        own = errors(params, batch["x"]) * batch["mask"]
-        return lax.psum(jnp.sum(own), "data") / lax.psum(jnp.sum(batch["mask"]), "data")
 
-    f = functools.partial(dq.value_and_grad, mesh=auto_mesh(), **OPTIONS)
-    assert_close(f(of_all)(params, batch), plain(masked))
-    halves = lambda p, b: lax.pmean(loss(p, b), "model")  # noqa: E731
-    both = dq.value_and_grad(halves, mesh=mesh_of(4, 2), axis_name=("data", "model"), method=F32)
-    assert_close(both(params, batch), plain(loss))
-    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
-    with pytest.raises(ValueError, match=r"same on the 8 workers of axes \('data',\).*weight= out"):
-        f(of_all, weight=tokens)(params, batch)
+def total_error(params, batch):
+    return jnp.sum(errors(params, batch["x"]))
+
+
+SAME_ON_ALL = {
+    "a quotient of sums": (of_all, masked, (8,), {}),
+    # Collectives over one of two data axes leave the other one's mean to us.
+    "a mean over one axis": (
+        lambda p, b: lax.pmean(loss(p, b), "model"), loss, (4, 2), {"axis_name": ("data", "model")},
+    ),
+    "a sum": (lambda p, b: lax.psum(total_error(p, b), "data"), total_error, (8,), {"op": "sum"}),
+}  # fmt: skip
+"""A loss that takes collectives, that of all examples, and a mesh."""
+
+
+@pytest.mark.parametrize("name", SAME_ON_ALL)
+def test_a_loss_that_is_the_same_on_all_workers_is_that_of_all_examples(name):
+    own, of_examples, sizes, options = SAME_ON_ALL[name]
+    assert_close(jax.jit(ours(own, mesh_of(*sizes), **options))(*arrays()), plain(of_examples))
 
 
 def test_equal_constants_of_other_types_are_other_programs():
     """The loss closes over a dict that is no pytree, too."""
-    params, batch = arrays()
+    args, mesh = arrays(), mesh_of(2)
     factors = {bool: 1.0, int: 2.0, float: 3.0}
-    f = dq.value_and_grad(
-        lambda p, b, flag: loss(p, b) * factors[type(flag)], mesh=auto_mesh(2), **OPTIONS
-    )
-    own = [f(params, batch, flag)[0] / plain(loss)[0] for flag in (True, 1, 1.0)]
+    f = ours(lambda p, b, flag: loss(p, b) * factors[type(flag)], mesh)
+    own = [f(*args, flag)[0] / plain(loss)[0] for flag in (True, 1, 1.0)]
     np.testing.assert_allclose(own, list(factors.values()), rtol=1e-5)
-    zero = dq.value_and_grad(
-        lambda p, b, zero: loss(p, b) * math.copysign(1, zero), mesh=auto_mesh(2), **OPTIONS
-    )
-    assert zero(params, batch, 0.0)[0] == -zero(params, batch, -0.0)[0] != 0
+    zero = ours(lambda p, b, zero: loss(p, b) * math.copysign(1, zero), mesh)
+    assert zero(*args, 0.0)[0] == -zero(*args, -0.0)[0] != 0
 
 
 def test_arguments_that_may_be_no_examples_are_not_split_silently():
-    params, batch = arrays()
-    f = functools.partial(dq.value_and_grad, mesh=auto_mesh(2), **OPTIONS)
+    f = ours(lambda p, b, table: loss(p, b), mesh_of(2))
     with pytest.warns(
         UserWarning, match=r"of 2 lengths.*\(32,\), \(6, 16\)\].*P\(\) in batch_specs"
     ):
-        f(lambda p, b, table: loss(p, b))(params, batch, np.ones((6, 16), np.float32))
-    with pytest.raises(ValueError, match=r"array of PRNG keys, key<fry>\[32\].*P\('data'\)"):
-        f(lambda p, b, keys: loss(p, b))(params, batch, jax.random.split(jax.random.key(0), 32))
-    for argnums in ((0, 2), (0, -2)):
-        with pytest.raises(ValueError, match=r"argnums=\(0, -?2\), and the loss got 2 positional"):
-            f(loss, argnums=argnums)(params, batch)
+        f(*arrays(), np.ones((6, 16), np.float32))
 
 
 def test_aux_becomes_what_its_words_say():
-    params, batch = arrays()
-    tokens = lambda params, batch: jnp.sum(batch["mask"])  # noqa: E731
+    args = arrays()
 
     def with_aux(params, batch):
         own = errors(params, batch["x"])
         low = jnp.sum(own).astype(jnp.bfloat16)
         return masked(params, batch), {
             "loss": masked(params, batch), "low": low, "rows": own, "step": jnp.int32(7),
-            "tokens": jnp.sum(batch["mask"]).astype(jnp.int32), "nothing": None,
+            "tokens": count(params, batch).astype(jnp.int32), "nothing": None,
         }  # fmt: skip
 
     words = {"low": "sum", "rows": "rows", "step": "same", "tokens": "sum"}  # "loss" is a mean
-    f = dq.value_and_grad(
-        with_aux, mesh=auto_mesh(), has_aux=True, aux=words, weight=tokens, **OPTIONS
-    )
-    (_, found), _ = jax.jit(f)(params, batch)
-    (_, expected), _ = jax.jit(jax.value_and_grad(with_aux, has_aux=True))(params, batch)
+    (_, found), _ = jax.jit(ours(with_aux, has_aux=True, aux=words, weight=count))(*args)
+    (_, expected), _ = jax.jit(jax.value_and_grad(with_aux, has_aux=True))(*args)
     low = found.pop("low")
     assert low.dtype == jnp.bfloat16
     assert float(low) == pytest.approx(float(expected.pop("low")), rel=0.02)
     assert_close(found, expected)
-    assert found["rows"].shape == (32,)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "aux", "match"),
-    [
-        (lambda: jnp.int32(7), None, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'"),
-        (lambda: jnp.ones(3), None, r"float32\[3\]"),
-        (lambda: jnp.ones(3), "average", "aux='average'"),
-        (lambda: jnp.ones(3), {"other": "mean"}, r"the entry \['other'\] is that of no leaf; pass"),
-        (lambda: jnp.ones(3), {"leaf": {"deeper": "mean"}}, "does not fit the loss's aux"),
-    ],
-)
-def test_aux_without_a_word_is_refused(leaf, aux, match):
-    params, batch = arrays()
-    f = dq.value_and_grad(
-        lambda p, b: (loss(p, b), {"leaf": leaf()}), mesh=auto_mesh(), has_aux=True, aux=aux,
-        **OPTIONS,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=match):
-        f(params, batch)
+def of_aux(leaf, aux=None):
+    return ours(lambda p, b: (loss(p, b), {"leaf": leaf()}), has_aux=True, aux=aux)
 
 
-def token_sum(params, batch):
-    """A sum over tokens, and their number: who trains divides later."""
-    count = jnp.sum(batch["mask"])
-    return jnp.sum(errors(params, batch["x"]) * batch["mask"]), {"tokens": count}
+def large_sums(compiled):
+    """All-reduces of a gradient of 2,048 coordinates."""
+    moves = moves_of(compiled.as_text())
+    return [bits for name, bits in moves if name == "all-reduce" and bits >= 32 * 2048]
 
 
-@pytest.mark.parametrize(("sizes", "op"), [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")])
+WINDOWS = [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")]
+
+
+def window(sizes, op):
+    """A mesh, specs of parameters, and how the loss joins its examples' errors."""
+    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
+    return mesh_of(*sizes), specs, jnp.mean if op == "mean" else jnp.sum
+
+
+def in_halves(batch):
+    return jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), batch)
+
+
+@pytest.mark.parametrize(("sizes", "op"), WINDOWS)
 def test_terms_of_micro_batches_are_summed_once(sizes, op):
     """A window's gradient is that of one batch, divided by the tokens of all micro-batches."""
-    params, batch = arrays()
-    mesh = mesh_of(*sizes)
-    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
-    options = {"op": op, "has_aux": True, "mesh": mesh, "specs": specs} | OPTIONS
-    halves = jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), batch)
+    (params, batch), (mesh, specs, join) = arrays(), window(sizes, op)
+    halves = in_halves(batch)
 
     def own_loss(params, batch):
-        value, aux = token_sum(params, batch)
-        return value / len(batch["mask"]) if op == "mean" else value, aux
+        own = errors(params, batch["x"]) * batch["mask"]
+        return join(own), {"tokens": count(params, batch)}
 
-    def window(params, halves):
-        f = dq.value_and_grad(own_loss, reduce=False, **options)
+    def over_window(params, halves):
+        f = ours(own_loss, mesh, reduce=False, op=op, has_aux=True, specs=specs)
 
         def add(terms, half):
             (value, aux), more = f(params, half)
@@ -264,70 +229,34 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         _, like = jax.eval_shape(f, params, jax.tree.map(lambda x: x[0], halves))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         terms, (values, tokens) = lax.scan(add, zeros, halves)
-        grads = dq.psum(terms, "data", method=F32)
-        return jnp.sum(values), jnp.sum(tokens), grads
+        return (jnp.sum(values), dq.psum(terms, "data", method=EXACT)), jnp.sum(tokens)
 
-    compiled = jax.jit(window).lower(params, halves).compile()
-    value, tokens, grads = compiled(params, halves)
-    first, second = (jax.tree.map(lambda x, i=i: x[i], halves) for i in (0, 1))
-    both = lambda p: own_loss(p, first)[0] + own_loss(p, second)[0]  # noqa: E731
-    assert_close((value, grads), jax.jit(jax.value_and_grad(both))(params))
+    compiled = jax.jit(over_window).lower(params, halves).compile()
+    found, tokens = compiled(params, halves)
+    of_halves = jax.vmap(lambda params, half: own_loss(params, half)[0], in_axes=(None, 0))
+    assert_close(
+        found, jax.jit(jax.value_and_grad(lambda p: jnp.sum(of_halves(p, halves))))(params)
+    )
     assert tokens == pytest.approx(batch["mask"].sum() * (1 if op == "sum" else 1 / sizes[0]))
     if specs is not None:
-        assert {name: x.sharding.spec for name, x in grads.items()} == specs
-    else:  # one reduction of the gradient, of 2,048 coordinates, and not in the loop
-        text = compiled.as_text()
-        large = [line for line in text.splitlines() if "all-reduce(" in line and "2048" in line]
-        assert len(large) == 1
+        assert {name: x.sharding.spec for name, x in found[1].items()} == specs
+    else:  # and not in the loop
+        assert len(large_sums(compiled)) == 1
 
 
-@pytest.mark.parametrize(("sizes", "op"), [((8,), "mean"), ((4, 2), "sum")])
+@pytest.mark.parametrize(("sizes", "op"), WINDOWS[1:])
 def test_a_loss_over_micro_batches_is_reduced_once(sizes, op):
     """The gradient is that of one batch; only one micro-batch's activations are kept."""
-    params, batch = arrays()
-    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
-    options = {"op": op, "mesh": mesh_of(*sizes), "specs": specs} | OPTIONS
-    join = jnp.mean if op == "mean" else jnp.sum
+    args, (mesh, specs, join) = arrays(), window(sizes, op)
 
     def over_halves(params, batch):
         halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
         micro_loss = jax.checkpoint(lambda half: join(errors(params, half["x"])))
         return join(lax.map(micro_loss, halves))
 
-    compiled = jax.jit(dq.value_and_grad(over_halves, **options)).lower(params, batch).compile()
-    value, grads = compiled(params, batch)
-    expected = plain(lambda p, b: join(errors(p, b["x"])))
-    assert_close((value, jax.device_get(grads)), expected)
-    if specs is None:  # one reduction of the gradient, of 2,048 coordinates, and not in the loop
-        lines = compiled.as_text().splitlines()
-        assert len([line for line in lines if "all-reduce(" in line and "2048" in line]) == 1
-
-
-def test_a_sum_that_the_loss_has_taken_itself_is_not_taken_again():
-    params, batch = arrays()
-    own = lambda p, b: lax.psum(jnp.sum(errors(p, b["x"])), "data")  # noqa: E731
-    whole = lambda p, b: jnp.sum(errors(p, b["x"]))  # noqa: E731
-    f = dq.value_and_grad(own, mesh=mesh_of(8), op="sum", **OPTIONS)
-    assert_close(jax.jit(f)(params, batch), plain(whole))
-
-
-def test_what_terms_cannot_do_is_refused():
-    params, batch = arrays()
-    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, **OPTIONS)
-    _, terms = jax.jit(f)(params, batch)
-    with pytest.raises(ValueError, match="op='mean'.*dq.psum"):
-        dq.pmean(terms, "data", method=F32)
-    with pytest.raises(ValueError, match=r"workers of \('data',\), and axis_name is \('rows',\)"):
-        dq.psum(terms, "rows", method=F32)
-    sharded = {"up": P("data"), "down": P()}
-    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, metrics=True, **OPTIONS)
-    with pytest.raises(ValueError, match="reduce=False and metrics=.*op='sum'"):
-        f(params, batch)
-    f = dq.value_and_grad(loss, mesh=mesh_of(8), reduce=False, specs=sharded, **OPTIONS)
-    with pytest.raises(NotImplementedError, match="reduce=False.*whole gradients"):
-        f(params, batch)
-    with pytest.raises(ValueError, match="op='sum' and weight="):
-        dq.value_and_grad(loss, op="sum", weight=lambda p, b: 1.0, **OPTIONS)
+    compiled = jax.jit(ours(over_halves, mesh, op=op, specs=specs)).lower(*args).compile()
+    assert_close(jax.device_get(compiled(*args)), plain(lambda p, b: join(errors(p, b["x"]))))
+    assert specs is not None or len(large_sums(compiled)) == 1
 
 
 def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
@@ -342,7 +271,7 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
             x = state["batch"]["x"] if uses else own["x"]
             return jnp.mean(state["apply"](params, x))
 
-        return dq.value_and_grad(closing, mesh=auto_mesh(), **OPTIONS)(params, batch)
+        return ours(closing)(params, batch)
 
     assert_close(step(params, batch, False), plain(loss))
 
@@ -350,7 +279,7 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
     def keyed(params, batch, key):
         inner = lambda p, b: loss(p, b) * jax.random.uniform(key)  # noqa: E731
         outer = functools.partial(lambda p, b, inner: inner(p, b), inner=jax.checkpoint(inner))
-        return dq.value_and_grad(outer, mesh=auto_mesh(), **OPTIONS)(params, batch)
+        return ours(outer)(params, batch)
 
     with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
         keyed(params, batch, jax.random.key(0))
@@ -373,14 +302,10 @@ class Net(linen.Module):
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
 def test_constraints_of_the_loss_forget_the_data_axes(sizes):
-    mesh = mesh_of(*sizes)
-    _, batch = arrays()
+    mesh, x = mesh_of(*sizes), arrays()[1]["x"]
     with jax.set_mesh(mesh):
-        boxed = Net().init(jax.random.key(0), batch["x"])
-    specs = linen.get_partition_spec(boxed)
-    params = jax.device_put(
-        linen.unbox(boxed), jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-    )
+        boxed = Net().init(jax.random.key(0), x)
+    params = put(linen.unbox(boxed), mesh, linen.get_partition_spec(boxed))
 
     def net_loss(params, x):
         out = Net().apply(params, x)
@@ -389,11 +314,11 @@ def test_constraints_of_the_loss_forget_the_data_axes(sizes):
 
     axes = ("data", "one") if sizes[2] > 1 else "data"
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    f = dq.value_and_grad(net_loss, mesh=mesh, axis_name=axes, method=F32, specs=shardings)
+    f = ours(net_loss, mesh, axis_name=axes, specs=shardings)
     rules = (("batch", "data"), ("width", "model"))
     with jax.set_mesh(mesh), linen.logical_axis_rules(rules):
-        found = jax.jit(f)(params, batch["x"])
-        expected = jax.jit(jax.value_and_grad(net_loss))(params, batch["x"])
+        found = jax.jit(f)(params, x)
+        expected = jax.jit(jax.value_and_grad(net_loss))(params, x)
     assert_close(found, expected)
     for name, leaf in found[1]["params"].items():
         assert leaf.sharding.is_equivalent_to(params["params"][name].sharding, 2)
@@ -429,7 +354,7 @@ def test_constraints_by_other_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "layers", module)
     vars(module)["constrain"] = of_jax
     spec = NamedSharding(mesh, P("data", "model"))
-    f = functools.partial(dq.value_and_grad, mesh=mesh, specs=P(), **OPTIONS)
+    f = functools.partial(ours, mesh=mesh, specs=P())
     constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})  # noqa: E731
     assert_close(jax.jit(f(constrained))(params, batch), plain(loss))
     assert module.constrain is of_jax
@@ -440,21 +365,39 @@ def test_constraints_by_other_names(monkeypatch):
         assert "under a map over ['data']. Its constraints" in "".join(caught.value.__notes__)
 
 
-def test_meshes_of_both_types_and_calls_inside_of_maps_are_refused():
-    params, batch = arrays()
-    types = AxisType.Auto, AxisType.Explicit
-    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    with pytest.raises(ValueError, match=r"\('data', 'model'\) of types.*all axes Explicit"):
-        dq.value_and_grad(loss, mesh=mixed, **OPTIONS)
-    inside = jax.shard_map(
-        dq.value_and_grad(loss, mesh=mesh_of(8), **OPTIONS), mesh=mesh_of(8),
-        in_specs=(P(), P("data")), out_specs=P(),
+def test_what_does_not_go_is_refused():
+    """`test_deferred` has what is refused on meshes of both kinds."""
+    args, key = arrays(), jax.random.key(0)
+    three = ours(lambda p, b, c: loss(p, b), mesh_of(2))
+    inside = jax.shard_map(ours(loss), mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=P())
+    _, terms = jax.jit(ours(loss, reduce=False))(*args)
+    in_shards = {"up": P("data"), "down": P()}
+    vector = lambda: jnp.ones(3)  # noqa: E731
+    assert_refused(
+        (ValueError, "inside of a map over axis 'data'.*jax.value_and_grad", inside, *args),
+        (ValueError, "key without its type.*wrap_key_data", three, *args, jax.random.PRNGKey(0)),
+        (ValueError, r"array of PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args,
+         jax.random.split(key, 32)),
+        *((ValueError, r"argnums=\(0, -?2\), and the loss got 2 positional",
+           ours(loss, argnums=argnums), *args) for argnums in ((0, 2), (0, -2))),
+        (ValueError, r"same on the 8 workers of axes \('data',\).*weight= out",
+         ours(of_all, weight=count), *args),
+        (ValueError, "op='sum' and weight=", lambda: ours(loss, op="sum", weight=count)),
+        # Terms.
+        (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
+        (ValueError, r"of \('data',\), and axis_name is \('rows',\)", dq.psum, terms, "rows"),
+        (NotImplementedError, "reduce=False.*whole gradients",
+         ours(loss, reduce=False, specs=in_shards), *args),
+        # Aux.
+        (ValueError, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'",
+         of_aux(lambda: jnp.int32(7)), *args),
+        (ValueError, r"float32\[3\]", of_aux(vector), *args),
+        (ValueError, "aux='average'", of_aux(vector, "average"), *args),
+        (ValueError, r"the entry \['other'\] is that of no leaf; pass",
+         of_aux(vector, {"other": "mean"}), *args),
+        (ValueError, "does not fit the loss's aux", of_aux(vector, {"leaf": {"deeper": "mean"}}),
+         *args),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="inside of a map over axis 'data'.*jax.value_and_grad"):
-        inside(params, batch)
-    f = dq.value_and_grad(loss, mesh=auto_mesh(2), **OPTIONS)
-    with pytest.raises(TypeError, match=r"parameter \['step'\] is int32\[\].*argnums="):
-        f(params | {"step": jnp.int32(2)}, batch)
 
 
 def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch):
@@ -462,7 +405,6 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
     params, batch = arrays()
     up = jax.random.normal(jax.random.key(4), (16, 4096)) / 16
     frozen = {"up": up, "down": jax.random.normal(jax.random.key(5), (4096, 16)) / 64}
-    mesh = mesh_of(8)
     eight = functools.partial(dq.all_gather, method=low(dq.DynamiQ(bits=8)))
     gathers = {"exact": lax.all_gather, "8 bits": eight}
 
@@ -475,18 +417,18 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
 
     x = batch["x"]
     expected = jax.jit(jax.value_and_grad(lora))(params, x, frozen=frozen)
-    shards = jax.device_put(frozen, NamedSharding(mesh, P("data")))
-    f = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P("data")}, **OPTIONS)
+    shards = put(frozen, mesh_of(8), P("data"))
+    f = ours(lora, batch_specs={"frozen": P("data")})
     assert_close(f(params, x, frozen=shards, how="exact"), expected)
     value, grads = f(params, x, frozen=shards, how="8 bits")
     assert float(value) == pytest.approx(float(expected[0]), rel=0.01)
     assert 1e-6 < float(vnmse(grads, expected[1])) < 1e-3
-    whole = dq.value_and_grad(lora, mesh=mesh, batch_specs={"frozen": P()}, **OPTIONS)
+    whole = ours(lora, batch_specs={"frozen": P()})
     assert_close(whole(params, x, frozen=shards), expected)
     monkeypatch.setattr(sums, "LARGE_GATHER", 1000)
     with pytest.warns(UserWarning, match="2 sharded arguments.*524,288 bytes.*lax.all_gather"):
         whole(params, x, frozen=shards)
     whole(params, x, frozen=frozen)  # on one device: nothing is gathered
-    unknown = dq.value_and_grad(lora, mesh=mesh, batch_specs={"froze": P()}, **OPTIONS)
+    unknown = ours(lora, batch_specs={"froze": P()})
     with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen', 'how'\].*by keyword"):
         unknown(params, x, frozen=frozen, how="exact")

@@ -10,19 +10,24 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import training
 from cases import (
     assert_close,
+    assert_refused,
     assert_same_bits,
     auto_mesh,
     compilations,
     daily,
+    first_state,
     gradient,
     loss_fn,
+    mesh_of,
     problem,
     promoting,
     small,
     wire_bits,
 )
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import moved_bits
 
@@ -31,7 +36,6 @@ import dynamiq_jax.optax
 from dynamiq_jax.request.compression import as_compression
 
 N = 8
-EXACT = dq.F32()
 SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
 POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
@@ -42,68 +46,34 @@ def careful(optimizer):
     return promoting(optax.apply_if_finite(optimizer, 3))
 
 
+REDUCED = dq.optax.all_reduce("data", method=dq.F32())
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 
-def make_step(optimizer, specs, mesh, *, check_vma=True):
-    """jit of (params, opt_state, x) -> (params, opt_state), on the devices of a mesh."""
-
-    def step(params, opt_state, x):
-        local = jax.lax.pcast(params, "data", to="varying") if check_vma else params
-        grads = jax.grad(loss_fn)(local, x)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-        )
-    )
-
-
 @functools.cache
-def started(optimizer, mesh, **options):
+def started(optimizer, mesh, check_vma=True):
     """The first state, and the step."""
-    opt_state = dq.optax.init(optimizer, problem(1)[0], mesh)
-    return opt_state, make_step(optimizer, dq.optax.state_specs(opt_state), mesh, **options)
+    state = dq.optax.init(optimizer, problem(1)[0], mesh)
+    grads_of = training.of_batch(loss_fn)
+    return state, training.stepper(optimizer, state, grads_of, mesh, check_vma=check_vma)
 
 
 def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
     """(params, opt_state) after ``steps`` steps on all devices."""
-    mesh = mesh or auto_mesh()
     params, batches = problem(steps)
-    opt_state, step = started(optimizer, mesh, **options)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
-        for i, x in enumerate(batches):
-            x = jax.device_put(change(i, x), jax.sharding.NamedSharding(mesh, P("data")))
-            params, opt_state = step(params, opt_state, x)
-    return params, opt_state
+    state, step = started(optimizer, mesh or auto_mesh(), **options)
+    batches = [change(i, x) for i, x in enumerate(batches)]
+    return training.train(step, params, state, batches, mesh or auto_mesh())
 
 
 def plain(optimizer, steps):
-    """Trains on one device, without any reduction."""
-    params, batches = problem(steps)
-    opt_state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, opt_state, x):
-        updates, opt_state = optimizer.update(jax.grad(loss_fn)(params, x), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for x in batches:
-        params, opt_state = step(params, opt_state, x)
-    return params
+    return training.plain(optimizer, loss_fn, *problem(steps))
 
 
 @pytest.mark.parametrize("kind", daily(["auto", "explicit", "unchecked"], ["auto"]))
 def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
-    mesh = jax.make_mesh((N,), ("data",)) if kind == "explicit" else auto_mesh()
-    optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
+    mesh = mesh_of(N, kind=AxisType.Explicit) if kind == "explicit" else auto_mesh()
+    optimizer = optax.chain(REDUCED, ADAM)
     params, (reduced, _) = train(optimizer, 4, mesh, check_vma=kind != "unchecked")
     assert_close(params, plain(ADAM, 4))
     assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
@@ -118,7 +88,6 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
     options = {"op": "sum", "metrics": True, "method": method}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
     grads = {"w": gradient(0, N, 5000)}
-    own = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32)}
 
     def by_reduce(grads, state, step):
         key = jax.random.fold_in(KEY, step)
@@ -128,13 +97,12 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state(method):
     ours = jax.jit(mapped(lambda grads, state: optimizer.update(grads, state)))
     expected = jax.jit(mapped(by_reduce, in_axes=(0, 0, None)))
     opt_state = mapped(lambda g: optimizer.init(jax.tree.map(jnp.zeros_like, g)))(grads)
-    state = as_compression(method).init_state(own, N, stacked=True)
+    state = first_state(method, grads, N)
     for i in range(3):
         total, opt_state = ours(grads, opt_state)
         found = expected(grads, state, i)
         state = found.state
-        assert_same_bits(total, found.tree)
-        assert_same_bits(opt_state.metrics, found.metrics)
+        assert_same_bits((total, opt_state.metrics), (found.tree, found.metrics))
         assert opt_state.step.tolist() == [i + 1] * N
         if method == MEMORY:
             assert_same_bits(jax.tree.map(lambda x: x[:, 0], opt_state.memory.value), state)
@@ -152,14 +120,11 @@ def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
         optimizer.update(grads, optimizer.init(grads), grads, **{name: None})
 
 
-@functools.cache
-def moved(optimizer, check_vma=True):
+def moved(optimizer):
     """Bits that all workers send in the entry of a step's program, and in its branches."""
-    mesh, (params, batches) = auto_mesh(), problem(1)
-    opt_state = dq.optax.init(optimizer, params, mesh)
-    specs = dq.optax.state_specs(opt_state)
-    step = make_step(optimizer, specs, mesh, check_vma=check_vma)
-    hlo = step.lower(params, opt_state, batches[0]).compile().as_text()
+    params, batches = problem(1)
+    state, step = started(optimizer, auto_mesh())
+    hlo = step.lower(params, state, batches[0]).compile().as_text()
     bodies = re.findall(r"^(ENTRY )?%?([\w.\-]+) \(.*?{$(.*?)^}", hlo, re.DOTALL | re.MULTILINE)
     names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", hlo)
     names += re.findall(r"[\w.\-]+", " ".join(re.findall(r"branch_computations={(.*?)}", hlo)))
@@ -177,58 +142,44 @@ def test_a_chain_sends_what_reduce_does():
     assert moved(optax.chain(MX, ADAM)) == (once, [])
 
 
-def by_windows(optimizer, windows, every):
-    """Trains on windows of batches: gradients are added up in a scan, and reduced once."""
-    mesh, (params, batches) = auto_mesh(), problem(every * windows)
-    opt_state = dq.optax.init(optimizer, params, mesh)
-    specs = dq.optax.state_specs(opt_state)
+def every(steps, inner):
+    return promoting(optax.MultiSteps(inner, steps).gradient_transformation())
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), specs, P(None, "data")), out_specs=(P(), specs)
-    )
-    def step(params, opt_state, window):
-        local = jax.lax.pcast(params, "data", to="varying")
 
-        def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(local, x)), None
+def of_window(params, _, window):
+    """The mean of gradients of batches, which are added up in a scan."""
+    local = jax.lax.pcast(params, "data", to="varying")
 
-        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, local), window)
-        grads = jax.tree.map(lambda g: g / every, total)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(local, x)), None
 
-    for i in range(windows):
-        window = jnp.stack(batches[every * i : every * (i + 1)])
-        params, opt_state = step(params, opt_state, window)
-    return params, opt_state
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, local), window)
+    return jax.tree.map(lambda g: g / len(window), total)
 
 
 def test_windows_in_a_scan_are_those_of_optax_and_reduce_once():
-    reduced = optax.chain(dq.optax.all_reduce("data", method=EXACT), ADAM)
-    params, state = by_windows(reduced, 2, 3)
-    assert_close(params, plain(promoting(optax.MultiSteps(ADAM, 3).gradient_transformation()), 6))
+    optimizer, (params, batches) = optax.chain(REDUCED, ADAM), problem(6)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    of_x = P(None, "data")
+    step = training.stepper(optimizer, state, of_window, auto_mesh(), of_x=of_x)
+    for window in (batches[:3], batches[3:]):
+        params, state = step(params, state, window)
+    assert_close(params, plain(every(3, ADAM), 6))
     assert int(state[0].step) == 2
 
 
 def test_multi_steps_of_optax_go_after_the_reduction_and_are_refused_around_it():
     """Around it workers' sums differ, and its state says that they do not."""
-    reduced = dq.optax.all_reduce("data", method=EXACT)
-
-    def windows(inner):
-        return promoting(optax.MultiSteps(inner, 2).gradient_transformation())
-
-    params, state = train(optax.chain(reduced, windows(ADAM)), 4)
-    assert_close(params, plain(windows(ADAM), 4))
+    params, state = train(optax.chain(REDUCED, every(2, ADAM)), 4)
+    assert_close(params, plain(every(2, ADAM), 4))
     assert int(state[0].step) == 4
     with pytest.raises((TypeError, ValueError), match="acc_grads"):
-        train(windows(optax.chain(reduced, ADAM)), 1)
+        train(every(2, optax.chain(REDUCED, ADAM)), 1)
 
 
 def poison(step):
-    return lambda i, x: (
-        jnp.asarray(x).at[5, 0].set(jnp.nan) if i == step else x
-    )  # one worker's alone
+    """Makes an example of one worker a NaN."""
+    return lambda i, x: jnp.asarray(x).at[5, 0].set(jnp.nan) if i == step else x
 
 
 def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
@@ -246,13 +197,6 @@ def test_the_wrong_order_does_not_compile():
     """There every worker would decide by its own gradient whether to take part."""
     with pytest.raises(TypeError, match="cond"):
         train(careful(optax.chain(MX, ADAM)), 1)
-
-
-@pytest.mark.release
-def test_muon_gets_the_mean():
-    muon = promoting(optax.contrib.muon(1e-2))
-    optimizer = optax.chain(dq.optax.all_reduce("data", method=EXACT), muon)
-    assert_close(train(optimizer, 2)[0], plain(muon, 2), rtol=1e-3, atol=1e-4)
 
 
 def saved_and_restored(folder, tree):
@@ -273,15 +217,14 @@ def stateful(method=SCALED):
 
 @pytest.mark.parametrize("method", daily([SCALED, POWER], [SCALED]))
 def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
-    optimizer, mesh = stateful(method), auto_mesh()
+    optimizer = stateful(method)
     params, opt_state = train(optimizer, 3)
-    saved = saved_and_restored(tmp_path, opt_state)
-    fresh = dq.optax.init(optimizer, params, mesh)
-    restored = dq.optax.restore_state(saved, fresh)  # warnings are errors here
+    fresh, step = started(optimizer, auto_mesh())
+    # Warnings are errors here.
+    restored = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
     assert_same_bits(restored, opt_state)
     for ours, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True):
         assert ours.sharding == expected.sharding
-    step = make_step(optimizer, dq.optax.state_specs(fresh), mesh)
     x = problem(1)[1][0]
     assert_same_bits(step(params, restored, x), step(params, opt_state, x))
 
@@ -289,7 +232,6 @@ def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
 def test_other_workers_are_told_what_was_reset(tmp_path):
     optimizer = stateful()
     params, opt_state = train(optimizer, 3)
-    scale = opt_state[0].memory.value
     fresh = dq.optax.init(optimizer, params, auto_mesh(4))
     with pytest.warns(UserWarning) as caught:
         state = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
@@ -299,54 +241,47 @@ def test_other_workers_are_told_what_was_reset(tmp_path):
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     memory = state[0].memory.value
     assert_same_bits(memory, fresh[0].memory.value)
+    scale = opt_state[0].memory.value
     assert np.any(np.asarray(scale[0].residual)) and not np.any(np.asarray(memory[0].residual))
-    for ours, old in zip(*(jax.tree.leaves(s[1]) for s in (state, opt_state)), strict=True):
-        assert_same_bits(jax.device_get(ours), jax.device_get(old))
+    assert_same_bits(jax.device_get(state[1]), jax.device_get(opt_state[1]))
     assert int(state[0].step) == 3
 
 
 def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_refused():
+    init = lambda own, params: dq.optax.init(own, params, auto_mesh())  # noqa: E731
     params, _ = problem(1)
-    mesh = auto_mesh()
-    without = dq.optax.init(stateful(dq.BF16()), params, mesh)
-    fresh = dq.optax.init(stateful(), params, mesh)
+    without, fresh = init(stateful(dq.BF16()), params), init(stateful(), params)
     message = "0/memory was not saved and starts anew for 8 workers$"
     with pytest.warns(UserWarning, match=message):
         assert_same_bits(dq.optax.restore_state(without, fresh), fresh)
-    wide = dq.optax.init(stateful(), {"in": jnp.ones((16, 3)), "out": params["out"]}, mesh)
-    with pytest.raises(ValueError, match=r"mu/in has \(16, 3\) .* this optimizer has \(16, 64\)"):
-        dq.optax.restore_state(wide, fresh)
-    with pytest.raises(ValueError, match="0/step is missing .* has \\(\\)"):
-        dq.optax.restore_state(fresh[1:], fresh)
-
-
-def test_workers_that_are_not_known_are_refused():
-    params, _ = problem(1)
+    wide = init(stateful(), {"in": jnp.ones((16, 3)), "out": params["out"]})
     keeps = dq.optax.all_reduce("data", method=MEMORY)
-    with pytest.raises(ValueError, match=r"'data' has; call dq\.optax\.init\(optimizer, params"):
-        keeps.init(params)
+    misfit = r"mu/in has \(16, 3\) .* this optimizer has \(16, 64\)"
+    unknown = r"'data' has; call dq\.optax\.init\(optimizer, params"
+    assert_refused(
+        (ValueError, misfit, dq.optax.restore_state, wide, fresh),
+        (ValueError, r"0/step is missing .* has \(\)", dq.optax.restore_state, fresh[1:], fresh),
+        (ValueError, unknown, keeps.init, params),
+    )
     assert dq.optax.all_reduce("data").init(params).memory is None
 
 
 def test_a_first_state_can_be_donated():
     """No array is in it twice, also where init runs operation by operation."""
-    mesh, (params, _) = auto_mesh(), problem(1)
-    optimizer = stateful()
-    with jax.set_mesh(mesh):
+    optimizer, (params, _) = stateful(), problem(1)
+    with jax.set_mesh(auto_mesh()):
         state = optimizer.init(params)
-    arrays = {id(leaf) for leaf in jax.tree.leaves(state)}
-    assert len(arrays) == len(jax.tree.leaves(state))
-    assert_same_bits(state, dq.optax.init(optimizer, params, mesh))
+    leaves = jax.tree.leaves(state)
+    assert len({id(leaf) for leaf in leaves}) == len(leaves)
+    assert_same_bits(state, dq.optax.init(optimizer, params, auto_mesh()))
 
 
 def test_every_part_arises_where_it_belongs():
-    params, _ = problem(1)
     with compilations() as compiled:
-        state = dq.optax.init(stateful(MEMORY), params, auto_mesh())
+        state = dq.optax.init(stateful(MEMORY), problem(1)[0], auto_mesh())
         assert len(compiled) == 1
-    split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
-    assert len(split) == 1  # the residual
-    for leaf in split:
-        assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [1] * N
+    leaves = jax.tree.leaves(state)
+    (residual,) = (leaf for leaf in leaves if not leaf.sharding.is_fully_replicated)
+    assert [shard.data.shape[0] for shard in residual.addressable_shards] == [1] * N
     specs = dq.optax.state_specs(state)
-    assert Counter(jax.tree.leaves(specs)) == {P("data"): 1, P(): len(jax.tree.leaves(state)) - 1}
+    assert Counter(jax.tree.leaves(specs)) == {P("data"): 1, P(): len(leaves) - 1}

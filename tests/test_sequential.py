@@ -6,16 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_replicas_equal, assert_same_bits, daily, local, mapped, once, small
+from cases import (
+    CHEAP,
+    EXACT,
+    assert_close,
+    assert_replicas_equal,
+    assert_same_bits,
+    daily,
+    local,
+    mapped,
+    once,
+    small,
+)
 
 import dynamiq_jax as dq
 from dynamiq_jax.training import interleaved
 from dynamiq_jax.training.phases import cut
 
 N, DIM = 4, 128
-METHOD = CHEAP
 MINMAX = small(dq.comparators.MinMax())
-EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)
 KEY = jax.random.key(5)
 
 
@@ -62,7 +71,7 @@ def grad(functions, params, x, **options):
     return jax.value_and_grad(run)(params)
 
 
-AFTER_GRAD = [(METHOD, True), (MINMAX, True), (small(dq.comparators.PermK()), False)]
+AFTER_GRAD = [(CHEAP, True), (MINMAX, True), (small(dq.comparators.PermK()), False)]
 
 
 @pytest.mark.parametrize(
@@ -114,38 +123,24 @@ def test_reductions_of_layers_alike_are_traced_once(monkeypatch):
     assert len(traced) == 1
 
 
-@pytest.mark.release
-def test_it_passes_the_gradient_of_its_input():
-    functions, params, tokens = model(3)
-    x = (jax.random.normal(jax.random.key(8), (N, 6, DIM)), tokens)
-
-    def inside(x, params):
-        def loss(first):
-            rest = functions[1:], params[1:], (first, x[1])
-            return dq.sequential(*rest, "data", method=EXACT)
-
-        return jax.grad(loss)(x[0])
-
-    def of_input(y, own):
-        return plain(functions[1:], params[1:], (y, own))
-
-    for i in range(N):
-        expected = jax.grad(of_input)(x[0][i], x[1][i])
-        found = jax.vmap(inside, (0, None), axis_name="data")(x, params)[i]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("remat", daily([True, False], [True]))
-def test_it_has_the_exact_mean_with_f32(remat):
-    functions, params, tokens = model(3)
+def test_it_has_the_exact_mean_with_f32_and_passes_the_gradient_of_its_input(remat):
+    (_, *functions), params, tokens = model(3)
+    functions = [lambda w, x: (embed(w, x[0])[0] + x[1], x[0]), *functions]
     functions = [jax.checkpoint(f) for f in functions] if remat else functions
-    _, found = mapped(partial(grad, functions, method=EXACT))(params, tokens)
-    each = jax.jit(jax.grad(partial(plain, functions)))
-    own = [each(params, tokens[i]) for i in range(N)]
-    exact = jax.tree.map(lambda *g: np.mean(g, axis=0), *own)
-    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
-        for worker in range(N):
-            np.testing.assert_allclose(g[worker], e, rtol=2e-5, atol=1e-6)
+
+    def gradients(run, params, own):
+        shift = 0 * jnp.ones((6, DIM)) * jnp.float32(own)[:, None]  # varies as the tokens do
+        return jax.grad(lambda p, shift: run(p, (own, shift)), argnums=(0, 1))(params, shift)
+
+    inside = partial(dq.sequential, functions, axis_name="data", method=EXACT)
+    found = mapped(partial(gradients, inside))(params, tokens)
+    each = jax.vmap(partial(gradients, partial(plain, functions)), in_axes=(None, 0))
+    of_params, of_input = jax.jit(each)(params, tokens)
+    mean = jax.tree.map(
+        lambda g: jnp.broadcast_to(jnp.mean(g, 0, keepdims=True), g.shape), of_params
+    )
+    assert_close(found, (mean, of_input), rtol=2e-5)
 
 
 def ancestors(jaxpr, variable):
@@ -178,7 +173,7 @@ def test_reductions_go_on_while_the_backward_pass_does():
 def test_results_pass_no_barrier():
     """A barrier makes XLA write slices of a bucket, which else fuse with the optimizer."""
     functions, params, tokens = model(6)
-    run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
+    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]  # noqa: E731
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     held = {out for e in barriers for out in e.outvars}
@@ -206,7 +201,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         return hold(moving, passing)
 
     monkeypatch.setattr(interleaved, "hold", recorded)
-    run = lambda p: grad(functions, p, tokens[0], method=METHOD)[1]  # noqa: E731
+    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]  # noqa: E731
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     assert [len(others) for _, *others in held] == shares
     assert all(not arrives and all(others) for arrives, *others in held)
@@ -229,23 +224,22 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
         ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
+        ({"functions": head}, r"functions=head is one .*; pass a list: \[function\]"),
     ],
 )
 def test_what_cannot_be_is_refused(change, complaint):
     functions, params, tokens = model(3)
-    functions = functions[: change.pop("functions", None)]
+    changed = change.pop("functions", None)
+    functions = changed if callable(changed) else functions[:changed]
     params = params[: change.pop("params", None)]
     run = partial(dq.sequential, functions, axis_name="data", **change)
     with pytest.raises(ValueError, match=complaint):
         mapped(lambda p, x: run(p, x))(params, tokens)
 
 
-def test_one_function_and_an_axis_that_is_not_mapped_are_refused():
-    functions, params, tokens = model(3)
-    with pytest.raises(ValueError, match=r"functions=head is one .*; pass a list: \[function\]"):
-        jax.vmap(lambda x: dq.sequential(head, [x], x, "data"), axis_name="data")(jnp.ones(4))
+def test_an_axis_that_is_not_mapped_is_refused():
     with pytest.raises(NameError, match="data.*call sequential under"):
-        dq.sequential(functions, params, tokens, "data")
+        dq.sequential(*model(3), "data")
 
 
 def test_it_has_no_second_derivatives():

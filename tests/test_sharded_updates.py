@@ -12,31 +12,34 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import training
 from cases import (
     CHEAP,
+    EXACT,
     assert_close,
     assert_copies_equal,
     assert_same_bits,
     auto_mesh,
     daily,
+    mesh_of,
     once,
     promoting,
+    put,
     small,
 )
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.core.axis import Axis, axis_names
 from dynamiq_jax.core.fingerprint import fingerprint
 from dynamiq_jax.methods.metrics import vnmse
 
 sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded` is the function
 
 N = 8
-EXACT = dq.Compression(dq.F32(), min_leaf_size=256, min_bucket_bytes=0)
+F32 = dataclasses.replace(EXACT, min_leaf_size=256)
 TWO_BITS = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 KEY = jax.random.key(0)
 
@@ -91,69 +94,43 @@ def loss_fn(params, x):
 def plain(inner, params, batches, max_norm=None):
     """Parameters after training on one device."""
     clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
-    optimizer = promoting(optax.chain(clip, inner))
-
-    @jax.jit
-    def run(params, batches):
-        def step(carry, x):
-            params, state = carry
-            updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), batches)[0]
-
-    return run(params, batches)
+    return training.plain(promoting(optax.chain(clip, inner)), loss_fn, params, batches)
 
 
-def start(optimizer, params, mesh=None, axes="data", check_vma=True, specs=None):
+def start(optimizer, params, mesh=None, axes="data", check_vma=True):
     """The first state, and jit of (params, opt_state, x) -> (params, opt_state) under a map."""
-    mesh = auto_mesh() if mesh is None else mesh
+    mesh, grads_of = mesh or auto_mesh(), training.of_batch(loss_fn, axes)
     first = dq.optax.init(optimizer, params, mesh)
-    return first, stepper(optimizer, first, mesh, axes, check_vma, specs)
+    return first, training.stepper(optimizer, first, grads_of, mesh, axes=axes, check_vma=check_vma)
 
 
-def stepper(optimizer, state, mesh, axes="data", check_vma=True, specs=None):
-    """The step of `start`, for a state or the shapes of one."""
-    splits, specs = dq.optax.state_specs(state), P() if specs is None else specs
-
-    def step(params, opt_state, x):
-        local = Axis(axis_names(axes)).to_varying(params)
-        grads = jax.grad(loss_fn)(local, x)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            return optax.apply_updates(params, updates), opt_state
-
-    options = {"in_specs": (specs, splits, P(axes)), "out_specs": (specs, splits)}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
+def train(optimizer, params, batches, mesh=None, axes="data", **options):
+    state, step = start(optimizer, params, mesh, axes, **options)
+    return training.train(step, params, state, batches, mesh or auto_mesh(), axes)
 
 
-def on_mesh(params, mesh=None):
-    """Whole parameters on all devices, where a step leaves them: it is compiled once."""
-    return jax.device_put(params, NamedSharding(mesh or auto_mesh(), P()))
-
-
-def train(optimizer, params, batches, **options):
-    state, step = start(optimizer, params, **options)
-    params = on_mesh(params, options.get("mesh"))
-    for x in batches:
-        params, state = step(params, state, x)
-    return params, state
-
-
-def make(rule="sgd", method=EXACT, differences=EXACT, **options):
+def make(rule="sgd", method=F32, differences=F32, **options):
     own = {"axis_name": "data", "method": method, "differences": differences, **options}
     return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
 
 
-@pytest.mark.parametrize("rule", daily(RULES, ["by sizes"]))
-def test_exact_halves_train_as_plain_optax_does(rule):
+TWO_AXES = ("node", "gpu")
+WORKERS = [*((rule, "data", None) for rule in RULES), ("adamw", TWO_AXES, None)]
+WORKERS += [("adamw", TWO_AXES, dq.Hierarchical(outer=dq.Direct()))]
+
+
+@pytest.mark.parametrize(("rule", "axes", "topology"), daily(WORKERS, [("by sizes", "data", None)]))
+def test_exact_halves_train_as_plain_optax_does(rule, axes, topology):
     params, batches = problem()
-    found, state = train(make(rule, max_norm=0.5), params, batches[:4], check_vma=rule != "lion")
-    expected, _ = plain(RULES[rule], params, batches[:4], 0.5)
+    mesh = auto_mesh() if axes == "data" else mesh_of(2, 4, names=axes)
+    method = dataclasses.replace(F32, topology=topology)
+    optimizer = make(rule, method, axis_name=axes, max_norm=0.5)
+    found, state = train(optimizer, params, batches[:4], mesh, axes, check_vma=rule != "lion")
+    expected = plain(RULES[rule], params, batches[:4], 0.5)
     assert_close(found, expected)
     assert_close(state.masters, expected)
-    assert int(state.step) == 4
-    assert int(state.skipped) == 0
+    assert state.masters["in"].sharding.spec == P(None, axes)
+    assert (int(state.step), int(state.skipped)) == (4, 0)
 
 
 class Fields(NamedTuple):
@@ -172,7 +149,7 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
         lambda shape: jnp.float32(drawn(shape)), shapes, is_leaf=lambda x: type(x) is tuple
     )
     method = small(CHEAP.method, exclude="wide|narrow/1")
-    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", method=method, differences=EXACT)
+    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", method=method, differences=F32)
 
     def step(params):
         worker = jnp.float32(jax.lax.axis_index("data"))
@@ -180,13 +157,11 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
         return optimizer.update(grads, optimizer.init(params), params)[0]
 
     mapped = jax.shard_map(step, mesh=auto_mesh(), in_specs=P(), out_specs=P(), check_vma=False)
-    found = jax.jit(mapped)(params)
     exact = jax.tree.map(lambda x: -x * (3.5 + jnp.cos(x.size * x)), params)
-    for (path, x), expected in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(exact), strict=True
-    ):
+    found = jax.device_get((jax.jit(mapped)(params), exact))
+    errors = jax.tree.map(lambda x, right: float(vnmse(x, np.float32(right))), *found)
+    for path, error in jax.tree_util.tree_leaves_with_path(errors):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        error = float(vnmse(x, np.float32(expected)))
         kept = re.search("wide|narrow/1", name)
         assert (error < 1e-12) if kept else (1e-6 < error < 0.1), name
 
@@ -209,7 +184,7 @@ def compressed():
     """The first state and the compiled step with compressed halves; parameters are on the mesh."""
     params, batches = problem()
     state, step = start(make("adamw", CHEAP, CHEAP), params)
-    params = on_mesh(params)
+    params = put(params, auto_mesh())
     return state, params, step.lower(params, state, batches[0]).compile()
 
 
@@ -218,7 +193,7 @@ def test_compressed_halves_train_and_copies_stay_equal(compressed):
     params, batches = problem()
     for x in batches[:8]:
         found, state = step(found, state, x)
-    expected, _ = plain(RULES["adamw"], params, batches[:8])
+    expected = plain(RULES["adamw"], params, batches[:8])
     assert_copies_equal(found)
     for name in ("in", "odd", "out"):
         moved = np.linalg.norm(expected[name] - params[name])
@@ -230,8 +205,8 @@ def test_compressed_halves_train_and_copies_stay_equal(compressed):
 def test_what_a_difference_loses_is_in_the_next_one():
     params, batches = problem()
     once = optax.scale_by_schedule(lambda count: -0.1 * (count == 0))
-    state, step = start(make(once, EXACT, TWO_BITS), params)
-    params = on_mesh(params)
+    state, step = start(make(once, F32, TWO_BITS), params)
+    params = put(params, auto_mesh())
     gaps = []
     for _ in range(4):
         params, state = step(params, state, batches[0])
@@ -243,36 +218,33 @@ def test_what_a_difference_loses_is_in_the_next_one():
 def test_a_step_that_is_not_finite_changes_nothing(compressed):
     (state, params, step), (_, batches) = compressed, problem()
     params, state = before = step(params, state, batches[0])
+    kept = lambda params, state: jax.device_get((params, state.masters, state.inner))  # noqa: E731
     for count, bad in enumerate([np.nan, np.inf, -np.inf], 1):
         x = batches[1].copy()
         x[9, 2] = bad  # worker 2's
         params, state = step(params, state, x)
-        assert_same_bits(jax.device_get(params), jax.device_get(before[0]))
-        assert_same_bits(jax.device_get(state.masters), jax.device_get(before[1].masters))
-        assert_same_bits(jax.device_get(state.inner), jax.device_get(before[1].inner))
+        assert_same_bits(kept(params, state), kept(*before))
         assert (int(state.step), int(state.skipped)) == (1 + count, count)
 
 
-def explicit_steps(optimizer, params, batches, mesh, axis_name, specs):
+def explicit_steps(optimizer, params, batches, mesh, specs):
     """Trains outside of maps: the loss of all examples, gradients unreduced."""
 
     def loss(params, x):
-        return loss_fn(params, jax.reshard(x, P(axis_name)))
+        return loss_fn(params, jax.reshard(x, P("data")))
 
-    grad_fn = dq.value_and_grad(loss, axis_name=axis_name, method=EXACT, reduce=False)
+    grad_fn = dq.value_and_grad(loss, axis_name="data", method=F32, reduce=False)
 
     @jax.jit
     def step(params, state, x):
-        grads = grad_fn(params, x)[1]
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optimizer.update(grad_fn(params, x)[1], state, params)
         return optax.apply_updates(params, updates), state
 
     with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+        placed = put(params, mesh, specs)
         state = dq.optax.init(optimizer, placed, mesh)
         for x in batches:
-            x = jax.device_put(x, NamedSharding(mesh, P(axis_name)))
-            placed, state = step(placed, state, x)
+            placed, state = step(placed, state, put(x, mesh, P("data")))
     return placed, state
 
 
@@ -280,78 +252,49 @@ TENSOR = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(),
 
 
 OUTSIDE = [
-    (("data",), (N,), dict.fromkeys(TENSOR, P()), P(None, "data")),
-    (("data", "model"), (4, 2), TENSOR, P(None, ("model", "data"))),
+    ((N,), dict.fromkeys(TENSOR, P()), P(None, "data")),
+    ((4, 2), TENSOR, P(None, ("model", "data"))),
 ]
 
 
-@pytest.mark.parametrize(("axes", "sizes", "specs", "split"), OUTSIDE)
-def test_outside_of_maps_on_explicit_axes(axes, sizes, specs, split):
+@pytest.mark.parametrize(("sizes", "specs", "split"), OUTSIDE)
+def test_outside_of_maps_on_explicit_axes(sizes, specs, split):
     params, batches = problem()
-    optimizer, mesh = make("adamw", max_norm=0.5), jax.make_mesh(sizes, axes)
-    found, state = explicit_steps(optimizer, params, batches[:3], mesh, "data", specs)
-    assert_close(found, plain(RULES["adamw"], params, batches[:3], 0.5)[0])
+    optimizer, mesh = make("adamw", max_norm=0.5), mesh_of(*sizes, kind=AxisType.Explicit)
+    found, state = explicit_steps(optimizer, params, batches[:3], mesh, specs)
+    assert_close(found, plain(RULES["adamw"], params, batches[:3], 0.5))
     assert state.masters["in"].sharding.spec == P(*specs["in"] or (None,), "data")
     assert state.inner[0].nu["out"].sharding.spec == split
     assert_copies_equal(found)
 
 
 def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
-    params, batches = problem()
-    mesh, optimizer = jax.make_mesh((2, 4), ("node", "data")), make("sgd")
-    grad_fn = dq.value_and_grad(loss_fn, axis_name=("node", "data"), method=EXACT, reduce=False)
+    axes = ("node", "data")
+    mesh, optimizer = mesh_of(2, 4, names=axes, kind=AxisType.Explicit), make("sgd")
+    grad_fn = dq.value_and_grad(loss_fn, axis_name=axes, method=F32, reduce=False)
     with jax.set_mesh(mesh):
-        params = jax.device_put(params, NamedSharding(mesh, P()))
+        params, x = put(problem()[0], mesh), put(problem()[1][0], mesh, P(axes))
         state = dq.optax.init(optimizer, params, mesh)
-        x = jax.device_put(batches[0], NamedSharding(mesh, P(("node", "data"))))
-        with pytest.raises(
-            ValueError, match=r"over the axes \['data', 'node'\], and axis_name='data'"
-        ):
-            jax.eval_shape(
-                lambda p, s, x: optimizer.update(grad_fn(p, x)[1], s, p), params, state, x
-            )
-
-
-@pytest.mark.release
-def test_several_axes_of_workers():
-    params, batches = problem()
-    axes, kinds = ("node", "gpu"), (AxisType.Auto,) * 2
-    options = {"mesh": jax.make_mesh((2, 4), axes, axis_types=kinds), "axes": axes}
-    expected, _ = plain(RULES["adamw"], params, batches[:2])
-    found, state = train(make("adamw", axis_name=axes), params, batches[:2], **options)
-    assert_close(found, expected)
-    assert state.masters["in"].sharding.spec == P(None, axes)
-    topology = dq.Hierarchical(outer=dq.Direct())
-    exact = dataclasses.replace(EXACT, topology=topology)
-    assert_close(
-        train(make("adamw", exact, axis_name=axes), params, batches[:2], **options)[0], expected
-    )
-    levels = dataclasses.replace(CHEAP, topology=topology)
-    found, _ = train(make("adamw", levels, CHEAP, axis_name=axes), params, batches[:2], **options)
-    assert_copies_equal(found)
-    for name in ("in", "odd", "out"):
-        moved = np.linalg.norm(expected[name] - params[name])
-        assert 0 < np.linalg.norm(found[name] - expected[name]) < 0.3 * moved
+        update = lambda p, s, x: optimizer.update(grad_fn(p, x)[1], s, p)  # noqa: E731
+        with pytest.raises(ValueError, match=r"axes \['data', 'node'\], and axis_name='data'"):
+            jax.eval_shape(update, params, state, x)
 
 
 @pytest.mark.parametrize("n", daily([8, 4], [4]))
 def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
-    params, batches = problem()
-    optimizer = make("adamw")
-    params, state = train(optimizer, params, batches[:2])
+    (first, batches), optimizer = problem(), make("adamw")
+    params, state = train(optimizer, first, batches[:2])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.restore(tmp_path / "state")
     params = jax.device_get(params)
     fresh, step = start(optimizer, params, auto_mesh(n))
-    params = on_mesh(params, auto_mesh(n))
     again = dq.optax.restore_state(saved, fresh)
     assert_same_bits(jax.device_get(again.masters), jax.device_get(state.masters))
     assert again.masters["in"].addressable_shards[0].data.shape == (16, 64 // n)
-    for x in batches[2:4]:
-        params, again = step(params, again, x)
-    assert_close(params, plain(RULES["adamw"], problem()[0], batches[:4])[0])
+    params, _ = training.train(step, params, again, batches[2:4], auto_mesh(n))
+    assert_close(params, plain(RULES["adamw"], first, batches[:4]))
 
 
 def test_masters_follow_parameters_until_the_first_update():
@@ -403,7 +346,7 @@ def test_copies_are_compared_every_so_many_steps(monkeypatch):
     monkeypatch.setattr(sharded_updates, "assert_same_on_workers", compare)
     params, batches = problem()
     state, step = start(make("sgd", check_every=2), params)
-    params = on_mesh(params)
+    params = put(params, auto_mesh())
     for count in (N, N, 2 * N):  # before the updates 0, 1 and 2
         params, state = step(params, state, batches[0])
         jax.effects_barrier()

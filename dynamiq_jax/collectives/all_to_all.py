@@ -29,7 +29,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
-from dynamiq_jax.executors import Encoder
+from dynamiq_jax.executors.codec import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -160,17 +160,13 @@ def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method
     return exchange_rows(x, seed, axis=axis, method=method)
 
 
-def _exchange_forward(x, seed, axis, method, backward):
-    return _exchange(x, seed, axis, method, backward), seed
-
-
 def _exchange_backward(axis, method, backward, seed, cotangent):
     # An exchange of rows is its own transpose.
     seed = fold_seed(jnp.asarray(seed), 1)
     return _exchange(cotangent, seed, axis, backward, backward), None
 
 
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange.defvjp(lambda x, seed, *rest: (_exchange(x, seed, *rest), seed), _exchange_backward)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method"))
@@ -232,7 +228,7 @@ def _exchange_plain(
 
     def codec(block: Array, sender: Array, receiver: Array):
         shared = method.share(None, fold_seed(seed, sender * n + receiver), bound)
-        return method.codec(block, shared, bound, dtype=x.dtype)
+        return method.codec(block, shared, bound, Call(axis, Direct(), seed))
 
     def encode(block: Array, receiver: Array):
         own = codec(block, axis.index, receiver)

@@ -136,7 +136,7 @@ def _scatter_leaves(
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
-            total, _ = run(*lax.stop_gradient((x, seed, ())), **way)
+            total = run(*lax.stop_gradient((x, seed)), **way)
             total = with_tangent(axis.psum_scatter, x, total)
         total = over(total, divisor, total.dtype)
         sums = pieces(total, [part.shape[1] for part in parts])
@@ -211,9 +211,9 @@ def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
 
 
 def _scatter_bucket(
-    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, topology: Any
-) -> tuple[Array, tuple]:
-    return method.reduce_scatter(x, Call(axis, topology, seed)), state
+    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, topology: Any
+) -> Array:
+    return method.reduce_scatter(x, Call(axis, topology, seed))
 
 
 # Buckets of the same size are traced and lowered once, as in `buckets`.
@@ -322,8 +322,7 @@ def _gather_leaves(
         if cut.n_workers == 1:
             gathered = exact(x)
         else:
-            constants = lax.stop_gradient((x, seed, ()))
-            gathered, _ = run(*constants, axis=axis, method=method, to=to)
+            gathered = run(*lax.stop_gradient((x, seed)), axis=axis, method=method, to=to)
             gathered = with_tangent(exact, x, gathered)
         shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
         for leaf, own in zip(bucket.leaves, shards, strict=True):
@@ -332,10 +331,11 @@ def _gather_leaves(
 
 
 def _gather_bucket(
-    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, to: Varying
-) -> tuple[Array, tuple]:
+    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, to: Varying
+) -> Array:
     whole = method.all_gather(x, Call(axis, None, seed), invarying=to != "varying")
-    return axis.gathered_as(whole, to), state
+    reduced = to == "reduced" and axis.tracked  # the method's result counts as replicated
+    return lax.pcast(whole, axis.names, to="reduced") if reduced else whole
 
 
 _gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))

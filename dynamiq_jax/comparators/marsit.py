@@ -27,7 +27,8 @@ from jaxtyping import Float, Int, UInt
 from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
-from dynamiq_jax.executors import ChunkCodec, all_reduce
+from dynamiq_jax.executors.codec import ChunkCodec
+from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory
 from dynamiq_jax.methods.hops import Bound

@@ -25,7 +25,6 @@ from dynamiq_jax.comparators.lanes import (
     unpack_bits,
     words_of,
 )
-from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
@@ -71,10 +70,6 @@ class MinMax(PlainMethod):
     def unit(self) -> int:
         """Whole buckets."""
         return self.bucket_size
-
-    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
-        """The seed of the rounding."""
-        return seed_of(seed)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators.lanes import chunk_noise
-from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
@@ -33,10 +32,6 @@ class _MX(PlainMethod):
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
         return 32 * mx.payload_words(chunk_size, mx.ELEMENTS[self.element])
-
-    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
-        """The seed of the rounding."""
-        return seed_of(seed)
 
     def operations(
         self, x: Float[Array, " d"], shared: Array, bound: Bound

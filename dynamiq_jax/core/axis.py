@@ -117,10 +117,6 @@ class Axis:
         """Whether JAX knows that ``x`` varies over every one of the axes."""
         return varying_axes(x).issuperset(self.names)
 
-    def plainly_varies(self, x: Any) -> bool:
-        """Whether ``x`` varies over the axes, and is not half of a reduction over any axis."""
-        return self.varies(x) and not half_reduced_axes(x)
-
     def replicates(self, x: Any) -> bool:
         """Whether JAX knows that all workers hold the same ``x``."""
         return (varying_axes(x) | half_reduced_axes(x)).isdisjoint(self.names)
@@ -189,10 +185,6 @@ class Axis:
         if to != "varying" and (self.varies(x) or self.tracked):
             return lax.all_gather(x, self.name, to=to)
         return lax.all_gather(x, self.name)
-
-    def gathered_as(self, x: Array, to: Varying) -> Array:
-        """A gathered array that JAX counts as replicated, as `all_gather` would type it."""
-        return lax.pcast(x, self.names, to="reduced") if to == "reduced" and self.tracked else x
 
     def all_to_all(self, tree: Any) -> Any:
         """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` came from worker i."""

@@ -13,7 +13,8 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import ChunkCodec, all_reduce
+from dynamiq_jax.executors.codec import ChunkCodec
+from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
@@ -61,19 +62,10 @@ class HopMethod(TellsLosses):
         """The shared facts that follow from the message of all, and from the seed."""
         return ()
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: Shared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
-        """The operations on one worker's ``x``; the result, over ``divisor``, has this dtype.
+    def codec(self, x: Float[Array, " d"], shared: Shared, bound: Bound, call: Call) -> ChunkCodec:
+        """The operations on one worker's ``x``; the result, over the divisor, has its dtype.
 
-        With ``keep_error`` the codec tells what its encodings lose.
+        With `Call.keep_error` the codec tells what its encodings lose.
         """
         raise NotImplementedError
 
@@ -88,8 +80,7 @@ class HopMethod(TellsLosses):
         bound = self.bind(x.shape[0], call.n_workers, call.topology)
         with jax.named_scope(f"{type(self).__name__.lower()}_all_reduce"):
             shared = self.agreed(x, call, bound)
-            options = {"divisor": call.divisor, "keep_error": call.keep_error}
-            codec = self.codec(x, shared, bound, dtype=x.dtype, **options)
+            codec = self.codec(x, shared, bound, call)
             streams = bound.layout.chunks_per_worker
             result, lost = all_reduce(call.topology, codec, call.axis, streams)
             if lost is not None:

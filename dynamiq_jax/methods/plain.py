@@ -5,7 +5,7 @@ chunk's number and slot; there is no plan. The gradient's d coordinates are cut 
 the last ones filled up with zeros; a worker adds what arrived to its own share in f32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder, Payload
-from dynamiq_jax.methods.base import ring_bits
-from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
-from dynamiq_jax.topologies import Stage, Topology
+from dynamiq_jax.core.seeds import Seed, seed_of
+from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
+from dynamiq_jax.methods.base import Call, ring_bits
+from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
+from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,6 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
     return lax.scan(add, total, numbered, unroll=min(k, 16))[0]
 
 
-def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:
-    """Bits that one worker sends in these stages, of payloads of equal size."""
-    sent = sum(stage.sent for stage in stages)
-    return payload_bits * sent * layout.chunks_per_worker
-
-
 class PlainMethod(HopMethod):
     """The base of methods that encode chunks by themselves."""
 
@@ -113,16 +108,11 @@ class PlainMethod(HopMethod):
         sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}
         return Bound(ChunkLayout(**sizes, chunk_size=units * self.unit), topology, n_workers)
 
-    def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: Shared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
-    ) -> ChunkCodec:
+    def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
+        """The seed of the rounding."""
+        return seed_of(seed)
+
+    def codec(self, x: Float[Array, " d"], shared: Shared, bound: Bound, call: Call) -> ChunkCodec:
         """See `HopMethod`; results are [C, m]."""
         own, codec = self.operations(x, shared, bound)
         layout: ChunkLayout = bound.layout
@@ -140,7 +130,7 @@ class PlainMethod(HopMethod):
             del skip  # encoding what nobody needs does no harm
             values = add(arrived, chunks)
             payloads = jax.vmap(codec.encode, (0, 0, None))(values, chunks, encoder.slot)
-            if keep_error:
+            if call.keep_error:
                 less = restored(values - decoded(payloads, chunks), chunks)
                 # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
                 at = lost.at[chunks]
@@ -149,14 +139,13 @@ class PlainMethod(HopMethod):
 
         def decode(payloads, chunks, encoders, into):
             values = restored(decoded(payloads, chunks), chunks)
-            values = (values / divisor if divisor != 1 else values).astype(dtype)
+            values = (values / call.divisor if call.divisor != 1 else values).astype(x.dtype)
             if into is None:
-                into = jnp.zeros((layout.chunks, layout.chunk_size), dtype)
+                into = jnp.zeros((layout.chunks, layout.chunk_size), x.dtype)
             return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        return ChunkCodec(
-            encode, decode, lost=jnp.zeros(own.shape, jnp.float32) if keep_error else None
-        )
+        losses = jnp.zeros(own.shape, jnp.float32) if call.keep_error else None
+        return ChunkCodec(encode, decode, lost=losses)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -164,7 +153,6 @@ class PlainMethod(HopMethod):
         if n_workers == 1:
             return 0
         layout = self.bind(size, n_workers, topology).layout
-        payloads = sent_bits(
-            self.payload_bits(layout.chunk_size), layout, topology.stages(n_workers)
-        )
-        return payloads + ring_bits(self.agreed_bits(size), n_workers)
+        sent = layout.chunks_per_worker * sum(stage.sent for stage in topology.stages(n_workers))
+        agreed = ring_bits(self.agreed_bits(size), n_workers)
+        return sent * self.payload_bits(layout.chunk_size) + agreed

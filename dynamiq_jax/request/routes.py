@@ -45,10 +45,6 @@ class Route:
         """The method that runs for a bucket."""
         return self.runner.of_bucket(bucket)
 
-    def first_state(self, bucket: Bucket) -> State:
-        """One worker's first state of a bucket."""
-        return self.of_bucket(bucket).init(bucket.size, self.n_workers)
-
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and those of them on the outer axes."""
         method, n = self.of_bucket(bucket), self.n_workers

@@ -12,7 +12,8 @@ from jax import Array
 from jaxtyping import Float
 
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import ChunkCodec, Encoder, reduce_scatter
+from dynamiq_jax.executors.codec import ChunkCodec, Encoder
+from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     MIN_BUCKET_SIZE,
@@ -355,18 +356,10 @@ class DynamiQ(HopMethod, ShardedMethod):
         return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
 
     def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: SharedPlan,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
+        self, x: Float[Array, " d"], shared: SharedPlan, bound: Bound, call: Call
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        options = {"keep_error": keep_error, "backend": self.backend}
-        return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
+        return chunk_codec(x, shared, bound.layout, call, backend=self.backend)
 
     def facts(self, shared: SharedPlan, result: Array, bound: Bound, divisor: int) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
@@ -394,9 +387,8 @@ class DynamiQ(HopMethod, ShardedMethod):
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = call.axis.index * layout.shard_rows
             shared = self.agreed(flat, call, Bound(layout, call.topology, n))
-            codec = chunk_codec(
-                flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
-            )
+            options = {"slice_start": start, "backend": self.backend}
+            codec = chunk_codec(flat, shared, layout, call, **options)
             streams = layout.chunks_per_worker
             result = reduce_scatter(call.topology, codec, call.axis, streams)
             return result.reshape(-1)[:size]
@@ -415,7 +407,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         with jax.named_scope("dynamiq_all_gather"):
             shared = gathered_plan(x, call.seed, layout, self.backend, gather)
             payload = encode_slice(x, shared, layout, axis.index, self.backend)
-            codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)
+            codec = chunk_codec(x, shared, layout, call, backend=self.backend)
             owners = jnp.arange(n, dtype=jnp.int32)
             everyone = Encoder(0, owners, owners)
             result = codec.decode(gather(payload), owners, everyone, None)
