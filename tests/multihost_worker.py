@@ -1,7 +1,6 @@
 """Runs one process of `test_multihost` or `test_hosts`.
 
-    python multihost_worker.py MODE FOLDER [COORDINATOR NUM_PROCESSES PROCESS_ID]
-    python multihost_worker.py steps_on_hosts FOLDER HEARTBEAT_TIMEOUT
+    python multihost_worker.py MODE FOLDER [HEARTBEAT_TIMEOUT]
 
 It prints a line whenever something is done, and leaves its results in the folder.
 """
@@ -208,7 +207,7 @@ def training_on_hosts(folder):
     def make_run(mesh):
         return Run(mesh=mesh, method=method, **fields)
 
-    example(folder, *this_host(), make_run, lambda step: time.sleep(0.2))  # a test watches
+    example(folder, make_run, lambda step: time.sleep(0.2))  # a test watches
 
 
 def endless(mesh):
@@ -248,8 +247,9 @@ def alone(folder):
     library(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2), folder, n_nodes)
 
 
-def together(folder, coordinator, num_processes, process_id):
+def together(folder):
     """In several processes; at the end one of four dies while the others wait for it."""
+    coordinator, num_processes, process_id = this_host()
     train_multihost.join(coordinator, num_processes, process_id, HEARTBEAT_TIMEOUT)
     library(train_multihost.make_mesh(), folder, num_processes)
     if num_processes == 4:
@@ -258,7 +258,7 @@ def together(folder, coordinator, num_processes, process_id):
         multihost_utils.sync_global_devices("in vain")
 
 
-def example(folder, coordinator, num_processes, process_id, make_run, before):
+def example(folder, make_run, before):
     """The example as its users run it, but for a smaller run; ``before(step)`` comes first."""
     windows = train_multihost.windows
 
@@ -267,6 +267,7 @@ def example(folder, coordinator, num_processes, process_id, make_run, before):
         say(f"step {step}")
         return windows(corpus, step, *args)
 
+    coordinator, num_processes, process_id = this_host()
     train_multihost.windows = windows_of
     train_multihost.Run = lambda **fields: make_run(fields["mesh"])
     train_multihost.load_corpus = lambda vocab_size: corpus()
@@ -277,14 +278,14 @@ def example(folder, coordinator, num_processes, process_id, make_run, before):
     )  # fmt: skip
 
 
-def command_line(folder, coordinator, num_processes, process_id, *, dies):
+def command_line(folder, *, dies):
     """The example; one process may die in its midst."""
 
     def or_death(step):
-        if dies and step == DIES_BEFORE_STEP and process_id == VICTIM:
+        if dies and step == DIES_BEFORE_STEP and this_host()[-1] == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    example(folder, coordinator, num_processes, process_id, make_run, or_death)
+    example(folder, make_run, or_death)
 
 
 MODES = {
@@ -295,6 +296,5 @@ MODES = {
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # JAX ends by abort
-    mode, folder, *group = sys.argv[1:]
-    who = [group[0], int(group[1]), int(group[2])] if len(group) == 3 else group
-    MODES[mode](Path(folder), *who)
+    mode, folder, *more = sys.argv[1:]
+    MODES[mode](Path(folder), *more)
