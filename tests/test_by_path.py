@@ -184,27 +184,6 @@ def test_what_is_no_method_is_refused():
         dq.explain(OWN, N, method=dq.BF16, verbose=False)
 
 
-def test_halves_of_an_all_reduce_exclude_by_path():
-    method = dq.DynamiQ(bits=32, widths=(8,))
-    x = gradient(0, N, N * 2048)
-    tree = {"w": x, "norm": x}
-
-    def one(tree):
-        def by_name(path, leaf):
-            return None if path == "norm" else method
-
-        options = {"tiled": True, "method": small(by_name), "key": KEY}
-        part = dq.psum_scatter(tree, "data", topology=DIRECT, **options)
-        return part, dq.all_gather(part, "data", **options)
-
-    part, whole = jax.jit(jax.vmap(one, axis_name="data"))(tree)
-    exact = np.sum(np.asarray(x, np.float64), axis=0).reshape(N, -1)
-    np.testing.assert_allclose(part["norm"], exact, rtol=1e-5, atol=1e-5)
-    assert_same_bits(whole["norm"][0].reshape(N, -1), part["norm"])
-    for found in (part["w"], whole["w"][0].reshape(N, -1)):
-        assert 1e-8 < np.sum((np.asarray(found) - exact) ** 2) / np.sum(exact**2) < 1e-3
-
-
 def test_agreement_takes_it():
     params = {"w": jnp.ones((16, 64)), "norm": jnp.ones(64)}
     mixed = small(lambda path, leaf: None if path == "norm" else MX8)

@@ -25,12 +25,11 @@ LLAMA3 = {
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 CASES = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-5, "num_key_value_heads": None},
-    "llama-grouped-tied": {
+    "llama3": {
         "model_type": "llama", "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 500.0,
-        "tie_word_embeddings": True,
+        "rope_scaling": LLAMA3, "tie_word_embeddings": True,
     },
-    "llama3": {"model_type": "llama", "num_key_value_heads": 1, "rope_scaling": LLAMA3},
-    "llama3-newer-file": {
+    "newer file": {
         "model_type": "llama", "num_key_value_heads": 2,
         "rope_parameters": LLAMA3 | {"rope_theta": 2000.0},
     },
@@ -220,7 +219,7 @@ def shares(mesh):
 
 @pytest.mark.release
 def test_loss_is_the_mean_over_answer_tokens_of_all_workers(tmp_path):
-    write(tmp_path / "llama", "llama-grouped-tied")
+    write(tmp_path / "llama", "llama3")
     config, params, _ = read(tmp_path / "llama")
     rng, n = np.random.default_rng(2), 2 * N
     tokens = rng.integers(0, VOCAB, (n, 13), np.int32)

@@ -9,7 +9,8 @@ import host_links
 import hosts
 import jax.numpy as jnp
 import pytest
-from test_hosts import ENVIRONMENT, needs_hosts
+from processes import ENVIRONMENT
+from test_hosts import needs_hosts
 
 import dynamiq_jax as dq
 
