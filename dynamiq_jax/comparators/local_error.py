@@ -97,4 +97,4 @@ class LocalError(Around):
             return Outcome(value.astype(x.dtype), jnp.sum(own, axis=0), outcome.facts)
 
     def _layout(self, size: int, n_workers: int) -> ChunkLayout:
-        return cast(ChunkLayout, self.method.bind(size, n_workers, ROUTE).layout)
+        return cast(ChunkLayout, self.method.layout(size, n_workers, ROUTE))

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from dynamiq_jax.comparators import mx_codec as mx
 from dynamiq_jax.comparators.lanes import chunk_noise
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,12 @@ class _MX(PlainMethod):
         return 32 * mx.payload_words(chunk_size, mx.ELEMENTS[self.element])
 
     def operations(
-        self, x: Float[Array, " d"], shared: Array, bound: Bound
+        self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Payloads of `mx.encode`."""
-        element, size, noise = mx.ELEMENTS[self.element], bound.layout.chunk_size, None
+        element, size, noise = mx.ELEMENTS[self.element], layout.chunk_size, None
         if self.rounding == "stochastic":
-            noise = chunk_noise(shared, bound.n_slots, bound.layout)
+            noise = chunk_noise(shared, call.n_slots, layout)
 
         def encode(values, chunk, slot):
             return mx.encode(values, element, None if noise is None else noise(chunk, slot))

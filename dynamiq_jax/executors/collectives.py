@@ -187,7 +187,8 @@ class _Run(NamedTuple):
                 continue
             if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.me]
-                arrived = arrived._replace(payloads=_take(arrived.payloads, mine))
+                take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")  # noqa: E731
+                arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)
         return tuple(found)
 
@@ -254,8 +255,3 @@ def _positions(
             "encodes them with others in the next; encode in one step chunks that arrived together"
         )
     return at
-
-
-def _take(payloads, at: Int[Array, " c"]):
-    """Payloads [k, ...] of the chunks at these positions."""
-    return jax.tree.map(lambda x: x.at[:, at].get(mode="promise_in_bounds"), payloads)

@@ -19,6 +19,7 @@ from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
@@ -54,6 +55,12 @@ class Call(NamedTuple):
     def n_workers(self) -> int:
         """Workers that reduce together."""
         return self.axis.size
+
+    @property
+    def n_slots(self) -> int:
+        """Encodings that one chunk passes through; for hop methods."""
+        assert self.topology is not None
+        return n_slots(self.topology.stages(self.n_workers))
 
 
 class Outcome(NamedTuple):

@@ -12,8 +12,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.methods.base import Call, Outcome, ring_bits
-from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.hops import HopMethod, Shared
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 
 
@@ -61,7 +61,7 @@ class _Uncompressed(PlainMethod):
         return PlainMethod.wire_bits(self, size, n_workers, topology)
 
     def operations(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
