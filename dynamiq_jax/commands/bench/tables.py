@@ -17,9 +17,6 @@ from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
 
-PLAIN_WIDTH = 1000
-"""Characters of a line where the output is not a terminal: wide enough for every column."""
-
 TEXTS = (
     "method", "kernel", "topology", "backend", "worst leaf", "setting",
     "payloads by",
@@ -130,7 +127,7 @@ def report(
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+        console = Console(width=1000)  # wide enough for every column
     table = Table(box=None, pad_edge=False)
     for column in columns:
         justify = "left" if column.title in TEXTS else "right"

@@ -25,9 +25,6 @@ from jax import lax
 
 from dynamiq_jax.commands.options import announce
 
-_TUNE_ALONE = "--xla_gpu_shard_autotuning=false"
-WARM_UP = 2
-"""Rounds that are not timed."""
 UNROLLED = 8
 """Iterations that follow each other in a program without a loop."""
 
@@ -56,7 +53,8 @@ def compile_calls(programs: Sequence[Callable[[Any], Any]], x: Any) -> list[Call
     shares out the tuning of kernels, unless ``XLA_FLAGS`` has ``--xla_gpu_shard_autotuning=false``.
     """
     lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
-    shared = jax.process_count() > 1 and _TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
+    alone = "--xla_gpu_shard_autotuning=false" in os.environ.get("XLA_FLAGS", "")
+    shared = jax.process_count() > 1 and not alone
     threads = 1 if shared else min(len(lowered), os.cpu_count() or 1)
     ready = []
     with ThreadPoolExecutor(max(threads, 1)) as pool:
@@ -72,7 +70,7 @@ def time_calls(
     repeats: int,
     iterations: int = 1,
     in_flight: int = 1,
-    warm_up: int = WARM_UP,
+    warm_up: int = 2,
 ) -> list[Timing]:
     """Times functions against each other, one sample of each per round.
 
