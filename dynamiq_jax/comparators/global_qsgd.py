@@ -40,6 +40,7 @@ class GlobalQSGD(PlainMethod):
     bits: int = 8
     piece_size: int = 4096
 
+    unit = 32  # whole words of every bit plane
     agreement: ClassVar[Literal["sum", "max"]] = "max"
 
     def __post_init__(self):
@@ -60,11 +61,6 @@ class GlobalQSGD(PlainMethod):
                 f"bits={self.bits} have no step for {n_workers} workers: sums end at {self._most}; "
                 + (f"pass bits={bits}" if bits <= 8 else "pass topology=dq.Hierarchical()")
             )
-
-    @property
-    def unit(self) -> int:
-        """Whole words of every bit plane."""
-        return 32
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""

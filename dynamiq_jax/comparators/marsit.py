@@ -17,7 +17,7 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ class Marsit(PlainMethod):
     scale: float = 1.0
     block_size: int = 1024
 
+    needs_state: ClassVar[bool] = True
+
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
@@ -83,11 +85,6 @@ class Marsit(PlainMethod):
         size = self.block_size
         if size < 32 or size % 32:  # whole words of signs
             raise ValueError(f"block_size={size} must be a positive multiple of 32, as 1024")
-
-    @property
-    def needs_state(self) -> bool:
-        """Signs are nothing without the compensation."""
-        return True
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than can agree on a number."""

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -126,15 +126,10 @@ class Method(Options, ABC):
 
     __slots__ = ()
 
-    @property
-    def native_by_default(self) -> bool:
-        """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
-        return False
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether the method would be wrong without a state."""
-        return False
+    native_by_default: ClassVar[bool] = False
+    """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
+    needs_state: ClassVar[bool] = False
+    """Whether the method would be wrong without a state."""
 
     @property
     def most_bits(self) -> float:
@@ -268,7 +263,8 @@ class Around(Method):
 
     method: Any
 
-    native_by_default: Any = _Within()
+    needs_state: ClassVar[bool] = True
+    native_by_default: ClassVar[Any] = _Within()
     most_bits: Any = _Within()
     scale_axis: Any = _Within()
     declines: Any = _Within()
@@ -277,11 +273,6 @@ class Around(Method):
     native_dtype: Any = _Within()
     wire_bits: Any = _Within()
     relative_error: Any = _Within()
-
-    @property
-    def needs_state(self) -> bool:
-        """It is nothing without its memory."""
-        return True
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """Itself around the method for this bucket."""

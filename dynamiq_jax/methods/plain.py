@@ -7,7 +7,7 @@ the last ones filled up with zeros; a worker adds what arrived to its own share 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +82,8 @@ class PlainMethod(HopMethod):
 
     __slots__ = ()
 
-    @property
-    def unit(self) -> int:
-        """Coordinates of which chunks are multiples."""
-        raise NotImplementedError
+    unit: Any
+    """Coordinates of which chunks are multiples, an int."""
 
     def operations(
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call

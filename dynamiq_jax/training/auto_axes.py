@@ -37,9 +37,6 @@ from dynamiq_jax.tree.placement import (
     several,
 )
 
-WORDS = ("mean", "sum", "rows", "same")
-"""How a leaf of aux becomes one of all workers."""
-
 ARRAYS = Array | np.ndarray | np.generic
 """Arguments of the loss of other types are constants of its program."""
 
@@ -376,7 +373,7 @@ def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
         kind = jax.typeof(x)
         scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
         word = op if word is None and scalar else word
-        if word not in WORDS:
+        if word not in ("mean", "sum", "rows", "same"):
             raise ValueError(
                 f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
                 f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "

@@ -282,17 +282,12 @@ class DynamiQ(HopMethod, ShardedMethod):
             )
         if error <= most:
             return None
-        enough = next(
-            (
-                f"bits={bits:g}"
-                for bits in (quarters / 4 for quarters in range(int(4 * self.bits) + 1, 65))
-                if dataclasses.replace(self, bits=bits).relative_error(
-                    n_workers, topology, collective
-                )
-                <= most
-            ),
-            "wider widths" if self.widths else "floor='auto'",
-        )
+        enough = "wider widths" if self.widths else "floor='auto'"
+        for bits in (quarters / 4 for quarters in range(int(4 * self.bits) + 1, 65)):
+            wider = dataclasses.replace(self, bits=bits)
+            if wider.relative_error(n_workers, topology, collective) <= most:
+                enough = f"bits={bits:g}"
+                break
         free = dataclasses.replace(self, floor=None).advice(n_workers, topology, collective)
         instead = "floor=None" if free is None else "floor=None with dither=False"
         return (
