@@ -223,12 +223,13 @@ def _exchange_plain(
 ) -> Float[Array, "n s"]:
     """Every block is the only chunk of one worker, under the seed of sender and receiver."""
     n, size = x.shape
-    bound = method.bind(size, 1, Direct(streams=1))
+    alone = Call(Axis(()), Direct(streams=1), seed)
+    layout = method.layout(size, 1, Direct(streams=1))
     everyone, first = jnp.arange(n, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
 
     def codec(block: Array, sender: Array, receiver: Array):
-        shared = method.share(None, fold_seed(seed, sender * n + receiver), bound)
-        return method.codec(block, shared, bound, Call(axis, Direct(), seed))
+        call = alone._replace(seed=fold_seed(seed, sender * n + receiver))
+        return method.codec(block, method.share(None, layout, call), layout, call)
 
     def encode(block: Array, receiver: Array):
         own = codec(block, axis.index, receiver)
@@ -272,8 +273,8 @@ def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
         serves = serves and _format(method, n_workers).widths[0] > 1
     elif isinstance(method, HopMethod):
         x = jax.ShapeDtypeStruct((1,), jnp.float32)
-        bound = method.bind(1, 1, Direct(streams=1))
-        serves = jax.eval_shape(lambda x: method.measure(x, bound), x) is None
+        layout = method.layout(1, 1, Direct(streams=1))
+        serves = jax.eval_shape(lambda x: method.measure(x, layout), x) is None
     if not serves:
         raise NotImplementedError(
             f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "

@@ -133,11 +133,6 @@ def dequantize(codes: UInt[Array, "*shape"], element: Element) -> Float[Array, "
     return floats_of(jnp.where(magnitude > element.max_code, special, bits) | sign)
 
 
-def payload_words(size: int, element: Element) -> int:
-    """Words of the payload of ``size`` values, a multiple of 32."""
-    return bit_words(size // BLOCK, 8) + bit_words(size, element.bits)
-
-
 def encode(
     x: Float[Array, " m"], element: Element, noise: UInt32[Array, " m"] | None = None
 ) -> UInt32[Array, " words"]:

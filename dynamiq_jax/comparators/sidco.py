@@ -99,25 +99,20 @@ class SIDCo(BlockMethod):
                 return Outcome(result, state, lost=left)
             would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
+            # Of the next period: the number in use, or the one whose average is nearest.
             over = own.step + 1 == PERIOD
+            target = PERIOD * max(1.0, self.density * above.size)
+            ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
+            good = jnp.abs(ratios[own.stages - 1] - 1) <= TOLERANCE
+            nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
             # The next step begins behind the last block that was sent, around the end.
             after = SIDCoState(
                 place=(own.place + (chosen[-1] + 1 - place)) % above.size,
-                stages=jnp.where(over, self._adapted(own.stages, counts, above.size), own.stages),
+                stages=jnp.where(over & ~good, nearest, own.stages),
                 step=jnp.where(over, 0, own.step + 1),
                 counts=jnp.where(over, 0, counts),
             )
             return Outcome(result, after, lost=left)
-
-    def _adapted(
-        self, stages: Int[Array, ""], counts: Int[Array, " stages"], blocks: int
-    ) -> Int[Array, ""]:
-        """The next period's number of stages."""
-        target = PERIOD * max(1.0, self.density * blocks)
-        ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
-        good = jnp.abs(ratios[stages - 1] - 1) <= TOLERANCE
-        nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
-        return jnp.where(good, stages, nearest)
 
 
 def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:

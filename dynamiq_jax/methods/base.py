@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,6 +19,7 @@ from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
@@ -54,6 +55,12 @@ class Call(NamedTuple):
     def n_workers(self) -> int:
         """Workers that reduce together."""
         return self.axis.size
+
+    @property
+    def n_slots(self) -> int:
+        """Encodings that one chunk passes through; for hop methods."""
+        assert self.topology is not None
+        return n_slots(self.topology.stages(self.n_workers))
 
 
 class Outcome(NamedTuple):
@@ -119,15 +126,10 @@ class Method(Options, ABC):
 
     __slots__ = ()
 
-    @property
-    def native_by_default(self) -> bool:
-        """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
-        return False
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether the method would be wrong without a state."""
-        return False
+    native_by_default: ClassVar[bool] = False
+    """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
+    needs_state: ClassVar[bool] = False
+    """Whether the method would be wrong without a state."""
 
     @property
     def most_bits(self) -> float:
@@ -261,7 +263,8 @@ class Around(Method):
 
     method: Any
 
-    native_by_default: Any = _Within()
+    needs_state: ClassVar[bool] = True
+    native_by_default: ClassVar[Any] = _Within()
     most_bits: Any = _Within()
     scale_axis: Any = _Within()
     declines: Any = _Within()
@@ -270,11 +273,6 @@ class Around(Method):
     native_dtype: Any = _Within()
     wire_bits: Any = _Within()
     relative_error: Any = _Within()
-
-    @property
-    def needs_state(self) -> bool:
-        """It is nothing without its memory."""
-        return True
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """Itself around the method for this bucket."""

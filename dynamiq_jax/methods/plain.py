@@ -7,17 +7,17 @@ the last ones filled up with zeros; a worker adds what arrived to its own share 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.core.seeds import Seed, seed_of
+from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.methods.base import Call, ring_bits
-from dynamiq_jax.methods.hops import Bound, HopMethod, Message, Shared
+from dynamiq_jax.methods.hops import HopMethod, Message, Shared
 from dynamiq_jax.topologies import Topology
 
 
@@ -82,13 +82,11 @@ class PlainMethod(HopMethod):
 
     __slots__ = ()
 
-    @property
-    def unit(self) -> int:
-        """Coordinates of which chunks are multiples."""
-        raise NotImplementedError
+    unit: Any
+    """Coordinates of which chunks are multiples, an int."""
 
     def operations(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """The gradient in units in which values are added up, perhaps padded, and their codec."""
         raise NotImplementedError
@@ -101,21 +99,22 @@ class PlainMethod(HopMethod):
         """Bits of a worker's message to the agreement."""
         return 0
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+    def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
         """Equal chunks, each of whole units."""
         streams = topology.chunks_per_worker(size)
         units = max(1, -(-size // (n_workers * streams * self.unit)))
         sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}
-        return Bound(ChunkLayout(**sizes, chunk_size=units * self.unit), topology, n_workers)
+        return ChunkLayout(**sizes, chunk_size=units * self.unit)
 
-    def share(self, message: Message, seed: Seed, bound: Bound) -> Shared:
+    def share(self, message: Message, layout: ChunkLayout, call: Call) -> Shared:
         """The seed of the rounding."""
-        return seed_of(seed)
+        return seed_of(call.seed)
 
-    def codec(self, x: Float[Array, " d"], shared: Shared, bound: Bound, call: Call) -> ChunkCodec:
+    def codec(
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
+    ) -> ChunkCodec:
         """See `HopMethod`; results are [C, m]."""
-        own, codec = self.operations(x, shared, bound)
-        layout: ChunkLayout = bound.layout
+        own, codec = self.operations(x, shared, layout, call)
         own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
         decoded = jax.vmap(codec.decode)
         restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
@@ -152,7 +151,7 @@ class PlainMethod(HopMethod):
         assert topology is not None
         if n_workers == 1:
             return 0
-        layout = self.bind(size, n_workers, topology).layout
+        layout = self.layout(size, n_workers, topology)
         sent = layout.chunks_per_worker * sum(stage.sent for stage in topology.stages(n_workers))
         agreed = ring_bits(self.agreed_bits(size), n_workers)
         return sent * self.payload_bits(layout.chunk_size) + agreed

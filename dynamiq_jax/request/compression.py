@@ -409,7 +409,7 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
 
     def first(bucket: Bucket, count: int) -> State:
         route = bucket.route
-        state = route.of_bucket(bucket).init(bucket.size, route.n_workers)
+        state = route.runner.of_bucket(bucket).init(bucket.size, route.n_workers)
         if count == 1:
             return state
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state)

@@ -141,8 +141,8 @@ def explain_grouping(
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     pays = bool(grouping.buckets) and n > 1
-    errors = [route.relative_error for route in routes if pays]
-    advices = [route.advice for route in routes if pays]
+    errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
+    advices = [route.runner.advice(n, route.flat) for route in routes if pays]
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(

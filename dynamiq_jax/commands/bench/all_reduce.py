@@ -29,12 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
-from dynamiq_jax.commands.bench.timing import (
-    TimedRow,
-    compile_calls,
-    repeat_on_device,
-    time_calls,
-)
+from dynamiq_jax.commands.bench.timing import TimedRow, compile_calls, repeat_on_device, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.xla import compiled_by, compiler_options, jit

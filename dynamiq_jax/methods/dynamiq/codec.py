@@ -1,6 +1,5 @@
 """The DynamiQ codec: one worker's gradient under a plan, as the operations an executor needs."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,13 +13,7 @@ from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder
 from dynamiq_jax.methods.base import Call, clipped
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import (
-    Plan,
-    even_plan,
-    make_plan,
-    pack_statistics,
-    sampled,
-)
+from dynamiq_jax.methods.dynamiq.plan import Plan, even_plan, make_plan
 
 
 class SharedPlan(NamedTuple):
@@ -31,42 +24,15 @@ class SharedPlan(NamedTuple):
     """The randomness of every slot."""
 
 
-def statistics(
-    x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
-) -> Float[Array, "k rows"]:
-    """The statistics that one worker contributes to the plan, or its samples, bf16."""
-    if not layout.planned:
-        return sampled(x, layout)
-    mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    return pack_statistics(mean, sqnorm, layout)
-
-
 def shared_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
-    """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
+    """The plan that follows from the sum of workers' messages, for chunks of so many encodings."""
     if layout.planned:
         plan = make_plan(stats, seed, layout, backend)
     else:
         plan = even_plan(stats, seed, layout)
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
-
-
-def gathered_plan(
-    x: Float[Array, " d"],
-    seed: Seed,
-    layout: Layout,
-    backend: pk.Backend | None,
-    gather: Callable[[Array], Array],
-) -> SharedPlan:
-    """The plan of an all-gather of slices ``x``, whose statistics are gathered as well.
-
-    Every worker encodes as the slot of its own number.
-    """
-    stats = gather(statistics(x, layout, backend))
-    # [workers, k, rows] to [k, workers * rows]: the super-groups of all slices, in their order.
-    stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
-    return shared_plan(stats, seed, layout, layout.n_workers, backend)
 
 
 def chunk_codec(
