@@ -16,12 +16,12 @@ from cases import (
     bias,
     daily,
     gradient,
+    mesh_of,
     relative_error,
     small,
 )
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -251,9 +251,8 @@ def test_groups_of_workers_and_tuples_of_axes():
         assert_same_bits(run(dq.all_to_all, specs=checked, **groups, **exact), expected)
         noisy = run(dq.all_to_all, specs=checked, **groups, method=EIGHT)
         assert 1e-6 < relative_error(noisy, expected) < 2e-4
-    names, types = ("node", "gpu"), (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:N], axis_types=types)
-    over = {"mesh": mesh, "in_specs": P(names), "out_specs": P(names)}
+    names = ("node", "gpu")
+    over = {"mesh": mesh_of(2, 2, names=names), "in_specs": P(names), "out_specs": P(names)}
     expected = run(lax.all_to_all)
     assert_same_bits(run(lax.all_to_all, names, over), expected)
     assert_same_bits(run(dq.all_to_all, names, over, **exact), expected)

@@ -18,11 +18,11 @@ from cases import (
     daily,
     gradient,
     low,
+    mesh_of,
     relative_error,
     small,
 )
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -113,7 +113,7 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
     def by_axis(x):
         return collective(x[0], "gpu", **options)[None]
 
-    mesh = jax.make_mesh((2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(2, 4, names=("node", "gpu"))
     both = P(("node", "gpu"))
     specs = {"mesh": mesh, "in_specs": both, "out_specs": both, "check_vma": False}
     expected = np.asarray(jax.jit(jax.shard_map(by_axis, **specs))(x[shuffled]))
@@ -268,7 +268,7 @@ def test_the_transpose_and_the_tangent_are_those_of_lax(name, mapped_by):
 
 def test_a_half_reduced_leaf_is_left_to_lax():
     x = gradient(10, N, 512)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(2, 4, names=("a", "b"))
 
     def run(f):
         def one(x):

@@ -28,14 +28,15 @@ from cases import (
     gradient,
     loss_fn,
     low,
+    mesh_of,
     problem,
+    put,
     relative_error,
     small,
     stepper,
     vmapped,
 )
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
@@ -72,13 +73,12 @@ METHODS = {
     "mxfp8, ef21m": small(dq.ErrorFeedback(of.MXFP8(), kind="ef21m")),
     "powersgd, memory, f32": memory(of.PowerSGD(rank=5, wire="f32")),
 }
-NATIVE = [name for name in METHODS if METHODS[name].method.native_by_default]
 MEMORY = [name for name in METHODS if getattr(METHODS[name].method, "kind", "") == "ef14"]
 MATRICES = ("powersgd", "arc top-k")
 
 
 def route(name):
-    return None if name in NATIVE else LOOP
+    return None if METHODS[name].method.native_by_default else LOOP
 
 
 def draw(seed, n, name="", size=3000):
@@ -865,10 +865,10 @@ SPECS = {"columns": P(None, "model"), "rows": P("model", None), "thin": P(None, 
 def test_on_a_mesh_a_matrix_is_what_one_device_holds(manual):
     """A part of two columns is none, though the whole leaf is. States are those of parts."""
     n, shapes = 4, {"columns": (6, 5), "rows": (5, 7), "thin": (9, 2)}
-    mesh = jax.make_mesh((n, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(n, 2)
     halves = {k: [of_rank(2, n, v, seed) for seed in (1, 2)] for k, v in shapes.items()}
     x = {k: np.concatenate(v, axis=1 if k == "rows" else 2) for k, v in halves.items()}
-    placed = {k: jax.device_put(v, NamedSharding(mesh, P("data", *SPECS[k]))) for k, v in x.items()}
+    placed = put(x, mesh, {k: P("data", *spec) for k, spec in SPECS.items()})
     like = {k: jax.ShapeDtypeStruct(v.shape[1:], jnp.float32) for k, v in x.items()}
     state = RANK_2.init_state(like, n, mesh=mesh, specs=SPECS, stacked=True)
     assert [part.factor.shape for part in state] == [(n, 2, 5, 2), (n, 2, 7, 2)]
@@ -941,7 +941,7 @@ def liec_models(method, every, steps):
         return jax.tree.map(lambda p: p[None], own), opt_state
 
     params = jax.tree.map(lambda p: jnp.stack([p] * 4), params)
-    params, found = jax.device_put(params, NamedSharding(mesh, P("data"))), []
+    params, found = put(params, mesh, P("data")), []
     for x in batches:
         params, opt_state = step(params, opt_state, x)
         found.append(jax.device_get(params))
