@@ -363,6 +363,8 @@ def train(
         measured = trained if validation is None else read(validation)
         params, dtypes = load_params(folder, config)
         new_folder(out, folder)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error}; pass a folder as Hugging Face has them") from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     loss_fn = make_loss(config)
