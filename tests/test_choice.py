@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, small
-from jax.sharding import AxisType
+from cases import CHEAP, assert_same_bits, gradient, mesh_of, small, vmapped
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -70,16 +69,12 @@ def test_domains_of_several_processes(hosts, found, one_domain):
         ((6,), dq.Ring(), "6 workers on several hosts are not a power of two"),
         ((1, 6), dq.Ring(), "not a power"),
         ((2, 4), dq.Hierarchical(outer=dq.Butterfly()), "fast links"),
-        ((3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
         ((2, 3, 4), dq.Hierarchical(outer=dq.Ring()), "several axes"),
         ((2, 4, 3), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((4, 1, 2), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((4, 1), dq.Butterfly(), "power of two"),
-        ((256,), dq.Butterfly(), "256 workers on several hosts are a power of two"),
         ((240,), dq.Ring(), "two axes, hosts first, would take fewer hops and err less"),
-        ((32, 8), dq.Hierarchical(outer=dq.Butterfly()), "several axes"),
         ((30, 8), dq.Hierarchical(outer=dq.Direct()), "30 hosts are too many for a ring"),
-        ((1, 1, 3), dq.Ring(), "not a power"),
     ],
 )
 def test_several_hosts(hosts, sizes, topology, reason):
@@ -137,7 +132,7 @@ def test_what_is_passed_is_taken(slow):
 
 def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
     axes = ("node", "gpu")
-    mesh = jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(2, 4, names=axes)
 
     def moves(run, name):
         """The axes over which collectives of this name run."""
@@ -167,15 +162,10 @@ def test_a_hierarchy_fills_in_its_outer_topology(slow):
 
 def test_psum_follows_the_rule(slow):
     x, key = gradient(0, 2, 3000), jax.random.key(0)
-
-    def reduced(topology):
-        def one(x):
-            return dq.psum(x, "data", method=CHEAP, topology=topology, key=key)
-
-        return np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(x))
-
-    assert_same_bits(reduced(None), reduced(dq.Butterfly()))
-    assert np.any(reduced(None) != reduced(dq.Direct()))
+    # `vmapped` keeps programs of tests that have another rule.
+    found = vmapped.__wrapped__(CHEAP, None)(x, key)
+    assert_same_bits(found, vmapped(CHEAP, dq.Butterfly())(x, key))
+    assert np.any(found != vmapped(CHEAP, dq.Direct())(x, key))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CHEAP, auto_mesh
-from jax.sharding import AxisType
+from cases import CHEAP, auto_mesh, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -127,9 +126,8 @@ class TestKeysThatDiffer:
             key = jax.random.fold_in(self.KEY, jax.lax.axis_index("model"))
             return dq.psum(x, "data", method=CHEAP, key=key)
 
-        mesh = jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         options = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
-        mapped = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **options)
+        mapped = jax.shard_map(run, mesh=mesh_of(N, 2), check_vma=check_vma, **options)
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((N, 80000), jnp.float32))
 
 
