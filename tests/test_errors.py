@@ -291,6 +291,7 @@ REFUSED += [
     (ValueError, {"topology": dq.Ring}, *NO_TOPOLOGY),
     (ValueError, {"topology": "ring"}, *NO_TOPOLOGY),
     (ValueError, {"topology": dq.DynamiQ()}, *NO_TOPOLOGY),
+    (ValueError, {"topology": dq.Butterfly(), "n": 6}, "power of two", "has 6", "dq.Ring()"),
     (ValueError, {"key": 7}, "key=7", "not a PRNG key", "jax.random.key(seed)"),
     (ValueError, {"key": jax.random.split(jax.random.key(0), 3)}, "key has dtype", "shape (3,",
      ONE_KEY, "fold_in"),

@@ -230,13 +230,6 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
         np.testing.assert_array_equal(widths_of(again, 0)[own], widths_of(plan, 0)[own])
 
 
-def test_stages_of_equal_budgets_share_their_tiles():
-    method = dq.DynamiQ()
-    layout = method.layout(256 * 8 * 2 * 6, 2, dq.Ring(balance=0))
-    plan = planned_for(statistics(2, layout.rows), NO_KEY, method, layout)
-    np.testing.assert_array_equal(plan.tiles[0], plan.tiles[1])
-
-
 def test_energy_is_what_the_mean_leaves():
     """Two super-groups of equal norm: the one that is nearly constant needs fewer bits."""
     fields = dq.Format(group_size=16, subtract_mean=True)
