@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cases import (
     CHEAP,
-    EVERY_METHOD,
     OnHost,
     assert_replicas_equal,
     assert_same_bits,
@@ -16,18 +15,18 @@ from cases import (
     daily,
     first_state,
     gradient,
+    mesh_of,
     relative_error,
     small,
     vmapped,
 )
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression
 
 N, SIZE = 4, 128 * 256 - 30
-KEY = jax.random.key(0)
+KEY, W = jax.random.key(0), jnp.zeros(SIZE)
 ROUTES = {"ring": dq.Ring(unroll_up_to=1), "direct": dq.Direct()}
 
 
@@ -124,8 +123,7 @@ class TestMetrics:
     @pytest.mark.release
     def test_of_a_hierarchy_and_under_jaxs_own_check(self):
         """Scalars of all slices; JAX counts them as replicated."""
-        auto = (AxisType.Auto,) * 2
-        mesh = jax.make_mesh((2, 2), ("node", "gpu"), devices=jax.devices()[:4], axis_types=auto)
+        mesh = mesh_of(2, 2, names=("node", "gpu"))
         x, topology = gradient(4, 4, 96 * 1024), dq.Hierarchical(outer=dq.Direct())
         method = small(dq.DynamiQ())
 
@@ -140,9 +138,12 @@ class TestMetrics:
         assert np.sum(metrics.widths) == pytest.approx(1)
 
 
-def test_unknown_operations_are_refused():
+def test_unknown_operations_and_memory_inside_of_hosts_are_refused():
     with pytest.raises(ValueError, match="op='max'; expected one of"):
         jax.vmap(lambda x: dq.reduce(x, "data", op="max"), axis_name="data")(jnp.ones((2, 9)))
+    with pytest.raises(NotImplementedError, match="pass inner=None"):
+        topology = dq.Hierarchical(inner=dq.Direct())
+        as_compression(dq.ErrorFeedback(dq.DynamiQ()), topology).init_state(W, (2, 2))
 
 
 def test_a_stacked_state_is_every_workers():
@@ -154,45 +155,18 @@ def test_a_stacked_state_is_every_workers():
     assert as_compression(dq.DynamiQ()).init_state(x, mesh.size) == ((),)
 
 
-STATEFUL = [
-    name
-    for name, row in EVERY_METHOD.items()
-    if row.columns is None and ("memory" in name or "shared" in name)
-]
-"""Names of methods of vectors."""
-
-
-@pytest.mark.parametrize("name", daily(STATEFUL, STATEFUL[1:2]))
-def test_value_and_grad_takes_the_state_of_every_method(name):
-    """Under JAX's check of what is replicated, a state varies."""
-    method, mesh = EVERY_METHOD[name].method, auto_mesh(2)
-    x, w = gradient(6, 2, SIZE), jnp.zeros(SIZE)
-    step = dq.value_and_grad(
-        lambda w, x: jnp.sum(w[None] * x), mesh=mesh, axis_name="data", method=method
-    )
-    state = as_compression(method).init_state(w, 2, stacked=True)
-    for _ in range(2):
-        _, (mean, state, _) = step(w, x, state=state, key=KEY)
-    assert relative_error(mean, np.mean(np.asarray(x, np.float64), axis=0)) < 1
-    with pytest.raises(NotImplementedError, match="pass inner=None"):
-        topology = dq.Hierarchical(inner=dq.Direct())
-        as_compression(dq.ErrorFeedback(dq.DynamiQ()), topology).init_state(w, (2, 2))
-
-
 def test_value_and_grad_takes_and_returns_state_and_metrics():
     """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
     mesh, method = auto_mesh(N), small(dq.ErrorFeedback(dq.comparators.MXFP8()))
     topology, x = ROUTES["ring"], gradient(5, N, SIZE)
-    w = jnp.zeros(SIZE)
-
     loss = lambda w, x: jnp.sum(w * x[0])  # noqa: E731  (its gradient is the worker's row)
     options = {"mesh": mesh, "axis_name": "data", "method": as_compression(method, topology)}
     step = dq.value_and_grad(loss, metrics=True, **options)
-    state = as_compression(method, topology).init_state(w, N, stacked=True)
+    state = as_compression(method, topology).init_state(W, N, stacked=True)
     expected = first_state(method, x, N, topology)
     run = reducer(method, topology, op="mean", metrics=True)
     for key in jax.random.split(KEY, 2):
-        value, found = step(w, x, key=key, state=state)
+        value, found = step(W, x, key=key, state=state)
         own = run(x, key, expected)
         state, expected = found.state, own.state
         assert value == 0
@@ -200,9 +174,9 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
         np.testing.assert_allclose(state[0].residual, expected[0].residual, rtol=0, atol=1e-4)
         assert found.metrics.norm == pytest.approx(float(own.metrics.norm[0]), rel=1e-3)
     with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 4 workers.*stacked=True"):
-        step(w, x, state=(jnp.zeros((3, SIZE)),))
+        step(W, x, state=(jnp.zeros((3, SIZE)),))
     plain = dq.value_and_grad(loss, metrics=True, **options | {"method": dq.F32()})
-    value, found = plain(w, x)
+    value, found = plain(W, x)
     assert found.state is None
     np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)
 

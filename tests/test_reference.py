@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import daily
+from cases import assert_refused, daily
 from chunks import FORMATS, Chunk, chunk_of, normal
 
 import pallas_kernels as pk
@@ -213,25 +213,20 @@ def test_statistics_are_finite_exactly_where_the_gradient_is(bad):
     np.testing.assert_array_equal(np.isfinite(mean), [True, True, False, True])
 
 
-def test_a_start_is_refused_but_for_sums_of_a_slice():
-    chunk = Chunk(WireFormat(widths=(8,)), (8,))
-    x, mean = normal(chunk)
-    chunks, placed = jnp.zeros(1, jnp.int32), chunk.result(mean, start=jnp.int32(0))
-    with pytest.raises(ValueError, match="result.start=None.* 0 for a whole gradient"):
-        source, result = pk.Source(x, mean, chunk.order), chunk.result(mean)
-        pk.decompress_accumulate((), source, chunks, result, fmt=chunk.fmt)
-    with pytest.raises(ValueError, match="whole gradient; pass start=None"):
-        payload = jnp.zeros((1, chunk.payload_words), jnp.uint32)
-        pk.decompress(payload, chunk.tiles, chunks, placed, fmt=chunk.fmt)
-
-
-def test_dither_needs_the_noise_of_the_encoders():
+def test_what_does_not_go_together_is_refused():
+    """A start and a whole gradient, a slice and no start, dither and no noise of the encoders."""
     chunk = chunk_of("dither")
     payload, zero = jnp.zeros((1, chunk.payload_words), jnp.uint32), jnp.zeros(chunk.rows)
-    chunks = jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match="noise=None; pass the rows of slot_noise"):
-        pk.decompress(payload, chunk.tiles, chunks, chunk.result(zero), fmt=chunk.fmt)
-    with pytest.raises(ValueError, match="noise=None; pass the rows of slot_noise"):
-        source, inputs = pk.Source(zero, None, chunk.order), (pk.Input(payload[None], chunk.tiles),)
-        target = chunk.target(jnp.zeros(2, jnp.uint32))
-        pk.decompress_accumulate_recompress(inputs, source, chunks, target, fmt=chunk.fmt)
+    chunks, source = jnp.zeros(1, jnp.int32), pk.Source(zero, None, chunk.order)
+    inputs, target = (pk.Input(payload[None], chunk.tiles),), chunk.target(jnp.zeros(2, jnp.uint32))
+    whole, placed = chunk.result(zero), chunk.result(zero, start=jnp.int32(0))
+    decompress = functools.partial(pk.decompress, payload, chunk.tiles, chunks, fmt=chunk.fmt)
+    hop = functools.partial(pk.decompress_accumulate_recompress, fmt=chunk.fmt)
+    no_noise = "noise=None; pass the rows of slot_noise"
+    assert_refused(
+        (ValueError, "result.start=None.* 0 for a whole gradient",
+         functools.partial(pk.decompress_accumulate, fmt=chunk.fmt), (), source, chunks, whole),
+        (ValueError, "whole gradient; pass start=None", decompress, placed),
+        (ValueError, no_noise, decompress, whole),
+        (ValueError, no_noise, hop, inputs, source, chunks, target),
+    )  # fmt: skip

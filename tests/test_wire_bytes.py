@@ -9,9 +9,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import TWO_WIDTHS, daily, low, small, wire_bits
+from cases import TWO_WIDTHS, daily, low, mesh_of, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -24,15 +23,13 @@ ASKED = re.compile(
 def lower(collective, tree, sizes, method, topology=None):
     """The HLO of a collective of ``tree`` (one worker's) on a mesh, and what it has in bf16."""
     n, axis = math.prod(sizes), ("node", "gpu")[-len(sizes) :]
-    types = (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(sizes, axis, devices=jax.devices()[:n], axis_types=types)
     options = {"method": method} | ({} if topology is None else {"topology": topology})
 
     def one(tree):
         return collective(jax.tree.map(lambda x: x[0], tree), axis, **options)
 
     out = P() if collective is dq.psum else P(axis)
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=P(axis), out_specs=out)
+    mapped = jax.shard_map(one, mesh=mesh_of(*sizes, names=axis), in_specs=P(axis), out_specs=out)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
     lowered = jax.jit(mapped).lower(stacked)
     asked = Counter(

@@ -102,8 +102,6 @@ class TestStepTime:
         [
             (["--model", "tny"], "--model 'tny': pass one of tiny"),
             (["--model", "tiny", "--ways", "dynamique:5"], "method 'dynamique' is not known"),
-            (["--model", "tiny", "--ways", "mxfp8:5"], "mxfp8 has no choice of bits"),
-            (["--model", "tiny", "--ways", "dp:5/8"], "has 2 methods, and dp takes 1"),
             (["--model", "tiny", "--topology", "torus"], "topology 'torus' is not known"),
             (["--model", "tiny", "--attention", "flash"], "pass xla or cudnn"),
             (["--model", "tiny", "--json", __file__], "is no file of this command"),
