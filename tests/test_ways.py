@@ -162,22 +162,16 @@ def check_compressed(way: ways.Way, step: Any, t: ways.Training) -> None:
         assert (1e-3 if matrix else 0) < far < 0.5, (far, shape)
 
 
-EXACT_DAILY = ["explicit:f32", "zero-pipeline:f32/f32"]
+F32_ROWS = [(text, jnp.float32, 1e-4) for text in EXACT]
+F32_DAILY = [row for row in F32_ROWS if row[0] in ("explicit:f32", "zero-pipeline:f32/f32")]
+BF16_ROWS = [(text, jnp.bfloat16, 3e-2) for text in BF16]
 
 
-@pytest.mark.parametrize("text", daily(EXACT, EXACT_DAILY))
-def test_with_f32_a_way_trains_as_plain_jax_does(text):
-    t = training(auto_mesh(N))
+@pytest.mark.parametrize(("text", "dtype", "within"), daily(F32_ROWS + BF16_ROWS, F32_DAILY))
+def test_an_exact_way_trains_as_plain_jax_does(text, dtype, within):
+    t = training(auto_mesh(N), dtype)
     way, program = lowered(text, t)
-    check_exact(way, program.compile(), t, 1e-4)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("text", BF16)
-def test_with_bf16_copies_a_way_trains_as_plain_jax_does(text):
-    t = training(auto_mesh(N), jnp.bfloat16)
-    way, program = lowered(text, t)
-    check_exact(way, program.compile(), t, 3e-2)
+    check_exact(way, program.compile(), t, within)
 
 
 class Cheap(ways.Training):
@@ -187,17 +181,13 @@ class Cheap(ways.Training):
         return dataclasses.replace(CHEAP, topology=self.topology, **LIMITS)
 
 
-@pytest.mark.parametrize("text", ["zero-pipeline:5/2.5"])
-def test_with_one_width_a_way_trains_and_replicas_have_equal_bits(text):
-    t = Cheap(**vars(training(auto_mesh(N))))
-    way, program = lowered(text, t)
-    check_compressed(way, program.compile(), t)
+CHEAP_ROW = "zero-pipeline:5/2.5", Cheap
+COMPRESSED_ROWS = [CHEAP_ROW, *((text, ways.Training) for text in COMPRESSED)]
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("text", COMPRESSED)
-def test_compressed_a_way_trains_and_replicas_have_equal_bits(text):
-    t = training(auto_mesh(N))
+@pytest.mark.parametrize(("text", "kind"), daily(COMPRESSED_ROWS, [CHEAP_ROW]))
+def test_compressed_a_way_trains_and_replicas_have_equal_bits(text, kind):
+    t = kind(**vars(training(auto_mesh(N))))
     way, program = lowered(text, t)
     check_compressed(way, program.compile(), t)
 

@@ -139,34 +139,25 @@ def test_wire_bits_are_what_the_program_moves(name):
         assert moved["collective-permute"] == moved["all-gather"]
 
 
-SHARDED = {
-    "direct": (3, dq.Direct(), {"all-to-all"}),
-    "ring": (4, dq.Ring(streams=2), {"collective-permute"}),
-    "butterfly": (4, dq.Butterfly(), {"collective-permute"}),
+SHARDED = {  # the most bits of a coordinate: 20.2 super-groups take 3 tiles of 8, in two streams 4
+    "direct": (3, dq.Direct(), {"all-to-all", "all-reduce"}, 5.7),
+    "ring": (4, dq.Ring(streams=2), {"collective-permute", "all-reduce"}, 7.2),
+    "butterfly": (4, dq.Butterfly(), {"collective-permute", "all-reduce"}, 5.7),
+    "all-gather": (4, None, {"all-gather"}, 5.4),
 }
 
 
-@pytest.mark.parametrize("name", daily(SHARDED, ["direct"]))
-def test_a_reduce_scatter_moves_what_the_method_says(name):
-    n, topology, expected = SHARDED[name]
+@pytest.mark.parametrize("name", daily(SHARDED, ["direct", "all-gather"]))
+def test_halves_move_what_the_method_says(name):
+    """Scatters and their statistics, and an all-gather."""
+    n, topology, expected, most = SHARDED[name]
     size, method = 256 * 20 + 40, small(dq.DynamiQ())
-    tree = jax.ShapeDtypeStruct((n * size,), jnp.float32)
-    scatter = partial(dq.psum_scatter, tiled=True)
-    moved = moved_bits(*lower(scatter, tree, (n,), method, topology), n)
-    assert set(moved) == expected | {"all-reduce"}  # of statistics
+    half = partial(dq.all_gather if topology is None else dq.psum_scatter, tiled=True)
+    tree = jax.ShapeDtypeStruct((size if topology is None else n * size,), jnp.float32)
+    moved = moved_bits(*lower(half, tree, (n,), method, topology), n)
+    assert set(moved) == expected
     assert abs(method.method.sharded_wire_bits(size, n, topology) - sum(moved.values()) / n) <= 1
-    # Bits per coordinate: 20.2 super-groups take 3 tiles of 8, in two streams 2 tiles each.
-    most = 7.2 if topology.streams == 2 else 5.7
     assert sum(moved.values()) / n < most * (n - 1) * size
-
-
-def test_an_all_gather_moves_what_the_method_says():
-    n, size, method = 4, 256 * 20 + 40, small(dq.DynamiQ())
-    tree = jax.ShapeDtypeStruct((size,), jnp.float32)
-    moved = moved_bits(*lower(partial(dq.all_gather, tiled=True), tree, (n,), method), n)
-    assert set(moved) == {"all-gather"}
-    assert abs(method.method.sharded_wire_bits(size, n, None) - sum(moved.values()) / n) <= 1
-    assert sum(moved.values()) / n < 5.4 * (n - 1) * size
 
 
 LEVELS = {
