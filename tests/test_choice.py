@@ -111,23 +111,10 @@ def test_all_of_a_large_nvlink_domain_go_direct(hosts):
     assert rule.automatic((18, 4))[0] == dq.Hierarchical(outer=dq.Direct())
 
 
-def resolve(method, topology, sizes, **options):
-    """The route of a request among workers on axes of these sizes."""
-    return as_compression(method, topology).route(sizes, **options)
-
-
 @pytest.fixture
 def slow(monkeypatch):
     """Links between workers are slow, whatever these are."""
     monkeypatch.setattr(rule, "in_one_domain", lambda: False)
-
-
-def test_what_is_passed_is_taken(slow):
-    for topology in (dq.Direct(), dq.Ring(streams=1)):
-        resolved = resolve(None, topology, (2, 4))
-        assert resolved.topology == filled(topology)
-        assert resolved.reason == "as passed"
-        assert resolved.n_workers == 8
 
 
 def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
@@ -150,14 +137,26 @@ def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
     assert moves(exchange, "all_to_all") == {both}
 
 
-def test_a_hierarchy_fills_in_its_outer_topology(slow):
-    whole = dq.Hierarchical()
-    assert resolve(None, whole, (6, 2)).topology == filled(dq.Hierarchical(outer=dq.Ring()))
-    assert resolve(None, whole, (2, 2, 2)).topology == filled(dq.Hierarchical(outer=dq.Butterfly()))
-    inner = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
-    assert resolve(None, inner, (4, 2)).topology == filled(inner)
-    # Of nodes of one worker nothing else is left.
-    assert resolve(None, whole, (6, 1)).topology == filled(dq.Ring())
+INSIDE = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
+
+
+@pytest.mark.parametrize(
+    ("passed", "sizes", "taken"),
+    [
+        (dq.Direct(), (2, 4), dq.Direct()),
+        (dq.Ring(streams=1), (2, 4), dq.Ring(streams=1)),
+        (INSIDE, (4, 2), INSIDE),
+        # A hierarchy fills in its outer topology; of nodes of one worker nothing else is left.
+        (dq.Hierarchical(), (6, 2), dq.Hierarchical(outer=dq.Ring())),
+        (dq.Hierarchical(), (2, 2, 2), dq.Hierarchical(outer=dq.Butterfly())),
+        (dq.Hierarchical(), (6, 1), dq.Ring()),
+    ],
+)
+def test_what_is_passed_is_taken(slow, passed, sizes, taken):
+    route = as_compression(None, passed).route(sizes)
+    assert route.topology == filled(taken)
+    assert route.reason.startswith("as passed")
+    assert route.n_workers == np.prod(sizes)
 
 
 def test_psum_follows_the_rule(slow):

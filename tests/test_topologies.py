@@ -65,7 +65,6 @@ def test_several_axes_count_as_one(name):
     assert_same_bits(np.asarray(found).reshape(N, -1), expected)
 
 
-METHOD = TWO_WIDTHS
 WHOLE = 4096 * 256 - 100
 LEAST = [("ring", 0.0013), ("butterfly", 0.0012), ("direct", 0.0008)]
 
@@ -79,25 +78,19 @@ def test_fewer_encodings_err_less(name, promised):
     assert 1e-4 < sum_error(found[0], x) <= promised
 
 
-def on_one_device(name, n):
-    """Inputs whose plan does not depend on the map, and every worker's result."""
-    x = plan_is_exact(n, 2 * 8 * n * 256 - 100)
-    result = np.asarray(vmapped(METHOD, TOPOLOGIES[name][0])(x, jax.random.key(3)))
-    assert_replicas_equal(result)
-    assert 1e-5 < sum_error(result[0], x) < 0.2  # far from exact: rounding is compared
-    return x, result
-
-
 ON_DEVICES = [("ring", 4), ("butterfly", 4), ("direct", 8)]
 
 
 @pytest.mark.parametrize(("name", "n"), daily(ON_DEVICES, ON_DEVICES[:2]))
 def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
-    """A ring that runs as a loop gives these bits, too."""
-    x, expected = on_one_device(name, n)
+    """Those of vmap, of a plan that does not depend on the map; and of a ring that is a loop."""
+    topology, x = TOPOLOGIES[name][0], plan_is_exact(n, 2 * 8 * n * 256 - 100)
+    expected = np.asarray(vmapped(TWO_WIDTHS, topology)(x, jax.random.key(3)))
+    assert_replicas_equal(expected)
+    assert 1e-5 < sum_error(expected[0], x) < 0.2  # far from exact: rounding is compared
 
     def one(x, key):
-        return dq.psum(x[0], "data", method=METHOD, topology=TOPOLOGIES[name][0], key=key)
+        return dq.psum(x[0], "data", method=TWO_WIDTHS, topology=topology, key=key)
 
     checked = jax.shard_map(one, mesh=auto_mesh(n), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))
@@ -106,7 +99,7 @@ def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
     for copy in copies:
         assert_same_bits(copy, expected[0])
     if name == "ring":
-        looped = vmapped(METHOD, dq.Ring(unroll_up_to=2))(x, jax.random.key(3))
+        looped = vmapped(TWO_WIDTHS, dq.Ring(unroll_up_to=2))(x, jax.random.key(3))
         assert_same_bits(looped, expected)
 
 
