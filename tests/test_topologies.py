@@ -45,26 +45,6 @@ def test_sums_come_back_for_any_number_of_workers(name, n):
         assert 1e-7 < sum_error(found[0], rough) < 5e-5 * n  # 1.9e-4 / 4.8 for each encoding
 
 
-N, SIZE = 4, 4 * 2 * 8 * 256 - 77
-SIX_BITS = small(dq.DynamiQ(bits=6, rounding="independent"))
-OF_FOUR = ["ring, two streams", "butterfly", "direct"]
-
-
-@pytest.mark.parametrize("name", daily(OF_FOUR, list(OF_FOUR)[-1:]))
-def test_several_axes_count_as_one(name):
-    """Workers of two mapped axes are numbered row by row."""
-    x = plan_is_exact(N, SIZE)
-    expected = vmapped(SIX_BITS, TOPOLOGIES[name][0])(x, jax.random.key(5))
-
-    def one(x, key):
-        options = {"method": SIX_BITS, "topology": TOPOLOGIES[name][0], "key": key}
-        return dq.psum(x, ("node", "gpu"), **options)
-
-    mapped = jax.vmap(jax.vmap(one, (0, None), axis_name="gpu"), (0, None), axis_name="node")
-    found = jax.jit(mapped)(x.reshape(2, 2, -1), jax.random.key(5))
-    assert_same_bits(np.asarray(found).reshape(N, -1), expected)
-
-
 WHOLE = 4096 * 256 - 100
 LEAST = [("ring", 0.0013), ("butterfly", 0.0012), ("direct", 0.0008)]
 
