@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import training
 from cases import (
@@ -188,16 +187,6 @@ def test_the_wrong_order_does_not_compile():
         train(careful(optax.chain(MX, ADAM)), 1)
 
 
-def saved_and_restored(folder, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", tree)
-        checkpointer.wait_until_finished()
-        # As NumPy arrays: orbax refuses the old shardings where there are other devices.
-        shapes = checkpointer.metadata(folder / "state").item_metadata.tree
-        as_numpy = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
-        return checkpointer.restore(folder / "state", as_numpy)
-
-
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
     reduced = dq.optax.all_reduce("data", method=as_compression(method, topology), metrics=True)
@@ -210,7 +199,8 @@ def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
     params, opt_state = train(optimizer, 3)
     fresh, step = started(optimizer, auto_mesh())
     # Warnings are errors here.
-    restored = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
+    saved = training.saved_and_restored(tmp_path, opt_state)
+    restored = dq.optax.restore_state(saved, fresh)
     assert_same_bits(restored, opt_state)
     for ours, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True):
         assert ours.sharding == expected.sharding
@@ -222,8 +212,9 @@ def test_other_workers_are_told_what_was_reset(tmp_path):
     optimizer = stateful()
     params, opt_state = train(optimizer, 3)
     fresh = dq.optax.init(optimizer, params, auto_mesh(4))
+    saved = training.saved_and_restored(tmp_path, opt_state)
     with pytest.warns(UserWarning) as caught:
-        state = dq.optax.restore_state(saved_and_restored(tmp_path, opt_state), fresh)
+        state = dq.optax.restore_state(saved, fresh)
     assert [str(warning.message) for warning in caught] == [
         "opt_state: 0/memory was reset, from 8 to 4 workers"
     ]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import training
 from cases import (
@@ -265,10 +264,7 @@ def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
 def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n):
     (first, batches), optimizer = problem(), make("adamw")
     params, state = train(optimizer, first, batches[:2])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.restore(tmp_path / "state")
+    saved = training.saved_and_restored(tmp_path, state)
     params = jax.device_get(params)
     fresh, step = start(optimizer, params, auto_mesh(n))
     again = dq.optax.restore_state(saved, fresh)
