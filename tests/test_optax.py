@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_steps
 import pytest
-import training
 from cases import (
     assert_close,
     assert_refused,
@@ -52,8 +52,8 @@ ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 def started(optimizer, mesh, check_vma=True):
     """The first state, and the step."""
     state = dq.optax.init(optimizer, problem(1)[0], mesh)
-    grads_of = training.of_batch(loss_fn)
-    return state, training.stepper(optimizer, state, grads_of, mesh, check_vma=check_vma)
+    grads_of = optax_steps.of_batch(loss_fn)
+    return state, optax_steps.stepper(optimizer, state, grads_of, mesh, check_vma=check_vma)
 
 
 def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
@@ -61,11 +61,11 @@ def train(optimizer, steps, mesh=None, change=lambda i, x: x, **options):
     params, batches = problem(steps)
     state, step = started(optimizer, mesh or auto_mesh(), **options)
     batches = [change(i, x) for i, x in enumerate(batches)]
-    return training.train(step, params, state, batches, mesh or auto_mesh())
+    return optax_steps.train(step, params, state, batches, mesh or auto_mesh())
 
 
 def plain(optimizer, steps):
-    return training.plain(optimizer, loss_fn, *problem(steps))
+    return optax_steps.plain(optimizer, loss_fn, *problem(steps))
 
 
 @pytest.mark.parametrize("kind", daily(["auto", "explicit", "unchecked"], ["auto"]))
@@ -149,7 +149,7 @@ def test_windows_in_a_scan_are_those_of_optax_and_reduce_once():
     optimizer, (params, batches) = optax.chain(REDUCED, ADAM), problem(6)
     state = dq.optax.init(optimizer, params, auto_mesh())
     of_x = P(None, "data")
-    step = training.stepper(optimizer, state, of_window, auto_mesh(), of_x=of_x)
+    step = optax_steps.stepper(optimizer, state, of_window, auto_mesh(), of_x=of_x)
     for window in (batches[:3], batches[3:]):
         params, state = step(params, state, window)
     assert_close(params, plain(every(3, ADAM), 6))
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
     params, opt_state = train(optimizer, 3)
     fresh, step = started(optimizer, auto_mesh())
     # Warnings are errors here.
-    saved = training.saved_and_restored(tmp_path, opt_state)
+    saved = optax_steps.saved_and_restored(tmp_path, opt_state)
     restored = dq.optax.restore_state(saved, fresh)
     assert_same_bits(restored, opt_state)
     for ours, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True):
@@ -212,7 +212,7 @@ def test_other_workers_are_told_what_was_reset(tmp_path):
     optimizer = stateful()
     params, opt_state = train(optimizer, 3)
     fresh = dq.optax.init(optimizer, params, auto_mesh(4))
-    saved = training.saved_and_restored(tmp_path, opt_state)
+    saved = optax_steps.saved_and_restored(tmp_path, opt_state)
     with pytest.warns(UserWarning) as caught:
         state = dq.optax.restore_state(saved, fresh)
     assert [str(warning.message) for warning in caught] == [
