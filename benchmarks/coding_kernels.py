@@ -25,8 +25,10 @@ from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.executors import Arrived, Encoder
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.executors.codec import Arrived, Encoder
 from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.dynamiq.codec import chunk_codec, shared_plan
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, pack_statistics
@@ -110,11 +112,9 @@ def bench_kernels(
     """
     ran = resolve_backend(backend)
     x = lognormal_mixture(jax.random.key(0), 1, -(-coords // 256))[0, :coords].astype(jnp.bfloat16)
-    among_eight = DynamiQ(bits=bits, dither=dither).bind(8 * coords, 8, Direct(streams=1))
-    fields = dataclasses.fields(among_eight.layout)
-    layout = OneChunk(
-        **{f.name: getattr(among_eight.layout, f.name) for f in fields} | {"size": coords}
-    )
+    among_eight = DynamiQ(bits=bits, dither=dither).layout(8 * coords, 8, Direct(streams=1))
+    fields = dataclasses.fields(among_eight)
+    layout = OneChunk(**{f.name: getattr(among_eight, f.name) for f in fields} | {"size": coords})
     sums = partial(statistics, super_group_size=layout.super_group_size, backend=ran)
     mean, sqnorm = jax.jit(sums)(x)
     plan = partial(order_and_tiles, layout=layout, backend=ran)
@@ -150,7 +150,8 @@ def coding_calls(
     chunk, slots = jnp.zeros(1, jnp.int32), jnp.arange(2, dtype=jnp.int32)
     seed = jnp.zeros(2, jnp.uint32)
     shared = jax.jit(lambda s: shared_plan(s, seed, layout, len(slots), backend))(stats)
-    codec = partial(chunk_codec, layout=layout, dtype=x.dtype, backend=backend)
+    call = Call(Axis(()), None, seed)
+    codec = partial(chunk_codec, layout=layout, call=call, backend=backend)
 
     @jax.jit
     def encode(x, shared):

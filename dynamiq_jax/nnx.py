@@ -94,11 +94,14 @@ def value_and_grad(
 
     def pure(graph: Any, params: Any, variables: Any, arrays: Any) -> tuple[Any, Any]:
         """The loss, and aux with the variables that the loss changes."""
-        if axis.mapped:
-            variables = jax.tree.map(lambda x: _folded(x, axis), variables)
+        if axis.mapped:  # this worker's keys, of all workers' keys
+            is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+            fold = jnp.vectorize(lambda key: jax.random.fold_in(key, axis.index))
+            variables = jax.tree.map(lambda x: fold(x) if is_key(x) else x, variables)
         modules = nnx.merge(graph, joined(params), variables, arrays, copy=True)
         # The loss may change dicts and lists that are not modules.
-        args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=_is_node)
+        is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)  # noqa: E731
+        args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=is_node)
         value = loss_fn(*args, **kwargs)
         after, own, rest, _ = nnx.split(modules, chosen, nnx.Variable, ...)
         if after != graph or _changes(joined(params), own):
@@ -139,18 +142,6 @@ def value_and_grad(
         return ((value, more) if has_aux else value), grads
 
     return of_modules
-
-
-def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def _folded(x: Any, axis: Axis) -> Any:
-    """This worker's keys, of all workers' keys; other arrays stay."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    fold = jnp.vectorize(lambda key: jax.random.fold_in(key, axis.index))
-    return fold(x)
 
 
 def _changes(before: Any, after: Any) -> dict[int, Any]:

@@ -66,20 +66,13 @@ NAMES = {
 COPIED = {".json", ".jinja", ".model", ".txt", ".md"}
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing; pass a folder in the layout of Hugging Face")
-    return json.loads(file.read_bytes())
-
-
-def read_config(file: Path) -> Config:
+def read_config(folder: Path) -> Config:
     """Reads the shape of a model from ``config.json``.
 
     Raises:
         ValueError: the model needs something that ``llm_model`` does not compute.
     """
-    raw = read_json(file)
+    raw = json.loads((folder / CONFIG).read_bytes())
     newer = raw.get("rope_parameters") or {}
     scaling = newer or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -92,8 +85,8 @@ def read_config(file: Path) -> Config:
         "quantized weights": raw.get("quantization_config"),
         "partial rotations": (scaling | raw).get("partial_rotary_factor", 1.0) != 1.0,
     }
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise ValueError(f"{file} has {what}; this example does without")
+    if found := [what for what, is_so in wrong.items() if is_so]:
+        raise ValueError(f"{folder / CONFIG} has {', '.join(found)}; this example does without")
     names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
     rope = None
     if kind == "llama3":
@@ -182,39 +175,35 @@ TEMPLATES = {
     ),
 }
 """Text before and after a prompt, and the token after an answer (`None`: the tokenizer's own)."""
+Encoder = Callable[[str, str], tuple[list[int], list[int]]]
 
 
-class Encoder:
-    """Turns prompts and answers into tokens by a checkpoint's tokenizer and a template."""
+def make_encoder(folder: Path, template: str, vocab_size: int) -> Encoder:
+    """Returns ``encode(prompt, answer)``: tokens of all before the answer, and of the answer.
 
-    def __init__(self, folder: Path, template: str, vocab_size: int):
-        settings = read_json(folder / "tokenizer_config.json")
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.before, self.after, end = TEMPLATES[template]
-        if (most := 1 + max(self.tokenizer.get_vocab().values())) > vocab_size:
-            raise ValueError(f"{folder}: the tokenizer has {most} tokens, the model {vocab_size}")
-        first, last = (_content(settings.get(name)) for name in ("bos_token", "eos_token"))
-        self.end = self._id(end or last)
-        self.first = [self._id(first)] if first and settings.get("add_bos_token", True) else []
+    Raises:
+        ValueError: the tokenizer lacks a token that the template needs, or the model some tokens.
+    """
+    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    before, after, end = TEMPLATES[template]
+    if (most := 1 + max(tokenizer.get_vocab().values())) > vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {most} tokens, the model {vocab_size}")
 
-    def _id(self, token: str | None) -> int:
-        found = None if token is None else self.tokenizer.token_to_id(token)
+    def special(token: Any) -> int:
+        token = token.get("content") if isinstance(token, dict) else token
+        found = None if token is None else tokenizer.token_to_id(token)
         if found is None:
             raise ValueError(f"the tokenizer has no token {token!r}; choose another --template")
         return found
 
-    def __call__(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens of the prompt (with all before the answer) and of the answer."""
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
-        def ids(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-        before = ids(self.before + prompt + self.after)
-        return self.first + before, [*ids(answer), self.end]
-
-
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    has_first = settings.get("bos_token") and settings.get("add_bos_token", True)
+    first = [special(settings["bos_token"])] if has_first else []
+    last = special(end or settings.get("eos_token"))
+    return lambda prompt, answer: (first + ids(before + prompt + after), [*ids(answer), last])
 
 
 class Rows(NamedTuple):
@@ -227,7 +216,7 @@ class Rows(NamedTuple):
     weights: np.ndarray
 
 
-def read_rows(encoder: Encoder, file: Path, max_length: int) -> Rows:
+def read_rows(encode: Encoder, file: Path, max_length: int) -> Rows:
     """Reads a JSONL file of prompts and answers; leaves out those that are too long, and says so.
 
     Raises:
@@ -237,7 +226,7 @@ def read_rows(encoder: Encoder, file: Path, max_length: int) -> Rows:
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             example = json.loads(line)
-            encoded.append(encoder(example["prompt"], example["answer"]))
+            encoded.append(encode(example["prompt"], example["answer"]))
         except (ValueError, KeyError, TypeError) as error:
             wanted = 'expected {"prompt": "...", "answer": "..."}'
             raise ValueError(f"{file}, line {number}: {error!r}; {wanted}") from error
@@ -334,7 +323,7 @@ def make_tiny(folder: Annotated[Path, typer.Argument(help="new or empty")]) -> N
     (folder / CONFIG).write_text(json.dumps(TINY))
     names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    config = read_config(folder / CONFIG)
+    config = read_config(folder)
     save_params(init_params(config, jax.random.key(0)), config, folder, {})
     numbers = np.random.default_rng(0).permutation(1000)
     for name, own in (("train", numbers[:900]), ("validation", numbers[900:])):
@@ -367,13 +356,15 @@ def train(
     check_choice(method, METHODS, "--method")
     try:
         chosen = METHODS[method]
-        config = read_config(folder / CONFIG)
-        encoder = Encoder(folder, template, config.vocab_size)
-        read = partial(read_rows, encoder, max_length=min(max_length, config.seq_len))
+        config = read_config(folder)
+        encode = make_encoder(folder, template, config.vocab_size)
+        read = partial(read_rows, encode, max_length=min(max_length, config.seq_len))
         trained = read(data)
         measured = trained if validation is None else read(validation)
         params, dtypes = load_params(folder, config)
         new_folder(out, folder)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error}; pass a folder as Hugging Face has them") from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     loss_fn = make_loss(config)

@@ -212,13 +212,13 @@ class OnHost:
     """A jitted function whose results are NumPy arrays: JAX would compile every slice of them."""
 
     def __init__(self, run):
-        self._run = run
+        self.on_devices = run
 
     def __call__(self, *args):
-        return jax.device_get(self._run(*args))
+        return jax.device_get(self.on_devices(*args))
 
     def __getattr__(self, name):
-        return getattr(self._run, name)
+        return getattr(self.on_devices, name)
 
 
 def once(make):

@@ -144,6 +144,14 @@ def unchecked_shapes():
 
 
 @pytest.fixture(scope="module")
+def keep_xla_flags():
+    """For tests in whose process the command, or a page's first block, extends XLA_FLAGS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
+
+
+@pytest.fixture(scope="module")
 def dtypes_promoted():
     """For tests that run optax's optimisers, which promote dtypes, in whatever thread."""
     import jax

@@ -1,11 +1,11 @@
 """Runs one process of `test_multihost` or `test_hosts`.
 
-    python multihost_worker.py MODE FOLDER [COORDINATOR NUM_PROCESSES PROCESS_ID]
-    python multihost_worker.py steps_on_hosts FOLDER HEARTBEAT_TIMEOUT
+    python multihost_worker.py MODE FOLDER [HEARTBEAT_TIMEOUT]
 
 It prints a line whenever something is done, and leaves its results in the folder.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,18 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import LOOP, loss_fn, plan_is_exact, small
+from cases import LOOP, plan_is_exact, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", "benchmarks")]
 
 import llm_data
 import train_llm
 import train_multihost
+import ways
 from small_llm import CONFIG
 from train_multihost import AXES, Run
 
@@ -99,7 +99,7 @@ STEPS_ON_HOSTS = 16
 RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validation_batches=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Remembering(dq.DynamiQ):
     """DynamiQ of a moving sum: a method that goes wrong when its memory is lost or mixed up."""
 
@@ -143,93 +143,45 @@ def hashes(tree):
 
 # --- Ways of training -----------------------------------------------------------------------------
 
-WIDTH = 192
-REQUEST = small(METHOD.method)
+WAYS = {"psum:5": None, "auto:5": dq.Direct(), "zero:5/2.5": dq.Direct(), "fsdp-layers:5/8": LOOP}
+"""Names of `benchmarks/ways.py`, and topologies; `None` is what several processes take."""
 
 
-def problem(mesh):
-    """Parameters, and two rows of inputs for each worker."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    scale = WIDTH**-0.5
-    params = {name: scale * jax.random.normal(key, (WIDTH, WIDTH))
-              for name, key in zip(("in", "out"), keys[:2], strict=True)}  # fmt: skip
-    x = jax.random.normal(keys[2], (2 * mesh.size, WIDTH))
-    placed = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXES))
-    return jax.jit(lambda: (params, x), out_shardings=placed)()
+class OneWidth(ways.Training):
+    """All that travels has `METHOD`."""
+
+    def request(self, text, dither=False):
+        return dataclasses.replace(METHOD, topology=self.topology)
 
 
-def of_rows(mesh, step, out_specs):
-    """Maps ``step`` of (params, own rows) over all workers."""
-    maps = {"mesh": mesh, "in_specs": (P(), P(AXES)), "out_specs": out_specs, "check_vma": False}
-    return jax.jit(jax.shard_map(step, **maps))
+def two_matrices(checkpoint):
+    """A model of two functions."""
+    functions = lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean(jnp.square(x @ w - 1))  # noqa: E731
+    shapes = (jax.ShapeDtypeStruct((192, 192), jnp.float32),) * 2
+    return ways.Model(functions, shapes, lambda params: params)
 
 
-def by_default(mesh):
-    """A psum without a topology; in one process the one that several processes take by default."""
-    topology = dq.Hierarchical(outer=dq.Butterfly()) if jax.process_count() == 1 else None
-    own = partial(dq.psum, axis_name=AXES, method=small(METHOD.method, topology=topology))
-    return of_rows(mesh, lambda *args: own(jax.grad(loss_fn)(*args)), P())(*problem(mesh))
+def steps_by(name, mesh):
+    """The state and the loss after each step of a way, for ever."""
+    alone = dq.Hierarchical(outer=dq.Butterfly()) if jax.process_count() == 1 else None
+    training = {"make_model": two_matrices, "optimizer": optax.adam(1e-2), "mesh": mesh}
+    way = ways.make_way(name, OneWidth(topology=WAYS[name] or alone, **training))
+    rng = np.random.default_rng(0)
+    params = [rng.standard_normal(w.shape, np.float32) / 14 for w in way.model.shapes]
+    x = rng.standard_normal((2 * mesh.size, 192), np.float32)
+    state, x = way.init(tuple(params)), jax.device_put(x, NamedSharding(mesh, P(AXES)))
+    step = jax.jit(way.step)
+    while True:
+        state, loss = jax.block_until_ready(step(state, x))
+        yield way.read(state)[0], loss
 
 
-def by_value_and_grad(mesh):
-    """Data parallel: the mean loss and the gradients."""
-    request = small(METHOD.method, topology=dq.Direct())
-    step = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXES, method=request)
-    loss, grads = jax.jit(step)(*problem(mesh), key=jax.random.key(1))
-    return {"loss": loss, **grads}
-
-
-def by_sharded_updates(mesh):
-    """Two steps of Adam, each worker for its slices."""
-    request = small(METHOD.method, topology=dq.Direct())
-    rule = dq.optax.sharded(optax.adam(1e-2), AXES, method=request, differences=request)
-    params, x = problem(mesh)
-    state = dq.optax.init(rule, params, mesh)
-
-    def step(params, state, x):
-        updates, state = rule.update(jax.grad(loss_fn)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    specs = P(), dq.optax.state_specs(state)
-    maps = {"mesh": mesh, "in_specs": (*specs, P(AXES)), "out_specs": specs, "check_vma": False}
-    step = jax.jit(jax.shard_map(step, **maps))
-    for _ in range(2):
-        params, state = jax.block_until_ready(step(params, state, x))
-    return params
-
-
-def by_fsdp(mesh):
-    """Gradients of parameters that lie in slices on all workers."""
-    method = dq.Compression(METHOD.method, topology=LOOP, min_leaf_size=1, min_bucket_bytes=0)
-    spec = P(AXES)
-    params, x = problem(mesh)
-    params = jax.device_put(params, NamedSharding(mesh, spec))
-
-    def step(params, x):
-        def loss(own, x):
-            specs = jax.tree.map(lambda _: spec, own)
-            whole = dq.reduce_in_backward(
-                own, AXES, method=method, gather=METHOD.method, specs=specs, key=jax.random.key(2)
-            )
-            return loss_fn(whole, x)
-
-        return jax.grad(loss)(params, x)
-
-    maps = {"mesh": mesh, "in_specs": (spec, P(AXES)), "out_specs": spec}
-    return jax.jit(jax.shard_map(step, **maps))(params, x)
-
-
-WAYS = {
-    "default": by_default, "value_and_grad": by_value_and_grad,
-    "sharded updates": by_sharded_updates, "FSDP": by_fsdp,
-}  # fmt: skip
-
-
-def ways(mesh):
-    """{"way/leaf/worker": result} of all `WAYS`, as this process has them."""
+def trained(mesh):
+    """{"way/leaf/worker": result} of two steps by all `WAYS`, as this process has them."""
     rows, workers = {}, {device: worker for worker, device in enumerate(mesh.devices.flat)}
-    for way, run in WAYS.items():
-        for name, leaf in run(mesh).items():
+    for way in WAYS:
+        (_, ((first, last), loss)) = itertools.islice(steps_by(way, mesh), 2)
+        for name, leaf in {"first": first, "last": last, "loss": loss}.items():
             for shard in leaf.addressable_shards:
                 rows[f"{way}/{name}/{workers[shard.device]}"] = np.asarray(shard.data)
         say(way)
@@ -255,15 +207,12 @@ def training_on_hosts(folder):
     def make_run(mesh):
         return Run(mesh=mesh, method=method, **fields)
 
-    example(folder, *this_host(), make_run, lambda step: time.sleep(0.2))  # a test watches
+    example(folder, make_run, lambda step: time.sleep(0.2))  # a test watches
 
 
 def endless(mesh):
     """Steps until one fails."""
-    params, x = problem(mesh)
-    step = of_rows(mesh, lambda params, x: dq.pmean(jax.grad(loss_fn)(params, x), AXES), P())
-    for count in itertools.count(1):
-        jax.block_until_ready(step(params, x))
+    for count, _ in enumerate(steps_by("psum:5", mesh), start=1):
         say(f"step {count}")
 
 
@@ -281,7 +230,7 @@ def library(mesh, folder, n_nodes):
         for worker, row in held_rows(reduced(mesh, collective)).items():
             rows[f"{name}/{worker}"] = row
         say(name)
-    rows |= ways(mesh) if n_nodes == 4 else {}
+    rows |= trained(mesh) if n_nodes == 4 else {}
     np.savez(folder / f"{jax.process_index()}.npz", **rows)
     if os.environ.get(BRIEF):
         return
@@ -298,8 +247,9 @@ def alone(folder):
     library(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2), folder, n_nodes)
 
 
-def together(folder, coordinator, num_processes, process_id):
+def together(folder):
     """In several processes; at the end one of four dies while the others wait for it."""
+    coordinator, num_processes, process_id = this_host()
     train_multihost.join(coordinator, num_processes, process_id, HEARTBEAT_TIMEOUT)
     library(train_multihost.make_mesh(), folder, num_processes)
     if num_processes == 4:
@@ -308,7 +258,7 @@ def together(folder, coordinator, num_processes, process_id):
         multihost_utils.sync_global_devices("in vain")
 
 
-def example(folder, coordinator, num_processes, process_id, make_run, before):
+def example(folder, make_run, before):
     """The example as its users run it, but for a smaller run; ``before(step)`` comes first."""
     windows = train_multihost.windows
 
@@ -317,6 +267,7 @@ def example(folder, coordinator, num_processes, process_id, make_run, before):
         say(f"step {step}")
         return windows(corpus, step, *args)
 
+    coordinator, num_processes, process_id = this_host()
     train_multihost.windows = windows_of
     train_multihost.Run = lambda **fields: make_run(fields["mesh"])
     train_multihost.load_corpus = lambda vocab_size: corpus()
@@ -327,14 +278,14 @@ def example(folder, coordinator, num_processes, process_id, make_run, before):
     )  # fmt: skip
 
 
-def command_line(folder, coordinator, num_processes, process_id, *, dies):
+def command_line(folder, *, dies):
     """The example; one process may die in its midst."""
 
     def or_death(step):
-        if dies and step == DIES_BEFORE_STEP and process_id == VICTIM:
+        if dies and step == DIES_BEFORE_STEP and this_host()[-1] == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    example(folder, coordinator, num_processes, process_id, make_run, or_death)
+    example(folder, make_run, or_death)
 
 
 MODES = {
@@ -345,6 +296,5 @@ MODES = {
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # JAX ends by abort
-    mode, folder, *group = sys.argv[1:]
-    who = [group[0], int(group[1]), int(group[2])] if len(group) == 3 else group
-    MODES[mode](Path(folder), *who)
+    mode, folder, *more = sys.argv[1:]
+    MODES[mode](Path(folder), *more)

@@ -1,10 +1,9 @@
 """Advice: what follows from made-up rows, what is measured on eight CPU devices, and its files."""
 
+import itertools
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
-from test_cli import plain
-from typer.testing import CliRunner
+from processes import coordinator, outputs
+from test_cli import plain, ran, run
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands import cli, options
+from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import all_reduce, settings, timing
 from dynamiq_jax.commands.bench.advice import check, decide, step_times
 from dynamiq_jax.commands.bench.settings import SettingRow
@@ -32,12 +31,7 @@ ERRORS = {5: 0.018, 4: 0.078, 3.5: 0.17}
 """About those of `Direct` among 8 workers."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def keep_xla_flags():
-    """The command extends XLA_FLAGS of its process; other tests must not see that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-        yield
+pytestmark = pytest.mark.usefixtures("keep_xla_flags")
 
 
 # --- The decision ---------------------------------------------------------------------------------
@@ -197,8 +191,8 @@ TREE = {
 }
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+def label(request):
+    return type(request.topology).__name__, request.method.bits, request.method.dither
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +200,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("advise")
     save_model_tree(folder / "model.json", TREE)
     chosen = ["--bits", 5, "--repeats", 3, "--json", folder / "rows.json"]
-    result = invoke("advise", folder / "model.json", *chosen)
-    assert result.exit_code == 0, result.output
+    result = ran("advise", folder / "model.json", *chosen)
     said = result.stderr.splitlines()[-5:]
     assert said == [f"round {i} of 5" + ", untimed" * (i < 3) for i in range(1, 6)]
     return result.output, json.loads((folder / "rows.json").read_text())
@@ -243,12 +236,9 @@ class TestCommand:
             assert expected in output
 
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
-        result = invoke("advise", "10K", "--repeats", 1)
-        assert result.exit_code == 0, result.output
-        assert "everything would travel natively" in plain(result.output)
-        assert "10,000 coordinates; exact: bucket of 10000 < min_bucket_size" in plain(
-            result.output
-        )
+        said = plain(ran("advise", "10K", "--repeats", 1).output)
+        assert "everything would travel natively" in said
+        assert "10,000 coordinates; exact: bucket of 10000 < min_bucket_size" in said
 
     @pytest.mark.parametrize(
         ("cpu", "arguments", "expected"),
@@ -265,16 +255,13 @@ class TestCommand:
         tried = []
 
         def measure(mesh, tree, chosen, **_):
-            tried.extend(
-                (type(s.topology).__name__, s.method.bits, s.method.dither) for s in chosen
-            )
+            tried.extend(map(label, chosen))
             return [native(30), *directs(14, 12, 10)]
 
         monkeypatch.setattr(options, "on_cpu", lambda _: cpu)
         monkeypatch.setattr(settings, "bench_settings", measure)
         told = [] if cpu else ["--step-time-ms", 150]
-        result = invoke("advise", "1M", *arguments, *told)
-        assert result.exit_code == 0, result.output
+        result = ran("advise", "1M", *arguments, *told)
         assert tried == expected
         if cpu:
             return
@@ -285,8 +272,7 @@ class TestCommand:
     def test_explain_prints_what_the_library_explains(self, tmp_path):
         save_model_tree(tmp_path / "model.json", TREE)
         chosen = ["--workers", 8, "--bits", 4, "--rate", "25gbit"]
-        result = invoke("explain", tmp_path / "model.json", *chosen)
-        assert result.exit_code == 0, result.output
+        result = ran("explain", tmp_path / "model.json", *chosen)
         tree = load_model_tree(tmp_path / "model.json")
         method = dq.DynamiQ(bits=4.0)
         found = dq.explain(tree, 8, method=method, rate="25gbit", verbose=False)
@@ -296,37 +282,22 @@ class TestCommand:
         joined = []
         monkeypatch.setattr(jax.distributed, "initialize", lambda *told: joined.append(told))
         stop = ["advise", "1M", "--nodes", "99"]
-        invoke(*stop, "--processes", 2, "--process-id", 1, "--coordinator", "host:1")
+        run(*stop, "--processes", 2, "--process-id", 1, "--coordinator", "host:1")
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-        invoke(*stop)
+        run(*stop)
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-        invoke(*stop)
+        run(*stop)
         assert joined == [("host:1", 2, 1), ()]
 
 
 @pytest.mark.release
 def test_several_processes_measure_together_and_the_first_reports(tmp_path):
     """Two of one device each, and a model that travels natively, which compiles at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "dynamiq_jax", "advise", "10K", "--repeats", "2"]
-    command += ["--processes", "2", "--coordinator", coordinator]
+    command += ["--processes", "2", "--coordinator", coordinator()]
+    each = [[*command, "--process-id", str(i), "--json", tmp_path / f"{i}.json"] for i in range(2)]
     flags = "--xla_force_host_platform_device_count=1"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [*command, "--process-id", str(i), "--json", tmp_path / f"{i}.json"],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        ends = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ends
+    ends = outputs(each, os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
     assert "2 CPU device(s) of one machine" in ends[0][0]
     assert "2 process(es)" in ends[0][0]
     assert "everything would travel natively" in ends[0][0]
@@ -337,9 +308,8 @@ def test_several_processes_measure_together_and_the_first_reports(tmp_path):
 def test_settings_are_all_combinations_over_topologies_that_suit():
     leaf = [jax.ShapeDtypeStruct((2**20,), jnp.bfloat16)]
     found = settings.settings(leaf, (8,), [5, 4], [dq.Direct(), dq.Ring()], [False, True])
-    labels = [(type(s.topology).__name__, s.method.bits, s.method.dither) for s in found]
-    routes = ("Direct", "Ring")
-    assert labels == [(t, b, d) for t in routes for b in (5, 4) for d in (False, True)]
+    expected = itertools.product(("Direct", "Ring"), (5, 4), (False, True))
+    assert [*map(label, found)] == [*expected]
     assert settings.suiting_topologies((8,)) == ["direct", "ring", "butterfly"]
     assert settings.suiting_topologies((6,)) == ["direct", "ring"]
     assert settings.suiting_topologies((2, 3)) == ["direct", "ring", "hierarchical"]
@@ -351,12 +321,10 @@ def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkey
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**28))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = settings.settings(tree, (8,), [4], [dq.Ring()])
-        assert found == dq.Compression(
-            dq.DynamiQ(bits=4), topology=dq.Ring(), min_bucket_size=lifted
-        )
-    assert (
-        settings.settings([jax.ShapeDtypeStruct((9,), jnp.float32)], (8,), [4], [dq.Ring()]) == []
-    )
+        options = {"topology": dq.Ring(), "min_bucket_size": lifted}
+        assert found == dq.Compression(dq.DynamiQ(bits=4), **options)
+    tiny = [jax.ShapeDtypeStruct((9,), jnp.float32)]
+    assert settings.settings(tiny, (8,), [4], [dq.Ring()]) == []
 
 
 def test_every_leaf_of_a_repeated_tree_depends_on_the_repetition_before():
@@ -400,9 +368,8 @@ def test_model_trees_keep_names_shapes_dtypes_and_order(tmp_path):
     expected = jax.tree_util.tree_leaves_with_path(params)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in expected]
     assert [*found] == names and names[0] == "b" and names[1] == "layers/0/w"
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
-        (x.shape, x.dtype) for _, x in expected
-    ]
+    types = [(x.shape, x.dtype) for _, x in expected]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == types
     buckets = [
         [(row.bucket, row.route) for row in dq.explain(tree, 2, verbose=False).rows]
         for tree in (params, found)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OnHost, assert_same_bits, auto_mesh, gradient, small, wire_bits
-from jax.sharding import AxisType, NamedSharding
+from cases import OnHost, assert_same_bits, auto_mesh, gradient, mesh_of, put, small, wire_bits
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 
@@ -184,27 +183,6 @@ def test_what_is_no_method_is_refused():
         dq.explain(OWN, N, method=dq.BF16, verbose=False)
 
 
-def test_halves_of_an_all_reduce_exclude_by_path():
-    method = dq.DynamiQ(bits=32, widths=(8,))
-    x = gradient(0, N, N * 2048)
-    tree = {"w": x, "norm": x}
-
-    def one(tree):
-        def by_name(path, leaf):
-            return None if path == "norm" else method
-
-        options = {"tiled": True, "method": small(by_name), "key": KEY}
-        part = dq.psum_scatter(tree, "data", topology=DIRECT, **options)
-        return part, dq.all_gather(part, "data", **options)
-
-    part, whole = jax.jit(jax.vmap(one, axis_name="data"))(tree)
-    exact = np.sum(np.asarray(x, np.float64), axis=0).reshape(N, -1)
-    np.testing.assert_allclose(part["norm"], exact, rtol=1e-5, atol=1e-5)
-    assert_same_bits(whole["norm"][0].reshape(N, -1), part["norm"])
-    for found in (part["w"], whole["w"][0].reshape(N, -1)):
-        assert 1e-8 < np.sum((np.asarray(found) - exact) ** 2) / np.sum(exact**2) < 1e-3
-
-
 def test_agreement_takes_it():
     params = {"w": jnp.ones((16, 64)), "norm": jnp.ones(64)}
     mixed = small(lambda path, leaf: None if path == "norm" else MX8)
@@ -216,8 +194,8 @@ def test_agreement_takes_it():
 
 def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     """The kernel is split over "model" alone, the table over "data", too; the norm nowhere."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    coarse, w = dq.DynamiQ(bits=32, widths=(8,)), jax.random.normal(KEY, (64, 64)) / 8
+    mesh, coarse = mesh_of(4, 2), dq.DynamiQ(bits=32, widths=(8,))
+    w = jax.random.normal(KEY, (64, 64)) / 8
     params = {"norm": jnp.ones(64), "table": jax.random.normal(KEY, (16, 64)), "w": w}
 
     def loss(params, x):
@@ -230,10 +208,9 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     _, exact = jax.jit(jax.value_and_grad(loss))(params, x)
     for table in (P(None, "model"), P("data", "model")):
         specs = {"norm": P(), "table": table, "w": P(None, "model")}
-        placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
         options = {"method": small(by_name, topology=DIRECT), "specs": specs}
         run = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", **options))
-        _, found = run(placed, x)
+        _, found = run(put(params, mesh, specs), x)
         np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-4)
         error = {name: float(vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
         assert 1e-8 < error["table"] < 1e-3 < error["w"] < 1e-2

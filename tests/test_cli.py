@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import jax
@@ -11,30 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from processes import outputs
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands import cli, error
-from dynamiq_jax.commands.bench import (
-    all_reduce,
-    contenders,
-    settings,
-    tables,
-    timing,
-)
+from dynamiq_jax.commands.bench import all_reduce, contenders, settings, tables, timing
 from dynamiq_jax.commands.model_tree import save_model_tree
 
-
-@pytest.fixture(autouse=True, scope="module")
-def keep_xla_flags():
-    """The command extends XLA_FLAGS of its process; other tests must not see that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-        yield
+pytestmark = pytest.mark.usefixtures("keep_xla_flags")
 
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def ran(*arguments):
+    """What a command prints that ends well."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def plain(text):
@@ -80,11 +75,9 @@ class TestAllReduce:
         monkeypatch.setattr(all_reduce, "bench_all_reduce", measured)
         chosen = ["--methods", "dynamiq:5,mxfp8,dynamiq:5", "--topology", "ring, direct"]
         chosen += ["--sizes", "64KiB,256KiB", "--json", file]
-        result = run("bench", "all-reduce", *chosen)
-        assert result.exit_code == 0, result.output
+        lines = ran("bench", "all-reduce", *chosen).stdout.splitlines()
         labels = [f"{name} {route}" for name in ("dynamiq:5", "mxfp8") for route in TOPOLOGIES]
         assert seen == [[2**16, 2**18], *labels]
-        lines = result.stdout.splitlines()
         header = next(line for line in lines if line.lstrip().startswith("size"))
         assert all(column.title in header for column in tables.ALL_REDUCE_COLUMNS)
         assert "8 CPU device(s)" in lines[0] or jax.default_backend() != "cpu"
@@ -140,13 +133,9 @@ TOPOLOGIES = ("ring", "direct")
 
 def test_without_a_gpu_eight_cpu_workers_stand_in():
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, "-m", "dynamiq_jax", "explain", "1M"],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout.startswith("1M bf16 parameters: 8 workers"), result.stderr
+    command = [sys.executable, "-m", "dynamiq_jax", "explain", "1M"]
+    ((told, _),) = outputs([command], environment | {"JAX_PLATFORMS": "cpu"})
+    assert told.startswith("1M bf16 parameters: 8 workers")
 
 
 # --- What is refused before anything is measured --------------------------------------------------
@@ -199,6 +188,7 @@ def files(tmp_path_factory):
 
 GIVEN = ["error", "--gradients"]
 ALL_REDUCE = ["bench", "all-reduce"]
+TWO = ["advise", "1M", "--processes", "2"]
 LONG = "a" * 4000
 REFUSED = [
     # Files that hold no gradients.
@@ -257,16 +247,8 @@ REFUSED = [
     (["advise", "1M", "--step-time-ms", "0"], "--step-time-ms", "0 is not a positive number"),
     (["advise", "1M", "--topology", "torus"], "--topology", "topology 'torus' is not known"),
     (["advise", "1M", "--topology", "hierarchical"], "--topology", "two axes"),
-    (
-        ["advise", "1M", "--processes", "2", "--process-id", "2"],
-        "--process-id",
-        "2 is not below --processes 2",
-    ),
-    (
-        ["advise", "1M", "--processes", "2", "--coordinator", "host"],
-        "--coordinator",
-        "'host' has no port",
-    ),
+    ([*TWO, "--process-id", "2"], "--process-id", "2 is not below --processes 2"),
+    ([*TWO, "--coordinator", "host"], "--coordinator", "'host' has no port"),
     (["explain", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
     (["explain", "1M", "--rate", "fast"], "--rate", "rate='fast'"),
     (["explain", "1M", "--workers", "8", "--nodes", "3"], "--nodes", "8 workers are not 3 equal"),
@@ -298,10 +280,9 @@ def test_markup_and_control_characters_in_names_of_users_do_nothing(tmp_path):
     file = tmp_path / "[b]g.npz"
     leaf = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
     np.savez(file, gradients=leaf, names=["[/red]\x1b[31mx"], sizes=[4096])
-    ran = run("error", "--gradients", file, "--methods", "bf16", "--seeds", 1)
-    assert ran.exit_code == 0, ran.output
-    assert "[/red] [31mx" in ran.stdout and "[b]g.npz" in ran.stdout
-    assert "\x1b" not in ran.output
+    result = ran("error", "--gradients", file, "--methods", "bf16", "--seeds", 1)
+    assert "[/red] [31mx" in result.stdout and "[b]g.npz" in result.stdout
+    assert "\x1b" not in result.output
 
 
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError, OSError, MemoryError])
@@ -314,15 +295,16 @@ def test_refusals_of_the_library_and_the_system_are_a_line(monkeypatch, kind):
 
 
 def test_the_version_is_that_of_the_library_and_of_jax():
-    result = run("--version")
-    assert result.exit_code == 0
-    assert result.output == f"dynamiq_jax {dq.__version__}, jax {jax.__version__}\n"
+    assert ran("--version").output == f"dynamiq_jax {dq.__version__}, jax {jax.__version__}\n"
+
+
+def mesh_of(devices):
+    return Mesh(np.array(devices), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
 
 
 class TestData:
     def test_distinct_values_of_shared_magnitudes(self):
-        mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
-        data = all_reduce.heavy_tailed_gradients(mesh, 256 * 64 + 3)
+        data = all_reduce.heavy_tailed_gradients(mesh_of(jax.devices()), 256 * 64 + 3)
         rows = np.asarray(data.astype(jnp.float32))
         assert rows.shape == (len(jax.devices()), 256 * 64 + 3)
         assert len(np.unique(rows, axis=0)) == len(rows)
@@ -331,10 +313,9 @@ class TestData:
         assert norms[0].max() > 10 * np.median(norms[0])
 
     def test_quality_counts_differing_bits_and_takes_the_worst_replica(self):
-        mesh = Mesh(np.array(jax.devices()), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
         data = np.ones((len(jax.devices()), 10), jnp.bfloat16)
         replicas = len(data) * data
-        quality = all_reduce.quality_program(mesh)
+        quality = all_reduce.quality_program(mesh_of(jax.devices()))
         assert [float(value) for value in quality(data, replicas)] == [0.0, 0.0]
         replicas[:, 2] = 0.0
         replicas[-1, 2] = -0.0  # other bits, same value
@@ -345,27 +326,21 @@ class TestData:
 
     def test_replicas_are_each_device_own_buffer(self):
         devices = jax.devices()[:2]
-        mesh = Mesh(np.array(devices), all_reduce.AXES[-1:], axis_types=(AxisType.Auto,))
+        mesh = mesh_of(devices)
         copies = [jax.device_put(jnp.full(3, i), device) for i, device in enumerate(devices)]
         everywhere = NamedSharding(mesh, PartitionSpec())
         result = jax.make_array_from_single_device_arrays((3,), everywhere, copies)
-        rows = jax.device_put(
-            np.zeros((len(devices), 3), int),
-            NamedSharding(mesh, PartitionSpec(all_reduce.AXES[-1])),
-        )
+        split = NamedSharding(mesh, PartitionSpec(all_reduce.AXES[-1]))
+        rows = jax.device_put(np.zeros((2, 3), int), split)
         replicas = np.asarray(all_reduce.replicas_of(result, rows))
-        np.testing.assert_array_equal(replicas, [[i] * 3 for i in range(len(devices))])
+        np.testing.assert_array_equal(replicas, [[0] * 3, [1] * 3])
 
 
 class TestTiming:
     def test_rounds_interleave_the_calls(self):
         calls = []
-        result = timing.time_calls(
-            [lambda: calls.append("a"), lambda: calls.append("b")],
-            repeats=3,
-            in_flight=2,
-            warm_up=1,
-        )
+        work = [lambda: calls.append("a"), lambda: calls.append("b")]
+        result = timing.time_calls(work, repeats=3, in_flight=2, warm_up=1)
         assert "".join(calls) == "ab" + "aabb" * 3
         assert len(result) == 2
 

@@ -32,8 +32,8 @@ class Flipping(dq.DynamiQ):
 
     mask: Any
 
-    def codec(self, x, shared, bound, **options):
-        codec = dq.DynamiQ.codec(self, x, shared, bound, **options)
+    def codec(self, x, shared, layout, call):
+        codec = dq.DynamiQ.codec(self, x, shared, layout, call)
 
         def encode(arrived, chunks, encoder, carry, **rest):
             payloads, carry = codec.encode(arrived, chunks, encoder, carry, **rest)

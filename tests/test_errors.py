@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pickle
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cases import auto_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from test_drop_in import COLLECTIVES
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -73,12 +75,17 @@ def raises(exception, *texts):
     return pytest.raises(exception, match="(?s)" + ".*".join(map(re.escape, texts)))
 
 
-BAD = [
-    (make, *case)
-    for make, cases in ((dq.DynamiQ, FIELDS), (dq.Format, FORMAT_FIELDS),
-                        (dq.Compression, REQUEST_FIELDS))
-    for case in cases
-]  # fmt: skip
+BAD = [(dq.DynamiQ, *case) for case in FIELDS]
+BAD += [(dq.Format, *case) for case in FORMAT_FIELDS]
+BAD += [(dq.Compression, *case) for case in REQUEST_FIELDS]
+for flat in (dq.Ring, dq.Butterfly, dq.Direct):
+    BAD.append((flat, {"streams": 0}, ["streams=0", "at least 1"]))
+    for balance in (17, -16.5, float("nan"), float("inf")):
+        texts = [f"balance={balance}", "between -16 and 16", "pass None"]
+        BAD.append((flat, {"balance": balance}, texts))
+for level, what in itertools.product(("inner", "outer"), ("ring", dq.Ring, dq.Hierarchical())):
+    texts = [f"{level}=", "not a topology of one level", "dq.Ring()"]
+    BAD.append((dq.Hierarchical, {level: what}, texts))
 
 
 @pytest.mark.parametrize(("make", "fields", "texts"), BAD, ids=[str(case[1]) for case in BAD])
@@ -156,35 +163,11 @@ def test_methods_are_hashable_values():
         dq.DynamiQ(5.0)
 
 
-@pytest.mark.parametrize("topology", [dq.Ring, dq.Butterfly, dq.Direct])
-def test_bad_fields_of_topologies(topology):
-    with raises(ValueError, "streams=0", "at least 1"):
-        topology(streams=0)
-    for balance in (17, -16.5, float("nan"), float("inf")):
-        with raises(ValueError, f"balance={balance}", "between -16 and 16", "pass None"):
-            topology(balance=balance)
-
-
-@pytest.mark.parametrize("level", ["inner", "outer"])
-def test_levels_of_a_hierarchy_are_topologies(level):
-    for what in ("ring", dq.Ring, dq.Hierarchical()):
-        with raises(ValueError, f"{level}=", "not a topology of one level", "dq.Ring()"):
-            dq.Hierarchical(**{level: what})
-
-
 def psum_of_ones(n=2, size=70_000, **options):
     def one(x):
         return dq.psum(x, **{"axis_name": "data", **options})
 
     return jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((n, size), np.float32))
-
-
-COLLECTIVES = {
-    "psum": (dq.psum, lax.psum),
-    "pmean": (dq.pmean, lax.pmean),
-    "psum_scatter": (dq.psum_scatter, lax.psum_scatter),
-    "all_gather": (dq.all_gather, lax.all_gather),
-}
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -280,9 +263,7 @@ def test_a_raw_key_is_summed_as_an_integer():
 
 
 def test_a_backend_that_cannot_run_here():
-    with raises(NotImplementedError, "backend='triton'", "NVIDIA GPU", "'cpu'", "backend=None"):
-        psum_of_ones(method=dq.DynamiQ(backend="triton"))
-    with raises(NotImplementedError, "backend='mosaic'", "NVIDIA GPU", "'cpu'", "backend=None"):
+    with raises(NotImplementedError, "backend='mosaic'", *NOT_HERE):
         resolve_backend("mosaic")
     with raises(ValueError, "backend='rocm'", "triton", "jnp", "interpret"):
         resolve_backend("rocm")
@@ -291,6 +272,7 @@ def test_a_backend_that_cannot_run_here():
     assert resolve_backend(None) == "jnp"
 
 
+NOT_HERE = "NVIDIA GPU", "'cpu'", "backend=None"
 NO_METHOD = ("not a method", "dq.DynamiQ(bits=5)")
 NO_TOPOLOGY = ("topology=", "not a topology", "dq.Ring()")
 ONE_KEY = "expected one PRNG key"
@@ -302,6 +284,7 @@ REFUSED += [
     (ValueError, {"axis_name": ("data", "data")}, "('data', 'data')", "twice", "pass each once"),
     (ValueError, {"method": dq.Compression(topology=dq.Ring()), "topology": dq.Direct()},
      "topology=Direct(", "method has topology=Ring(", "pass one of them"),
+    (NotImplementedError, {"method": dq.DynamiQ(backend="triton")}, "backend='triton'", *NOT_HERE),
     (ValueError, {"method": 5.0}, "method=5.0", *NO_METHOD),
     (ValueError, {"method": dq.Ring()}, "method=Ring()", *NO_METHOD),
     (ValueError, {"method": dq.DynamiQ}, "DynamiQ", *NO_METHOD),
@@ -342,14 +325,9 @@ def test_a_leaf_that_does_not_vary():
     def one(tree, x):
         return dq.psum({**tree, "fine": x}, "data")
 
-    with raises(
-        ValueError,
-        "leaf ['b'] (float32[4096]) and 1 more do not vary over axis 'data'",
-        "all 8 workers",
-        "multiply by 8",
-        "dq.value_and_grad",
-        "jax.lax.pcast(params, 'data', to='varying')",
-    ):
+    said = "leaf ['b'] (float32[4096]) and 1 more do not vary over axis 'data'", "all 8 workers"
+    remedies = "multiply by 8", "dq.value_and_grad", "jax.lax.pcast(params, 'data', to='varying')"
+    with raises(ValueError, *said, *remedies):
         shard_mapped(one, tree, jnp.ones(8), in_specs=(P(), P("data")))
 
     def summed(params, x):  # the usual mistake: under check_vma=True JAX has summed them already

@@ -9,7 +9,6 @@ import pytest
 from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.tree.leaves import describe_leaves, group_leaves
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -107,19 +106,6 @@ def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     assert len({row.bucket for row in separate.rows}) == 6
 
 
-def test_buckets_are_told_apart_by_names():
-    def tags(tree):
-        limits = {"min_leaf_size": 0, "min_bucket_size": 0, "bucket_bytes": 0}
-        grouping = group_leaves(describe_leaves(tree), **limits, declined={})
-        return {bucket.leaves[0].name: bucket.tag for bucket in grouping.buckets}
-
-    small = tags({"b": jnp.ones(3), "c": jnp.ones(3)})
-    assert len(set(small.values())) == 2
-    # Another leaf in front moves neither tag, so that it changes nobody's rounding.
-    more = tags({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(3)})
-    assert {name: more[name] for name in small} == small
-
-
 def test_arrays_numbers_and_empty_leaves_are_described():
     tree = (jnp.ones((2, 0)), 1.5, np.ones(3, np.int8), True)
     rows = dq.explain(tree, 4, verbose=False).rows
@@ -136,22 +122,16 @@ def test_one_worker_sends_nothing():
     assert wire_bits(None)(TREE, 1) == 0
 
 
-def test_a_hierarchy_keeps_most_bytes_within_its_inner_axis():
-    """By hand: 4 nodes of 2 workers; padded slices travel in bf16 inside, compressed outside."""
+def test_what_is_passed_is_told_and_all_of_a_flat_topology_crosses():
+    """`test_wire_bytes` has the bytes of hierarchies."""
     method, ring = dq.DynamiQ(), dq.Ring(transport="collectives")
     topology = dq.Hierarchical(outer=ring)
     explanation = dq.explain(TREE, (4, 2), topology=topology, verbose=False)
     assert explanation.n_workers == 8
-    share, exact = 2 * 7 / 8, 2 * 5000 + 4 * 300 + 4 + 8 * 12
-    slices = [-(-d // 2048) * 1024 for d in (600_000, 280_000)]
-    outer = sum(method.wire_bits(part, 4, ring) for part in slices) / 8
-    inner = sum(2 * 2 * part / 2 * 2 for part in slices)
-    assert explanation.outer_wire_bytes == pytest.approx(outer + share * exact)
-    assert explanation.wire_bytes == pytest.approx(inner + outer + share * exact)
     assert explanation.topology == repr(topology)
     assert explanation.reason == "as passed"
     assert explanation.method == repr(method)
-    # Of a flat topology everything counts as crossing.
+    assert explanation.outer_wire_bytes < 0.7 * explanation.wire_bytes
     flat = dq.explain(TREE, (4, 2), topology=ring, verbose=False)
     assert flat.outer_wire_bytes == pytest.approx(flat.wire_bytes)
     assert dq.explain(TREE, 8, topology=ring, verbose=False).wire_bytes == flat.wire_bytes
@@ -275,13 +255,7 @@ def test_halves_over_two_axes_take_two_levels():
     for way in found.ways:
         outer = bits[way.name] / 8 * 2**24 / 8 * 3 / 4
         assert way.outer_bytes == pytest.approx(outer, rel=0.02)
-    # Inside a scatter is native: seven eighths of 16 bits.
-    _, sharded, fsdp = found.ways
-    more = (8 + 8 - 2.5) / 8 * 2**24 * 31 / 32
-    assert fsdp.sent_bytes - sharded.sent_bytes == pytest.approx(more, rel=0.02)
-    inside = sharded.sent_bytes - 2.5 / 8 * 2**24 * 31 / 32 - 5 / 8 * 2**24 / 8 * 3 / 4
-    assert inside == pytest.approx(2 * 2**24 * 7 / 8, rel=0.02)
-    assert f"{sharded.outer_bytes / 1e6:.1f}" in str(found).splitlines()[-2].split()
+    assert f"{found.ways[1].outer_bytes / 1e6:.1f}" in str(found).splitlines()[-2].split()
     flat = dq.explain(LARGE, (4, 8), topology=dq.Direct(), verbose=False)
     assert all(way.outer_bytes == way.sent_bytes for way in flat.ways)
     assert "outer axes" not in str(flat)

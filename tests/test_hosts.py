@@ -19,6 +19,7 @@ import multihost_worker as worker
 import numpy as np
 import pytest
 from hosts import Hosts
+from processes import ABORTED, PATIENCE, Group, blamed
 
 try:
     hosts.check_machine()
@@ -28,76 +29,6 @@ except hosts.Unavailable as error:
 
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 POOR: dict[str, Any] = {"rate": "100mbit", "delay": "5ms", "loss": "2%", "devices": 2}
-ABORTED = -signal.SIGABRT
-PATIENCE, SILENCE = 30, 90
-"""Seconds until survivors have ended, and until a host that says nothing counts as hanging."""
-ENVIRONMENT = {"JAX_NUMPY_RANK_PROMOTION": "allow"}
-"""Besides, each host has its own seed of hashes: 0 and 2 order a set of the axes otherwise."""
-
-
-# --- Groups of hosts ------------------------------------------------------------------------------
-
-
-def blamed(victim):
-    """JAX's messages about a host that is silent."""
-    return rf"Task {victim} heartbeat|heartbeats\):\n{victim}\n"
-
-
-class Group:
-    """Processes of one mode on all hosts of ``made``, and their logs."""
-
-    def __init__(self, made, folder, mode, *arguments):
-        folder.mkdir(exist_ok=True, parents=True)
-        command = [sys.executable, "-u", worker.__file__, mode, str(folder), *map(str, arguments)]
-        self.made, self.logs = made, [folder / f"{mode}.{i}.log" for i in range(made.n)]
-        self.processes = [
-            made.start(i, command, env=ENVIRONMENT | {"PYTHONHASHSEED": str(2 * i)}, log=log)
-            for i, log in enumerate(self.logs)
-        ]
-
-    def said(self, i):
-        return self.logs[i].read_text()
-
-    def step(self, i):
-        """The last step that host i has told."""
-        return max([-1, *map(int, re.findall(r"^step (\d+)$", self.said(i), re.MULTILINE))])
-
-    def until(self, true, *, seconds=None):
-        """Waits; without ``seconds`` until no host has said anything new for `SILENCE`."""
-        heard, news = time.monotonic(), None
-        while not true():
-            before, news = news, [log.stat().st_size for log in self.logs]
-            heard = time.monotonic() if news != before and seconds is None else heard
-            if time.monotonic() - heard > (seconds or SILENCE):
-                tails = [f"{log.name}:\n{log.read_text()[-1500:]}" for log in self.logs]
-                pytest.fail("this did not happen in time\n" + "\n\n".join(tails))
-            time.sleep(0.1)
-
-    def until_step(self, count):
-        """Waits until all hosts have told this step."""
-
-        def reached():
-            assert not self.ended(), self.said(0)[-3000:] + self.said(1)[-3000:]
-            return all(self.step(i) >= count for i in range(self.made.n))
-
-        self.until(reached)
-
-    def ended(self):
-        return [i for i, process in enumerate(self.processes) if process.poll() is not None]
-
-    def statuses(self, *, seconds=None):
-        """Waits for the end of all processes."""
-        self.until(lambda: len(self.ended()) == self.made.n, seconds=seconds)
-        return [process.returncode for process in self.processes]
-
-    def lose(self, victim):
-        """Ends a host in the middle of a step; the others end in time, and say which it was."""
-        self.made.kill(victim)
-        statuses = self.statuses(seconds=PATIENCE)
-        assert statuses[victim] == -signal.SIGKILL
-        for i in set(range(self.made.n)) - {victim}:
-            assert statuses[i] == ABORTED, self.said(i)[-3000:]
-            assert re.search(blamed(victim), self.said(i))
 
 
 # --- Cut links ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cases import CHEAP
+from cases import CHEAP, auto_mesh, mesh_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -34,9 +34,8 @@ def trace(reduce):
     """Traces ``reduce`` of one worker's tree, among 8 workers; nothing comes out of a cache."""
     jax.clear_caches()
     tree = {"a": jnp.ones((8, 300)), "b": jnp.ones((8, 17))}
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    options = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
-    jax.make_jaxpr(jax.shard_map(reduce, **options))(tree)
+    mapped = jax.shard_map(reduce, mesh=auto_mesh(), in_specs=P("data"), out_specs=P())
+    jax.make_jaxpr(mapped)(tree)
 
 
 def psum(tree):
@@ -44,10 +43,7 @@ def psum(tree):
     return dq.psum(tree, "data", method=CHEAP, topology=dq.Direct())
 
 
-def on(kind: AxisType):
-    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
-
-
+EXPLICIT = mesh_of(8, kind=AxisType.Explicit)
 W, X = jnp.ones((64, 24)), jnp.ones((16, 64))
 OPTIONS = {"axis_name": "data", "method": dataclasses.replace(CHEAP, topology=dq.Direct())}
 
@@ -58,16 +54,16 @@ def loss(w, x):
 
 def gradients_of(loss, spec):
     """Traces gradients of every worker's own loss, inside a map."""
-    options = {"mesh": on(AxisType.Auto), "in_specs": (spec, P("data")), "out_specs": spec}
+    options = {"mesh": auto_mesh(), "in_specs": (spec, P("data")), "out_specs": spec}
     jax.make_jaxpr(jax.shard_map(jax.grad(loss), **options))(W, X)
 
 
-def on_auto():
-    jax.make_jaxpr(dq.value_and_grad(loss, mesh=on(AxisType.Auto), **OPTIONS))(W, X)
+def on_auto(**specs):
+    jax.make_jaxpr(dq.value_and_grad(loss, mesh=auto_mesh(), **specs, **OPTIONS))(W, X)
 
 
 def on_explicit():
-    with jax.set_mesh(on(AxisType.Explicit)):
+    with jax.set_mesh(EXPLICIT):
         jax.make_jaxpr(dq.value_and_grad(loss, **OPTIONS))(W, jax.reshard(X, P("data")))
 
 
@@ -84,20 +80,15 @@ def fsdp():
 def sharded_updates():
     optimizer = dq.optax.sharded(optax.sgd(1.0), differences=CHEAP, **OPTIONS)
     update = lambda g, w: optimizer.update(g[0], optimizer.init(w), w)[0]  # noqa: E731
-    options = {"mesh": on(AxisType.Auto), "in_specs": (P("data"), P()), "out_specs": P()}
+    options = {"mesh": auto_mesh(), "in_specs": (P("data"), P()), "out_specs": P()}
     jax.make_jaxpr(jax.shard_map(update, **options))(jnp.ones((8, *W.shape)), W)
-
-
-def fsdp_on_auto():
-    f = dq.value_and_grad(loss, mesh=on(AxisType.Auto), specs=P("data"), **OPTIONS)
-    jax.make_jaxpr(f)(W, X)
 
 
 def fsdp_on_explicit():
     def layers(w, x):
         return loss(dq.reduce_in_backward(w, **OPTIONS), x)
 
-    with jax.set_mesh(on(AxisType.Explicit)):
+    with jax.set_mesh(EXPLICIT):
         f = dq.value_and_grad(layers, gather=False, **OPTIONS)
         jax.make_jaxpr(f)(*(jax.reshard(x, P("data")) for x in (W, X)))
 
@@ -105,7 +96,8 @@ def fsdp_on_explicit():
 WAYS = {
     "psum": (lambda: trace(psum), 9), "gradients on Auto axes": (on_auto, 12),
     "gradients on Explicit axes": (on_explicit, 12), "sequential": (pipeline, 12),
-    "FSDP": (fsdp, 11), "FSDP by value_and_grad on Auto axes": (fsdp_on_auto, 12),
+    "FSDP": (fsdp, 11),
+    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 12),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 12),
     "sharded updates": (sharded_updates, 12),
 }  # fmt: skip

@@ -236,3 +236,13 @@ def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypa
     assert program.count("uses_xla_collective_metadata = true") == 2  # with the message's
     with pytest.raises(NotImplementedError, match="jax.vmap asks for 3; .*transport='permutes'"):
         lowered(lambda x, **told: jax.vmap(partial(dq.psum, **told))(x), 3, 2**16)
+
+
+def test_every_kernel_of_a_gradient_is_timed():
+    import coding_kernels  # pyright: ignore[reportMissingImports]
+
+    rows = coding_kernels.bench_kernels(4096, bits=4, dither=True, repeats=1, backend="jnp")
+    assert [row.kernel for row in rows][3:] == [
+        "statistics", "plan", "compress", "decompress", "decompress-accumulate-recompress"
+    ]  # fmt: skip
+    assert all(row.time_us > 0 for row in rows)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_close, small
+from cases import CHEAP, assert_close, auto_mesh, mesh_of, put, small
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -17,11 +17,6 @@ from dynamiq_jax.methods.metrics import vnmse
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 OURS = functools.partial(dq.nnx.value_and_grad, axis_name="data", method=small(dq.F32()))
-
-
-@functools.cache
-def mesh_of(kind, size=8):
-    return jax.make_mesh((size,), ("data",), axis_types=(KINDS[kind],))
 
 
 @functools.cache
@@ -58,7 +53,7 @@ def loss_fn(model, scale, batch):
 
 def trained(kind, value_and_grad, wrt, axis_name=None, **options):
     """States and losses after three steps."""
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(mesh_of(8, kind=KINDS[kind])):
         model = Model(axis_name)
         optimizer = nnx.Optimizer(model, optax.sgd(0.3, momentum=0.9), wrt=wrt)
         for own in (model, optimizer):
@@ -109,7 +104,7 @@ def test_steps_in_a_map_are_those_of_nnx(wrt):
             return (jax.lax.pmean(loss, "data"), aux), grads
 
         maps = {"in_specs": (P(), P(), P("data")), "out_specs": ((P(), P("data")), P())}
-        mapped = nnx.shard_map(run, mesh=mesh_of("auto"), check_vma=False, **maps)
+        mapped = nnx.shard_map(run, mesh=auto_mesh(), check_vma=False, **maps)
         return lambda model, scale, batch: mapped(model, scale, batch)
 
     assert_close(trained("auto", in_a_map, wrt, axis_name="data"), plain(wrt))
@@ -138,7 +133,7 @@ def test_streams_of_random_numbers_move_on(kind):
         kept = model.dropout(x)
         return jnp.mean(model.out(kept) ** 2), kept
 
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(mesh_of(8, kind=KINDS[kind])):
         model = Model(rate=0.5)
         x = jax.device_put(jnp.ones((32, 64)), P("data"))
         own = {"aux": "rows"} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
@@ -156,7 +151,7 @@ def test_streams_of_random_numbers_move_on(kind):
 def test_weights_and_several_arguments():
     """A masked mean of two modules, a part of whose variables are in shards (FSDP)."""
     first, second = nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 4, rngs=nnx.Rngs(1))
-    mesh, batch = mesh_of("auto"), batches()[0]
+    mesh, batch = auto_mesh(), batches()[0]
 
     def masked(first, batch, second):
         own = errors(nnx.Sequential(first, nnx.tanh, second), dict(batch)) * batch["mask"]
@@ -164,8 +159,8 @@ def test_weights_and_several_arguments():
 
     expected = nnx.value_and_grad(masked, argnums=(0, 2))(first, batch, second)
     tokens = lambda first, batch, second: jnp.sum(batch["mask"])  # noqa: E731
-    nnx.update(first, jax.device_put(nnx.state(first), NamedSharding(mesh, P())))
-    first.kernel[...] = jax.device_put(first.kernel[...], NamedSharding(mesh, P(None, "data")))
+    nnx.update(first, put(nnx.state(first), mesh))
+    first.kernel[...] = put(first.kernel[...], mesh, P(None, "data"))
     f = OURS(masked, argnums=(0, 2), mesh=mesh, weight=tokens)
     found = f(first, batch, second)
     assert_close(found, expected)
@@ -194,6 +189,6 @@ def _closing(model, batch):
 )  # fmt: skip
 def test_what_goes_wrong_is_refused(call, match):
     model, options = Model(), {"key": jax.random.key(0)} if match.endswith("key") else {}
-    with jax.set_mesh(mesh_of("auto")), pytest.raises(ValueError, match=match):
+    with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=match):
         call(model, batches()[0], **options)
     assert not hasattr(model, "new")

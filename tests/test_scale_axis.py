@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, EIGHT, LOOP, assert_same_bits, auto_mesh, daily, relative_error, vmapped
-from jax.sharding import AxisType, NamedSharding
+from cases import (
+    CHEAP,
+    EIGHT,
+    LOOP,
+    assert_same_bits,
+    auto_mesh,
+    daily,
+    mesh_of,
+    put,
+    relative_error,
+    vmapped,
+)
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -25,32 +35,24 @@ def along(request, axis):
     return replace(request, method=replace(request.method, format=wire))
 
 
-def axes(scale_axis, shapes=TRANSFORMER):
+@pytest.mark.parametrize(
+    ("scale_axis", "shapes", "expected"),
+    [
+        # That of the residual stream, and the last of equally common ones.
+        ("auto", TRANSFORMER, {"head": 0, "up": 1, "query": 1}),
+        ("auto", {"a": (256, 512), "b": (512, 256), "short": (8, 16)}, {}),
+        # Numbers count where there are such axes.
+        (0, TRANSFORMER, dict.fromkeys(TRANSFORMER, 0) | {"bias": None}),
+        (-3, TRANSFORMER, {"up": 0, "down": 0, "query": 1, "output": 1}),
+        (None, TRANSFORMER, {}),
+    ],
+)
+def test_the_axis_of_a_leaf(scale_axis, shapes, expected):
+    """Leaves that ``expected`` does not have keep the last axis."""
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     leaves = with_scale_axes(describe_leaves(tree), scale_axis)
-    return {leaf.name[2:-2]: leaf.scale_axis for leaf in leaves}
-
-
-def test_auto_takes_the_axis_of_the_residual_stream():
-    assert axes("auto") == {
-        "embed": None, "head": 0, "up": 1, "down": None, "query": 1, "output": None, "norm": None,
-        "bias": None,
-    }  # fmt: skip
-
-
-def test_auto_takes_the_last_of_equally_common_axes():
-    assert axes("auto", {"a": (256, 512), "b": (512, 256)}) == {"a": None, "b": None}
-    assert axes("auto", {"short": (8, 16)}) == {"short": None}
-
-
-def test_numbers_count_where_there_are_such_axes():
-    assert axes(0) == {
-        "embed": 0, "head": 0, "up": 0, "down": 0, "query": 0, "output": 0, "norm": 0,
-        "bias": None,
-    }  # fmt: skip
-    found = axes(-3)
-    assert (found["head"], found["up"], found["query"]) == (None, 0, 1)
-    assert set(axes(None).values()) == {None}
+    found = {leaf.name[2:-2]: leaf.scale_axis for leaf in leaves}
+    assert found == dict.fromkeys(shapes) | expected
 
 
 @pytest.mark.parametrize("scale_axis", daily([0, 1, -2, "auto", None], [0, "auto"]))
@@ -91,8 +93,7 @@ def test_value_and_grad_returns_gradients_in_their_own_shapes():
 
 def test_every_device_goes_along_the_axis_of_its_own_part():
     """A leaf that "model" splits is scaled part by part, as if there were no other."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    method, key = along(CHEAP, 0), jax.random.key(1)
+    mesh, method, key = mesh_of(2, 2), along(CHEAP, 0), jax.random.key(1)
     x = jax.random.normal(jax.random.key(0), (2, 128, 512))
 
     def one(x):
@@ -100,7 +101,7 @@ def test_every_device_goes_along_the_axis_of_its_own_part():
         return dq.pmean(x[0], "data", method=method, key=key, specs=specs, topology=LOOP)
 
     options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
-    split_x = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+    split_x = put(x, mesh, P("data", None, "model"))
     found = jax.jit(jax.shard_map(one, mesh=mesh, **options))(split_x)
     for part in (slice(0, 256), slice(256, 512)):
         expected = vmapped(method, mean=True)(x[:, :, part], key)

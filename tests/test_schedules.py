@@ -1,6 +1,7 @@
 """Schedules say who encodes what when; any that keeps their promises can be run."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,84 +100,72 @@ def test_a_topology_of_ones_own(n, looped):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partial(TwoArms):
+class Broken(TwoArms):
+    """A topology of two stages whose schedule is ``made`` of the number of workers."""
+
+    made: Callable[[int], tuple[Rounds, ...]]
+
+    def schedule(self, n_workers: int):
+        return self.made(n_workers)
+
+
+def partial(_):
     """Encodes in one step a chunk that something arrived for and one that nothing did, of five."""
 
-    def schedule(self, n_workers: int):
-        def step(owners, way, slot):
-            chunks = np.array(owners, np.int32)
-            return Step(0, lambda w: (w + chunks) % 5, lambda w: slot, lambda w: (w + way) % 5)
+    def step(owners, way, slot):
+        chunks = np.array(owners, np.int32)
+        return Step(0, lambda w: (w + chunks) % 5, lambda w: slot, lambda w: (w + way) % 5)
 
-        steps = step([4], 1, 0), step([3, 2], 2, 1), step([1], 1, 2)
-        return (Rounds(3, lambda t: steps[t]),)
+    steps = step([4], 1, 0), step([3, 2], 2, 1), step([1], 1, 2)
+    return (Rounds(3, lambda t: steps[t]),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shifts(TwoArms):
+def shifts(n):
     """Sends straight to the owners, one after the other: no hop adds what came with the last."""
+    one = np.zeros(1, np.int32)
 
-    def schedule(self, n_workers: int):
-        one = np.zeros(1, np.int32)
+    def step(t):
+        def owner(w):
+            return (w + 1 + t) % n
 
-        def step(t):
-            def owner(w):
-                return (w + 1 + t) % n_workers
+        return Step(0, lambda w: owner(w) + one, slot=lambda w: t, to=owner)
 
-            return Step(0, lambda w: owner(w) + one, slot=lambda w: t, to=owner)
-
-        return (Rounds(n_workers - 1, step, looped=self.looped),)
+    return (Rounds(n - 1, step, looped=True),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OneArm(TwoArms):
-    """Leaves out the other one, or sends the first twice."""
-
-    times: int = 1
-
-    def schedule(self, n_workers: int):
-        return TwoArms.schedule(self, n_workers)[:1] * self.times
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hasty(TwoArms):
+def hasty(n):
     """The hops of a ring in the wrong order."""
-
-    def schedule(self, n_workers: int):
-        (hops,) = dq.Ring().schedule(n_workers)
-        return (hops._replace(step=lambda t: hops.step(n_workers - 2 - t), looped=False),)
+    (hops,) = dq.Ring().schedule(n)
+    return (hops._replace(step=lambda t: hops.step(n - 2 - t), looped=False),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToItself(TwoArms):
+def to_itself(n):
     """A worker sends its first chunk to itself, before it sends it on."""
-
-    def schedule(self, n_workers: int):
-        first = TwoArms.schedule(self, n_workers)
-        return (Rounds(1, lambda t: first[0].step(0)._replace(to=lambda w: w)), *first)
+    first = TwoArms().schedule(n)
+    return (Rounds(1, lambda t: first[0].step(0)._replace(to=lambda w: w)), *first)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Doubled(TwoArms):
+def doubled(n):
     """Encodes every chunk twice in a step."""
 
-    def schedule(self, n_workers: int):
-        def twice(step):
-            return step._replace(chunks=lambda w: np.repeat(step.chunks(w), 2, axis=-1))
+    def twice(step):
+        return step._replace(chunks=lambda w: np.repeat(step.chunks(w), 2, axis=-1))
 
-        found = TwoArms.schedule(self, n_workers)
-        return tuple(r._replace(step=lambda t, r=r: twice(r.step(t))) for r in found)
+    return tuple(r._replace(step=lambda t, r=r: twice(r.step(t))) for r in TwoArms().schedule(n))
 
 
-def test_schedules_that_break_their_promises_are_refused():
-    broken = {
-        "encode in one step chunks that arrived together": Partial(),
-        "encodes other chunks; pass Rounds": Shifts(looped=True),
-        "the owner of chunk 0 gets 3 of 5 gradients": OneArm(),
-        "one that it has sent before": OneArm(times=2),
-        "of 5 gradients": Hasty(),
-        "encodes chunk 2 for worker 0": ToItself(),
-        "of 5 gradients; its": Doubled(),
-    }
-    for complaint, topology in broken.items():
-        with pytest.raises(ValueError, match=complaint):
-            vmapped(small(dq.F32()), topology)(jnp.ones((5, 4096)), None)
+@pytest.mark.parametrize(
+    ("complaint", "made"),
+    [
+        ("encode in one step chunks that arrived together", partial),
+        ("encodes other chunks; pass Rounds", shifts),
+        ("the owner of chunk 0 gets 3 of 5 gradients", lambda n: TwoArms().schedule(n)[:1]),
+        ("one that it has sent before", lambda n: TwoArms().schedule(n)[:1] * 2),
+        ("of 5 gradients", hasty),
+        ("encodes chunk 2 for worker 0", to_itself),
+        ("of 5 gradients; its", doubled),
+    ],
+)
+def test_schedules_that_break_their_promises_are_refused(complaint, made):
+    with pytest.raises(ValueError, match=complaint):
+        vmapped(small(dq.F32()), Broken(made=made))(jnp.ones((5, 4096)), None)

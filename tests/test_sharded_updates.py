@@ -26,6 +26,7 @@ from cases import (
     put,
     small,
 )
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -40,13 +41,31 @@ N = 8
 F32 = dataclasses.replace(EXACT, min_leaf_size=256)
 TWO_BITS = small(dq.DynamiQ(widths=(2,), bits=2.5, dither=True))
 KEY = jax.random.key(0)
+
+
+def by_size(params):
+    return jax.tree.map(lambda x: x.size > 600, params)  # a slice has at most 504
+
+
+def narrowed(grad, param):
+    scaled = grad * jnp.sum(jnp.arange(grad.shape[0])) / param.size
+    return scaled if param.shape[0] == 64 else lax.cond(param.ndim > 1, jnp.tanh, abs, scaled)
+
+
 RULES = {
     "adamw": optax.adamw(
         1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
     "lion": optax.lion(1e-3),
     "sgd": optax.sgd(0.1, momentum=0.9),
+    "by sizes": optax.chain(
+        optax.adamw(1e-2, weight_decay=0.1, mask=by_size),
+        optax.masked(optax.trace(0.9), by_size),
+        optax.transforms.conditionally_transform(optax.scale(0.5), lambda step: step > 0),
+        optax.stateless_with_tree_map(narrowed),
+    ),
 }
+"""The last follows sizes of whole parameters, constants of them, and branches."""
 
 
 @once
@@ -101,7 +120,10 @@ WORKERS = [*((rule, "data", None) for rule in RULES), ("adamw", TWO_AXES, None)]
 WORKERS += [("adamw", TWO_AXES, dq.Hierarchical(outer=dq.Direct()))]
 
 
-@pytest.mark.parametrize(("rule", "axes", "topology"), daily(WORKERS, [WORKERS[0], WORKERS[2]]))
+DAILY = [("by sizes", "data", None), ("sgd", "data", None)]
+
+
+@pytest.mark.parametrize(("rule", "axes", "topology"), daily(WORKERS, DAILY))
 def test_exact_halves_train_as_plain_optax_does(rule, axes, topology):
     """SGD without a clip shows a wrong factor of the gradient, which clips and Adam hide."""
     params, batches = problem()

@@ -95,6 +95,7 @@ STEPS_OF = {
     "bf16-psum": "bf16 psum",
     "bf16-zero": "bf16 ZeRO-1 by hand",
     "zero-pipeline:bf16/bf16": "sharded updates, bf16",
+    "dp:mxfp8": "MXFP8",
     "dp:5": SHOWN["dp:5"],
     "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
     "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
@@ -102,6 +103,8 @@ STEPS_OF = {
     "bf16-fsdp": "bf16 FSDP",
     "fsdp:5/8": SHOWN["fsdp-keep:5/8"],
     "fsdp-keep:5/8": "FSDP, 5 + 8 bits, payloads kept",
+    "fsdp-checkpoint:5/8": "FSDP, 5 + 8 bits, blocks checkpointed",
+    "fsdp-keep-checkpoint:5/8": "payloads kept, blocks checkpointed",
 }
 
 
@@ -290,7 +293,7 @@ LOSSES_OF = {
     BF16: BF16,
     "bf16-zero": BF16,
     "bf16-fsdp": BF16,
-    "mxfp8": "mxfp8",
+    "dp:mxfp8": "mxfp8",
     "dp:5": "dynamiq:5",
     "zero-pipeline:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
     "zero-pipeline:4d/2.5": "dynamiq-dither:4/dynamiq-dither:2.5",
@@ -302,9 +305,8 @@ LONG = {BF16: "bf16", "mxfp8": "mxfp8", "dynamiq:5": "dynamiq-5"}
 LONG |= {"dynamiq:5/dynamiq-dither:2.5": "dynamiq-5-dynamiq-dither-2.5"}
 LONG |= {"dynamiq:5/dynamiq:8/whole": "dynamiq-5-dynamiq-8-whole"}
 """Files of ``long`` by methods."""
-OLDER = "step_time_pipeline.json"
-"""Steps of MXFP8, which `WAYS` lacks, on two H200 over host memory."""
-TIMED = ("25 Gb/s", "2 × H100"), ("25 Gb/s", "2 hosts × 2 H200"), *WITHIN[::-1]
+TIMED = ("25 Gb/s", "2 × H200"), ("25 Gb/s", "2 × H100"), ("25 Gb/s", "2 hosts × 2 H200")
+TIMED += ("host memory", "2 × H200"), ("NVLink", "4 × H200"), ("NVLink", "2 × H200")
 
 
 def less(share: float) -> str:
@@ -341,17 +343,13 @@ def time_to_loss_table() -> str:
     long = {method: np.reshape(own, (-1, 100)).mean(axis=1) for method, own in losses.items()}
     counts = steps_to_loss(short, CURVE_WINDOW), steps_to_loss(long, 100)
     times = {(run["links"], run["cards"]): dict(run["ms"]) for run in load(WAYS)["runs"]}
-    runs = ({row["method"]: row["step_ms"] for row in run["rows"]} for run in load(OLDER)["runs"])
-    older = next(run for run in runs if "mxfp8" in run)
-    at = times["host memory", "2 × H200"]
-    at["mxfp8"] = [older["mxfp8"] / older[BF16] * at[BF16][0]]
     lines = [("", "steps, of 200", "of 2,300", *map(", ".join, TIMED))]
     for way, method in LOSSES_OF.items():
         ratio = max(steps[method] / steps[BF16] for steps in counts if method in steps)
         shares = [times[run].get(way, [math.nan])[0] / times[run][BF16][0] for run in TIMED]
         cells = [f"{steps[method]:,.0f}" if method in steps else "" for steps in counts]
         cells += [less(ratio * share) for share in shares]
-        lines.append([STEPS_OF.get(way, "MXFP8"), *cells])
+        lines.append([STEPS_OF[way], *cells])
     return markdown(lines)
 
 

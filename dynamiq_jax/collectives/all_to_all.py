@@ -29,7 +29,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
-from dynamiq_jax.executors import Encoder
+from dynamiq_jax.executors.codec import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -160,17 +160,13 @@ def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method
     return exchange_rows(x, seed, axis=axis, method=method)
 
 
-def _exchange_forward(x, seed, axis, method, backward):
-    return _exchange(x, seed, axis, method, backward), seed
-
-
 def _exchange_backward(axis, method, backward, seed, cotangent):
     # An exchange of rows is its own transpose.
     seed = fold_seed(jnp.asarray(seed), 1)
     return _exchange(cotangent, seed, axis, backward, backward), None
 
 
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange.defvjp(lambda x, seed, *rest: (_exchange(x, seed, *rest), seed), _exchange_backward)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method"))
@@ -227,12 +223,13 @@ def _exchange_plain(
 ) -> Float[Array, "n s"]:
     """Every block is the only chunk of one worker, under the seed of sender and receiver."""
     n, size = x.shape
-    bound = method.bind(size, 1, Direct(streams=1))
+    alone = Call(Axis(()), Direct(streams=1), seed)
+    layout = method.layout(size, 1, Direct(streams=1))
     everyone, first = jnp.arange(n, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
 
     def codec(block: Array, sender: Array, receiver: Array):
-        shared = method.share(None, fold_seed(seed, sender * n + receiver), bound)
-        return method.codec(block, shared, bound, dtype=x.dtype)
+        call = alone._replace(seed=fold_seed(seed, sender * n + receiver))
+        return method.codec(block, method.share(None, layout, call), layout, call)
 
     def encode(block: Array, receiver: Array):
         own = codec(block, axis.index, receiver)
@@ -276,8 +273,8 @@ def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
         serves = serves and _format(method, n_workers).widths[0] > 1
     elif isinstance(method, HopMethod):
         x = jax.ShapeDtypeStruct((1,), jnp.float32)
-        bound = method.bind(1, 1, Direct(streams=1))
-        serves = jax.eval_shape(lambda x: method.measure(x, bound), x) is None
+        layout = method.layout(1, 1, Direct(streams=1))
+        serves = jax.eval_shape(lambda x: method.measure(x, layout), x) is None
     if not serves:
         raise NotImplementedError(
             f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "

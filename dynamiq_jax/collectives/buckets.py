@@ -1,5 +1,6 @@
 """The reduction of one device's leaves: buckets, exact leaves, weights, derivatives, metrics."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,7 @@ def exact_of(axis: Axis, op: Op) -> Callable:
     return axis.pmean if op == "mean" else axis.psum
 
 
+@functools.partial(inlined, static_argnames=("grouping", "axis", "n_workers", "op", "sent"))
 def reduce_leaves(
     values: dict[int, Array],
     key: Array | None,
@@ -108,10 +110,10 @@ def reduce_leaves(
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)
         options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
-        run: Callable = _reduce_bucket if axis.several_vmapped else _reduce_alike
+        run = axis.program(_reduce_bucket)
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
-            way = {"method": route.of_bucket(bucket), "topology": route.flat}
+            way = {"method": route.runner.of_bucket(bucket), "topology": route.flat}
             x, seed = concatenate(bucket, values), bucket_seed(words, bucket.tag)
             constants = lax.stop_gradient((x, seed, after[number]))
             total, (after[number], facts) = run(*constants, axis=axis, **way, **options)
@@ -124,6 +126,8 @@ def reduce_leaves(
     return values, after, summarise(of_leaves, bits_per_coord=sent[0], wire_bytes=sent[1])
 
 
+# A function of its own in the program: buckets of the same size are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("axis", "method", "topology", "divisor", "metrics"))
 def _reduce_bucket(
     x: Array,
     seed: Seed,
@@ -138,17 +142,6 @@ def _reduce_bucket(
     outcome = method.all_reduce(x, Call(axis, topology, seed, divisor, state, metrics))
     known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
     return outcome.value, (outcome.state, known)
-
-
-# A function of its own in the program: buckets of the same size are traced and lowered once.
-_reduce_alike = jax.jit(
-    _reduce_bucket, static_argnames=("axis", "method", "topology", "divisor", "metrics")
-)
-
-
-reduce_compiled = inlined(
-    reduce_leaves, static_argnames=("grouping", "axis", "n_workers", "op", "sent")
-)
 
 
 def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:

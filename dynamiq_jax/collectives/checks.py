@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import is_constant, is_transposed
+from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
 from dynamiq_jax.request.compression import PADDED
 from dynamiq_jax.tree.leaves import Grouping, Leaf
 
@@ -60,7 +60,7 @@ def fixed_leaves(leaves: list[Leaf], values, axis: Axis) -> Fixed:
             fixed[leaf.index] = "constant"
         elif is_transposed(value):
             fixed[leaf.index] = "native"
-        elif tracked and not axis.plainly_varies(value):
+        elif tracked and (not axis.varies(value) or half_reduced_axes(value)):
             same = axis.replicates(value)
             fixed[leaf.index] = "replicated" if same else "native"
     return fixed

@@ -107,11 +107,11 @@ def scattering(
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
     check_varying(grouping, fixed, axis)
     check_whole(grouping, axis)
-    run = _scatter_leaves if axis.several_vmapped else _scatter_compiled
     options = {"grouping": grouping, "axis": axis, "cut": cut, "op": op}
-    return functools.partial(run, values, key, **options), treedef
+    return functools.partial(axis.program(_scatter_leaves), values, key, **options), treedef
 
 
+@functools.partial(inlined, static_argnames=("grouping", "axis", "cut", "op"))
 def _scatter_leaves(
     values: list[Array],
     key: Array | None,
@@ -130,13 +130,15 @@ def _scatter_leaves(
     for bucket in grouping.buckets:
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
-        run = _scatter_bucket if axis.several_vmapped else _scatter_alike
-        way = {"axis": axis, "method": method, "topology": topology}
+        run, way = (
+            axis.program(_scatter_bucket),
+            {"axis": axis, "method": method, "topology": topology},
+        )
         x, seed = joined(parts), bucket_seed(words, bucket.tag)
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
-            total, _ = run(*lax.stop_gradient((x, seed, ())), **way)
+            total = run(*lax.stop_gradient((x, seed)), **way)
             total = with_tangent(axis.psum_scatter, x, total)
         total = over(total, divisor, total.dtype)
         sums = pieces(total, [part.shape[1] for part in parts])
@@ -210,16 +212,12 @@ def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
     return to_flat(jnp.moveaxis(x.reshape(shape), at, 0), own)
 
 
-def _scatter_bucket(
-    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, topology: Any
-) -> tuple[Array, tuple]:
-    return method.reduce_scatter(x, Call(axis, topology, seed)), state
-
-
 # Buckets of the same size are traced and lowered once, as in `buckets`.
-_scatter_alike = jax.jit(_scatter_bucket, static_argnames=("axis", "method", "topology"))
-
-_scatter_compiled = inlined(_scatter_leaves, static_argnames=("grouping", "axis", "cut", "op"))
+@functools.partial(jax.jit, static_argnames=("axis", "method", "topology"))
+def _scatter_bucket(
+    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, topology: Any
+) -> Array:
+    return method.reduce_scatter(x, Call(axis, topology, seed))
 
 
 def all_gather(
@@ -296,11 +294,11 @@ def gather_over(
     bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)  # noqa: E731
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
     check_whole(grouping, axis)
-    run = _gather_leaves if axis.several_vmapped else _gather_compiled
     options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}
-    return treedef.unflatten(run(values, key, **options))
+    return treedef.unflatten(axis.program(_gather_leaves)(values, key, **options))
 
 
+@functools.partial(inlined, static_argnames=("grouping", "axis", "cut", "to"))
 def _gather_leaves(
     values: list[Array],
     key: Array | None,
@@ -316,14 +314,12 @@ def _gather_leaves(
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
     for bucket in grouping.buckets:
-        run = _gather_bucket if axis.several_vmapped else _gather_alike
-        method, _ = bucket.route.halves()
+        run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
         x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
         if cut.n_workers == 1:
             gathered = exact(x)
         else:
-            constants = lax.stop_gradient((x, seed, ()))
-            gathered, _ = run(*constants, axis=axis, method=method, to=to)
+            gathered = run(*lax.stop_gradient((x, seed)), axis=axis, method=method, to=to)
             gathered = with_tangent(exact, x, gathered)
         shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
         for leaf, own in zip(bucket.leaves, shards, strict=True):
@@ -331,15 +327,13 @@ def _gather_leaves(
     return values
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "method", "to"))
 def _gather_bucket(
-    x: Array, seed: Seed, state: tuple, *, axis: Axis, method: ShardedMethod, to: Varying
-) -> tuple[Array, tuple]:
+    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, to: Varying
+) -> Array:
     whole = method.all_gather(x, Call(axis, None, seed), invarying=to != "varying")
-    return axis.gathered_as(whole, to), state
-
-
-_gather_alike = jax.jit(_gather_bucket, static_argnames=("axis", "method", "to"))
-_gather_compiled = inlined(_gather_leaves, static_argnames=("grouping", "axis", "cut", "to"))
+    reduced = to == "reduced" and axis.tracked  # the method's result counts as replicated
+    return lax.pcast(whole, axis.names, to="reduced") if reduced else whole
 
 
 def begin(

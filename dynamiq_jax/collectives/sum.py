@@ -16,13 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.buckets import (
-    exact_of,
-    over_open_axes,
-    reduce_compiled,
-    reduce_leaves,
-    weighted,
-)
+from dynamiq_jax.collectives.buckets import exact_of, over_open_axes, reduce_leaves, weighted
 from dynamiq_jax.collectives.checks import (
     check_state,
     check_varying,
@@ -221,10 +215,8 @@ class Sum:
             routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
             traffic = explain_grouping(grouping, routes)
             sent = traffic.bits_per_coord, traffic.wire_bytes
-        # JAX's rules for several axes of vmap have to be known before they are traced.
-        run = reduce_leaves if axis.several_vmapped else reduce_compiled
         ways = {"grouping": grouping, "axis": axis, "n_workers": n_workers, "op": op, "sent": sent}
-        run = functools.partial(run, **ways)
+        run = functools.partial(axis.program(reduce_leaves), **ways)
         if grouping.buckets and around.open:
             opened = told_specs(tree, self.specs, around, grouping)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)

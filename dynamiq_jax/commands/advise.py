@@ -76,10 +76,11 @@ def command(
     tables.report(rows, columns, title, workers, json_file)
     reason = None if chosen else settings.native_reason(leaves, mesh.devices.shape)
     said = decide(rows, step_ms=step_time_ms, reason=reason)
-    if on_cpu and chosen:
-        _report((check(rows),), None)
-    else:
-        _report(said.sentences, said.snippet(("data",) if nodes == 1 else mesh.axis_names))
+    for sentence in (check(rows),) if on_cpu and chosen else said.sentences:
+        typer.echo("\n" + textwrap.fill(sentence, 100))
+    if not (on_cpu and chosen):  # lines of a script
+        lines = said.snippet(("data",) if nodes == 1 else mesh.axis_names)
+        typer.echo("\n" + textwrap.indent(lines, "    "))
 
 
 def _routes(topology: str | None, mesh: Any, nodes: int) -> list[Any]:
@@ -95,11 +96,3 @@ def _routes(topology: str | None, mesh: Any, nodes: int) -> list[Any]:
     for route in routes:
         checked("--topology", Compression(topology=route).route, shape)
     return routes
-
-
-def _report(sentences: tuple[str, ...], lines: str | None) -> None:
-    """Prints paragraphs, and lines of a script."""
-    for sentence in sentences:
-        typer.echo("\n" + textwrap.fill(sentence, 100))
-    if lines:
-        typer.echo("\n" + textwrap.indent(lines, "    "))

@@ -11,9 +11,6 @@ import typer
 
 T = TypeVar("T")
 
-MAX_SUPER_GROUPS = 2**23 - 1
-"""So many of 256 coordinates have indices of 31 bits."""
-
 Repeats = Annotated[
     int | None, typer.Option(min=1, help="Timed samples per row (default: 20; on CPU 5).")
 ]
@@ -28,7 +25,8 @@ ProcessId = Annotated[int, typer.Option(min=0, help="Number of this process, fro
 Coordinator = Annotated[str, typer.Option(help="HOST:PORT at which process 0 listens.")]
 SuperGroups = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_SUPER_GROUPS, help="Super-groups of 256 coordinates per worker."),
+    # So many of 256 coordinates have indices of 31 bits.
+    typer.Option(min=1, max=2**23 - 1, help="Super-groups of 256 coordinates per worker."),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Draws of the data and of the rounding.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]

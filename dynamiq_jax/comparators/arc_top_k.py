@@ -28,8 +28,8 @@ from dynamiq_jax.comparators.native import (
     check_density,
     summed_rows,
 )
-from dynamiq_jax.core.seeds import Seed, seed_of
-from dynamiq_jax.methods.base import Call, Outcome, State, ring_bits
+from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.methods.base import Call, Outcome, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
@@ -68,35 +68,26 @@ class ARCTopK(MatrixMethod):
         shape = self.shape_of(x.shape[0])
         with jax.named_scope("arc_top_k_all_reduce"):
             matrix = x.astype(jnp.float32).reshape(shape)
-            sketch = jnp.matmul(
-                matrix / self.headroom(x.shape[0], n_workers),
-                _directions((shape[1], self.rank), call.seed, state),
-                precision=lax.Precision.HIGHEST,
-            )
+            # V: normal numbers in columns of length 1, new in every step where steps are counted.
+            key = jax.random.wrap_key_data(seed_of(call.seed), impl="threefry2x32")
+            key = jax.random.fold_in(key, state.step) if state else key
+            drawn = jax.random.normal(key, (shape[1], self.rank), jnp.float32)
+            drawn = drawn / jnp.sqrt(jnp.sum(drawn**2, axis=0, keepdims=True))
+            scaled = matrix / self.headroom(x.shape[0], n_workers)
+            sketch = jnp.matmul(scaled, drawn, precision=lax.Precision.HIGHEST)
             sketch = call.axis.psum(sketch.astype(jnp.bfloat16)).astype(jnp.float32)
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
-            chosen = lax.top_k(_energy(sketch, finite), self._count(x.shape[0]))[1]
+            known = jnp.where(finite[:, None], sketch, 0)
+            largest = jnp.max(jnp.abs(known))
+            known = known / jnp.where(
+                largest > 0, largest, 1
+            )  # squares neither overflow nor vanish
+            # Rows that come out NaN, sent or not, come last.
+            energy = jnp.where(finite, jnp.sum(known**2, axis=1), -1)
+            chosen = lax.top_k(energy, self._count(x.shape[0]))[1]
             result, left = summed_rows(matrix, chosen, finite, x, call, self.wire)
             return Outcome(result, state and StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""
         return math.ceil(self.density * self.shape_of(size)[0] - ROUNDING)
-
-
-def _directions(shape: tuple[int, int], seed: Seed, state: State) -> Float[Array, "columns r"]:
-    """V: columns of normal numbers, of length 1; new in every step where steps are counted."""
-    words = seed_of(seed)
-    key = jax.random.wrap_key_data(words, impl="threefry2x32")
-    if state:
-        key = jax.random.fold_in(key, state.step)
-    found = jax.random.normal(key, shape, jnp.float32)
-    return found / jnp.sqrt(jnp.sum(found**2, axis=0, keepdims=True))
-
-
-def _energy(sketch: Float[Array, "rows r"], finite: Array) -> Float[Array, " rows"]:
-    """Squared lengths up to a common factor; of rows that come out NaN, sent or not, -1."""
-    known = jnp.where(finite[:, None], sketch, 0)
-    largest = jnp.max(jnp.abs(known))
-    known = known / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
-    return jnp.where(finite, jnp.sum(known**2, axis=1), -1)

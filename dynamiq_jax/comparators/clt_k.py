@@ -23,7 +23,6 @@ from dynamiq_jax.comparators.native import (
     native_sum,
     with_room,
 )
-from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
@@ -66,9 +65,12 @@ class CLTK(NativeMethod, TellsLosses):
         axis, n_workers, state = call.axis, call.n_workers, call.state
         size = x.shape[0]
         with jax.named_scope("clt_k_all_reduce"):
-            chunks = self._cut(x.astype(jnp.float32))
+            chunks = jnp.pad(x.astype(jnp.float32), (0, -size % self.chunk_size))
+            chunks = chunks.reshape(-1, self.chunk_size)
+            # All know where the leader's largest values are; the others add zeros.
             leads = axis.index == (state.step % n_workers if state else 0)
-            places = self._places(chunks, leads, axis)
+            own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
+            places = axis.psum(jnp.where(leads, own, 0)).astype(jnp.int32)
             values = with_room(jnp.take_along_axis(chunks, places, axis=1), call)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
@@ -84,16 +86,6 @@ class CLTK(NativeMethod, TellsLosses):
     def _count(self) -> int:
         """Coordinates of a chunk that are sent."""
         return math.ceil(self.density * self.chunk_size - ROUNDING)
-
-    def _cut(self, x: Float[Array, " d"]) -> Float[Array, "N c"]:
-        return jnp.pad(x, (0, -x.shape[0] % self.chunk_size)).reshape(-1, self.chunk_size)
-
-    def _places(
-        self, chunks: Float[Array, "N c"], leads: Array, axis: Axis
-    ) -> Integer[Array, "N k"]:
-        """Where the leader's largest values are, known to all."""
-        own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
-        return axis.psum(jnp.where(leads, own, 0)).astype(jnp.int32)
 
 
 def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:

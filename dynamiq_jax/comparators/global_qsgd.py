@@ -7,31 +7,21 @@ is rounded.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt
+from jaxtyping import Float
 
 from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
-from dynamiq_jax.core.seeds import Seed, seed_of
+from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import clipped
-from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.base import Call, clipped
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 
 LEAST_SCALE = 2.0**-100
 """Where a scale counts as zero, so that its inverse is finite."""
-
-
-class QSGDShared(NamedTuple):
-    """The facts that all workers know ahead of the first encoding."""
-
-    seed: UInt[Array, " 2"]
-    """The seed of the rounding."""
-    scale: Float[Array, " pieces"]
-    """The largest magnitude on any worker; infinite where one of them is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +40,7 @@ class GlobalQSGD(PlainMethod):
     bits: int = 8
     piece_size: int = 4096
 
+    unit = 32  # whole words of every bit plane
     agreement: ClassVar[Literal["sum", "max"]] = "max"
 
     def __post_init__(self):
@@ -71,11 +62,6 @@ class GlobalQSGD(PlainMethod):
                 + (f"pass bits={bits}" if bits <= 8 else "pass topology=dq.Hierarchical()")
             )
 
-    @property
-    def unit(self) -> int:
-        """Whole words of every bit plane."""
-        return 32
-
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
         return 32 * bit_words(chunk_size, self.bits)
@@ -84,23 +70,23 @@ class GlobalQSGD(PlainMethod):
         """An f32 scale for every piece."""
         return 32 * -(-size // self.piece_size)
 
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+    def measure(self, x: Float[Array, " d"], layout: ChunkLayout) -> Array:
         """The largest magnitude of every piece, f32; infinite where something is not finite."""
         spare = -x.shape[0] % self.piece_size
         pieces = jnp.pad(jnp.abs(x.astype(jnp.float32)), (0, spare)).reshape(-1, self.piece_size)
         finite = jnp.all(jnp.isfinite(pieces), axis=1)
         return jnp.where(finite, jnp.max(jnp.where(finite[:, None], pieces, 0.0), axis=1), jnp.inf)
 
-    def share(self, message: Array, seed: Seed, bound: Bound) -> QSGDShared:
-        """The scales of all."""
-        return QSGDShared(seed_of(seed, message), message)
+    def share(self, message: Array, layout: ChunkLayout, call: Call) -> tuple[Array, Array]:
+        """The seed of the rounding, and the largest magnitudes on any worker."""
+        return seed_of(call.seed, message), message
 
     def operations(
-        self, x: Float[Array, " d"], shared: QSGDShared, bound: Bound
+        self, x: Float[Array, " d"], shared: tuple[Array, Array], layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Adds up what is in steps."""
-        layout, n = bound.layout, bound.n_workers
-        unit = shared.scale / (self._most // n)
+        seed, scale = shared
+        unit = scale / (self._most // call.n_workers)
         unit = jnp.where(unit > LEAST_SCALE, unit, 0.0)
         known = jnp.isfinite(unit)
         inverse = jnp.where(known & (unit > 0), 1 / jnp.where(unit > 0, unit, 1.0), 0.0)
@@ -113,7 +99,7 @@ class GlobalQSGD(PlainMethod):
         own = lax.reduce_precision(own, 8, 22)
         units = spread(jnp.where(known, unit, jnp.nan))
         units = jnp.pad(units, (0, layout.padded_size - x.shape[0])).reshape(layout.chunks, -1)
-        words, most = chunk_noise(shared.seed, bound.n_slots, layout), self._most
+        words, most = chunk_noise(seed, call.n_slots, layout), self._most
 
         def encode(values, chunk, slot):
             share = uniform(words(chunk, slot))

@@ -13,7 +13,7 @@ the optimizer.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ class LocalError(Around):
 
     method: Any = field(kw_only=False)
 
+    native_by_default: ClassVar[bool] = True
+
     def __post_init__(self):
         """Checks the method."""
         tells = isinstance(self.method, HopMethod) and not self.method.needs_state
@@ -50,11 +52,6 @@ class LocalError(Around):
                 f"method={self.method!r} does not tell what its encodings lose, or has other "
                 "coordinates in a chunk in every step; pass for example dq.comparators.MinMax()"
             )
-
-    @property
-    def native_by_default(self) -> bool:
-        """It has a route of its own."""
-        return True
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies."""
@@ -97,4 +94,4 @@ class LocalError(Around):
             return Outcome(value.astype(x.dtype), jnp.sum(own, axis=0), outcome.facts)
 
     def _layout(self, size: int, n_workers: int) -> ChunkLayout:
-        return cast(ChunkLayout, self.method.bind(size, n_workers, ROUTE).layout)
+        return cast(ChunkLayout, self.method.layout(size, n_workers, ROUTE))

@@ -17,20 +17,20 @@ The paper leaves open or has otherwise:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float, Int
 
 from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.seeds import Seed, fold_seed, seed_of
-from dynamiq_jax.executors import ChunkCodec, all_reduce
+from dynamiq_jax.core.seeds import fold_seed, seed_of
+from dynamiq_jax.executors.codec import ChunkCodec
+from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory
-from dynamiq_jax.methods.hops import Bound
 from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import gradients_in
@@ -47,17 +47,6 @@ class MarsitState(NamedTuple):
     """The compensation c, f32, on every worker its own."""
     step: Int[Array, ""]
     """Number of the round, int32, the same on all workers; it starts again after a full one."""
-
-
-class MarsitShared(NamedTuple):
-    """The facts that all workers know ahead of the first encoding."""
-
-    seed: UInt[Array, " 2"]
-    """The seed of the coins."""
-    scale: Float[Array, " blocks"]
-    """Lengths of a step; not finite where a gradient is not."""
-    step: Int[Array, ""]
-    """Number of the round, int32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +69,8 @@ class Marsit(PlainMethod):
     scale: float = 1.0
     block_size: int = 1024
 
+    needs_state: ClassVar[bool] = True
+
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
@@ -94,11 +85,6 @@ class Marsit(PlainMethod):
         size = self.block_size
         if size < 32 or size % 32:  # whole words of signs
             raise ValueError(f"block_size={size} must be a positive multiple of 32, as 1024")
-
-    @property
-    def needs_state(self) -> bool:
-        """Signs are nothing without the compensation."""
-        return True
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses more workers than can agree on a number."""
@@ -117,45 +103,52 @@ class Marsit(PlainMethod):
         """Whole blocks."""
         return self.block_size
 
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+    def measure(self, x: Float[Array, " d"], layout: ChunkLayout) -> Array:
         """Every block's mean magnitude over n, f32, not finite where x is not."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         filled = jnp.full(blocks.shape[0], self.block_size).at[-1].add(x.shape[0] - blocks.size)
         # Divided first, so that what is finite has a finite sum.
-        share = jnp.abs(clipped(blocks)) / (filled * bound.n_workers).astype(jnp.float32)[:, None]
+        share = jnp.abs(clipped(blocks)) / (filled * layout.n_workers).astype(jnp.float32)[:, None]
         finite = jnp.all(jnp.isfinite(blocks), axis=1)
         return jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
 
-    def share(self, message: Array, seed: Seed, bound: Bound) -> MarsitShared:
-        """Lengths of steps, and the round that all are in: the message ends with its sum."""
-        seed = seed_of(seed, message)
-        step = jnp.round(message[-1] / bound.n_workers).astype(jnp.int32)
-        length = jnp.minimum(message[:-1] * self.scale, LARGEST / bound.n_workers)
-        length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
-        return MarsitShared(fold_seed(seed, step), length, step)
+    def share(self, message: Array, layout: ChunkLayout, call: Call) -> tuple[Array, ...]:
+        """The seed of the coins, lengths of steps, and the round: the message ends with its sum.
 
-    def merging(self, y: Float[Array, " d"], shared: MarsitShared, bound: Bound) -> ChunkCodec:
+        Lengths are not finite where a gradient is not.
+        """
+        seed = seed_of(call.seed, message)
+        step = jnp.round(message[-1] / layout.n_workers).astype(jnp.int32)
+        length = jnp.minimum(message[:-1] * self.scale, LARGEST / layout.n_workers)
+        length = jnp.where(jnp.isfinite(message[:-1]), length, jnp.inf)
+        return fold_seed(seed, step), length, step
+
+    def codec(
+        self, x: Float[Array, " d"], shared: tuple[Array, ...], layout: ChunkLayout, call: Call
+    ) -> ChunkCodec:
         """Signs times the numbers of workers they stand for are merged; results are means, f32."""
-        layout: ChunkLayout = bound.layout
+        assert call.topology is not None
+        seed, lengths, _ = shared
         m, streams = layout.chunk_size, layout.chunks_per_worker
-        standing = jnp.asarray(gradients_in(bound.topology, bound.n_workers))
-        of_merge = chunk_noise(fold_seed(shared.seed, 0), bound.n_slots, layout)
-        of_zero = chunk_noise(fold_seed(shared.seed, 1), 1, layout)
-        spare = layout.padded_size // self.block_size - shared.scale.shape[0]
-        steps = jnp.pad(shared.scale, (0, spare)).reshape(layout.chunks, -1)
-        y = jnp.pad(y.astype(jnp.float32), (0, layout.padded_size - y.shape[0]))
+        standing = jnp.asarray(gradients_in(call.topology, call.n_workers))
+        of_merge = chunk_noise(fold_seed(seed, 0), call.n_slots, layout)
+        of_zero = chunk_noise(fold_seed(seed, 1), 1, layout)
+        spare = layout.padded_size // self.block_size - lengths.shape[0]
+        steps = jnp.pad(lengths, (0, spare)).reshape(layout.chunks, -1)
+        y = jnp.pad(x.astype(jnp.float32), (0, layout.padded_size - x.shape[0]))
         y = y.reshape(layout.chunks, m)
         # Signs of zero are drawn by coins that are the same on all workers.
         coins = jax.vmap(of_zero, (0, None))(jnp.arange(layout.chunks, dtype=jnp.int32), 0)
         drawn = jnp.where(coins >> 31 == 1, 1.0, -1.0)
         signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
 
-        def add(arrived, chunks):
+        def encode(arrived, chunks, encoder, lost, skip=None):
             """The coin is that of the encoding that arrived, which is merged once.
 
             One that is to be left out stands for nobody, and is never taken.
             """
+            del encoder, skip
 
             def merge(total, arriving):
                 payloads, slot = arriving
@@ -170,15 +163,11 @@ class Marsit(PlainMethod):
                 k = inputs.payloads.shape[0]
                 slots = jnp.broadcast_to(jnp.asarray(inputs.encoder.slot), k)
                 total, _ = lax.scan(merge, total, (inputs.payloads, slots), unroll=min(k, 16))
-            return total
-
-        def encode(arrived, chunks, encoder, lost, skip=None):
-            del encoder, skip
-            return pack_bits((add(arrived, chunks) > 0).astype(jnp.uint32), 1), lost
+            return pack_bits((total > 0).astype(jnp.uint32), 1), lost
 
         def decode(payloads, chunks, encoders, into):
-            lengths = jnp.repeat(steps[chunks], self.block_size, axis=1)
-            values = jnp.where(unpack_bits(payloads, m, 1) == 1, lengths, -lengths)
+            length = jnp.repeat(steps[chunks], self.block_size, axis=1)
+            values = jnp.where(unpack_bits(payloads, m, 1) == 1, length, -length)
             into = jnp.zeros((layout.chunks, m), jnp.float32) if into is None else into
             return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
@@ -205,18 +194,19 @@ class Marsit(PlainMethod):
         assert call.topology is not None
         assert isinstance(call.state, MarsitState)
         axis, n_workers, state, topology = call.axis, call.n_workers, call.state, call.topology
-        bound, size = self.bind(x.shape[0], n_workers, topology), x.shape[0]
+        layout, size = self.layout(x.shape[0], n_workers, topology), x.shape[0]
         with jax.named_scope("marsit_all_reduce"):
             y = with_memory(x, state.residual)
             # A state varies, for all that JAX knows: the round is one that all have added up.
-            message = jnp.append(self.measure(x, bound), state.step.astype(jnp.float32))
-            shared = self.share(axis.psum(message), call.seed, bound)
+            message = jnp.append(self.measure(x, layout), state.step.astype(jnp.float32))
+            shared = self.share(axis.psum(message), layout, call)
+            _, lengths, step = shared
             if self.debug_checks:
                 assert_same_on_workers(shared, axis, "the plan")
 
             def signs() -> tuple[Array, Array]:
-                codec = self.merging(y, shared, bound)
-                result, _ = all_reduce(topology, codec, axis, bound.layout.chunks_per_worker)
+                codec = self.codec(y, shared, layout, call)
+                result, _ = all_reduce(topology, codec, axis, layout.chunks_per_worker)
                 mean = result.reshape(-1)[:size]
                 return mean, y - mean
 
@@ -227,9 +217,9 @@ class Marsit(PlainMethod):
             if self.period is None:
                 mean, left = signs()
             else:
-                last = shared.step % self.period == self.period - 1
+                last = step % self.period == self.period - 1
                 mean, left = lax.cond(last, full, signs)
-            known = jnp.repeat(jnp.isfinite(shared.scale), self.block_size)[:size]
+            known = jnp.repeat(jnp.isfinite(lengths), self.block_size)[:size]
             mean = jnp.where(known, mean, jnp.nan)
             if self.debug_checks:
                 assert_same_on_workers(mean, axis, "the result")

@@ -25,10 +25,9 @@ from dynamiq_jax.comparators.lanes import (
     unpack_bits,
     words_of,
 )
-from dynamiq_jax.core.seeds import Seed, seed_of
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -72,20 +71,15 @@ class MinMax(PlainMethod):
         """Whole buckets."""
         return self.bucket_size
 
-    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
-        """The seed of the rounding."""
-        return seed_of(seed)
-
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
         return 32 * (chunk_size // self.bucket_size + bit_words(chunk_size, self.bits))
 
     def operations(
-        self, x: Float[Array, " d"], shared: Array, bound: Bound
+        self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """See `PlainMethod`."""
-        layout = bound.layout
-        words = chunk_noise(shared, bound.n_slots, layout)
+        words = chunk_noise(shared, call.n_slots, layout)
 
         def encode(values, chunk, slot):
             return self.encoded(values, None if self.rounding == "nearest" else words(chunk, slot))

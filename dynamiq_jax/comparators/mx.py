@@ -9,42 +9,34 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from dynamiq_jax.comparators import mx_codec as mx
-from dynamiq_jax.comparators.lanes import chunk_noise
-from dynamiq_jax.core.seeds import Seed, seed_of
+from dynamiq_jax.comparators.lanes import bit_words, chunk_noise
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.hops import Bound
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MX(PlainMethod):
     element: str
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    unit = 4 * mx.BLOCK  # whole words of scale codes
 
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
 
-    @property
-    def unit(self) -> int:
-        """Whole words of scale codes."""
-        return 4 * mx.BLOCK
-
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
-        return 32 * mx.payload_words(chunk_size, mx.ELEMENTS[self.element])
-
-    def share(self, message: None, seed: Seed, bound: Bound) -> Array:
-        """The seed of the rounding."""
-        return seed_of(seed)
+        codes = bit_words(chunk_size, mx.ELEMENTS[self.element].bits)
+        return 32 * (bit_words(chunk_size // mx.BLOCK, 8) + codes)
 
     def operations(
-        self, x: Float[Array, " d"], shared: Array, bound: Bound
+        self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Payloads of `mx.encode`."""
-        element, size, noise = mx.ELEMENTS[self.element], bound.layout.chunk_size, None
+        element, size, noise = mx.ELEMENTS[self.element], layout.chunk_size, None
         if self.rounding == "stochastic":
-            noise = chunk_noise(shared, bound.n_slots, bound.layout)
+            noise = chunk_noise(shared, call.n_slots, layout)
 
         def encode(values, chunk, slot):
             return mx.encode(values, element, None if noise is None else noise(chunk, slot))

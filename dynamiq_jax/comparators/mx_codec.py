@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt, UInt8, UInt32
+from jaxtyping import Array, Float, UInt, UInt32
 
 from dynamiq_jax.comparators.lanes import bit_words, floats_of, pack_bits, unpack_bits, words_of
 
@@ -133,57 +133,28 @@ def dequantize(codes: UInt[Array, "*shape"], element: Element) -> Float[Array, "
     return floats_of(jnp.where(magnitude > element.max_code, special, bits) | sign)
 
 
-def blocks_of(x: Float[Array, " m"]) -> Float[Array, "B 32"]:
-    """Flat values as blocks, the last one filled with zeros."""
-    return jnp.pad(x, (0, -x.shape[0] % BLOCK)).reshape(-1, BLOCK)
-
-
-def scale_codes(x: Float[Array, " m"], element: Element) -> UInt8[Array, " B"]:
-    """The scale code of each block by the floor rule: floor(log2(max|x|)) - emax + 127.
-
-    The largest u is in [2^emax, 2^(emax + 1)): what exceeds ``max_value`` saturates. Codes stop
-    at 0, which blocks of zeros have.
-    """
-    # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
-    exponent = (jnp.max(words_of(blocks_of(x)) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
-    code = jnp.maximum(exponent - element.emax, 0)
-    return jnp.where(exponent == 255, NAN_SCALE, code).astype(jnp.uint8)
-
-
-def to_elements(x: Float[Array, " m"], scale_code: UInt8[Array, " B"]) -> Float[Array, "B 32"]:
-    """Flat values in units of elements, f32, in blocks; anything where the code is `NAN_SCALE`."""
-    power = _SCALE_BIAS - scale_code.astype(jnp.int32)[:, None]
-    return _times_power_of_two(blocks_of(x), power)
-
-
-def from_elements(u: Float[Array, "B 32"], scale_code: UInt8[Array, " B"]) -> Float[Array, "B 32"]:
-    """The inverse of `to_elements`: NaN where the code is `NAN_SCALE`.
-
-    Exact also below the normal range, which f32 holds down to 2^-149. Values beyond f32, which no
-    block's own scale leads to, become infinities.
-    """
-    scale_code = scale_code[:, None]
-    values = _times_power_of_two(u, scale_code.astype(jnp.int32) - _SCALE_BIAS)
-    return jnp.where(scale_code == NAN_SCALE, jnp.nan, values)
-
-
-def payload_words(size: int, element: Element) -> int:
-    """Words of the payload of ``size`` values, a multiple of 32."""
-    return bit_words(size // BLOCK, 8) + bit_words(size, element.bits)
-
-
 def encode(
     x: Float[Array, " m"], element: Element, noise: UInt32[Array, " m"] | None = None
 ) -> UInt32[Array, " words"]:
-    """The payload of flat values, m a multiple of 32; ``noise`` as `quantize` has it."""
-    scales = scale_codes(x, element)
-    codes = quantize(to_elements(x, scales).reshape(-1), element, noise)
-    return jnp.concatenate([pack_bits(scales, 8), pack_bits(codes, element.bits)])
+    """The payload of flat values, m a multiple of 32; ``noise`` as `quantize` has it.
+
+    Scale codes follow the floor rule: floor(log2(max|x|)) - emax + 127, at least 0. So the largest
+    value over its scale is in [2^emax, 2^(emax + 1)): what exceeds ``max_value`` saturates.
+    """
+    blocks = x.reshape(-1, BLOCK)
+    # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
+    exponent = (jnp.max(words_of(blocks) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
+    scales = jnp.where(exponent == 255, NAN_SCALE, jnp.maximum(exponent - element.emax, 0))
+    units = _times_power_of_two(blocks, _SCALE_BIAS - scales[:, None])
+    codes = quantize(units.reshape(-1), element, noise)
+    scales = pack_bits(scales.astype(jnp.uint32), 8)
+    return jnp.concatenate([scales, pack_bits(codes, element.bits)])
 
 
 def decode(payload: UInt32[Array, " words"], size: int, element: Element) -> Float[Array, " m"]:
-    """The f32 values of a payload; NaN in blocks marked `NAN_SCALE`."""
+    """The f32 values of a payload, exactly, also subnormal ones; NaN in blocks of `NAN_SCALE`."""
     at = bit_words(size // BLOCK, 8)
-    scales = unpack_bits(payload[:at], size // BLOCK, 8).astype(jnp.uint8)
-    values = dequantize(unpack_bits(payload[at:], size, element.bits), element)
-    return from_elements(values.reshape(-1, BLOCK), scales).reshape(-1)
+    scales = unpack_bits(payload[:at], size // BLOCK, 8).astype(jnp.int32)[:, None]
+    units = dequantize(unpack_bits(payload[at:], size, element.bits), element)
+    values = _times_power_of_two(units.reshape(-1, BLOCK), scales - _SCALE_BIAS)
+    return jnp.where(scales == NAN_SCALE, jnp.nan, values).reshape(-1)

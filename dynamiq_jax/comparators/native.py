@@ -67,17 +67,13 @@ class NativeMethod(Method):
 
     __slots__ = ()
 
+    native_by_default: ClassVar[bool] = True
     counts_steps: ClassVar[bool] = False
     """Whether its state is a `StepState`."""
 
     def init(self, size: int, n_workers: int) -> State:
         """The first step, where steps are counted."""
         return StepState(jnp.zeros((), jnp.int32)) if self.counts_steps else ()
-
-    @property
-    def native_by_default(self) -> bool:
-        """It has collectives of its own."""
-        return True
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies."""

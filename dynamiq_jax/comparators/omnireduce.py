@@ -7,6 +7,7 @@ Blocks of 64 to 128 coordinates within `ErrorFeedback` are chunked top-k (Han et
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import jax
@@ -22,7 +23,44 @@ from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniReduce(NativeMethod, TellsLosses):
+class BlockMethod(NativeMethod, TellsLosses):
+    """The base of methods that sum, in bf16, the blocks that all workers choose by their energy."""
+
+    density: float
+    block_size: int
+
+    def __post_init__(self):
+        """Checks every field."""
+        check_fields(self)
+        check_density(self.density)
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size} must be a positive integer, as 256")
+
+    @abstractmethod
+    def count(self, blocks: int) -> int:
+        """How many blocks of so many are sent."""
+
+    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits that one worker sends to all-reduce ``size`` coordinates."""
+        blocks = -(-size // self.block_size)
+        return ring_bits(16 * (blocks + self.count(blocks) * self.block_size), n_workers)
+
+    def measured(
+        self, x: Float[Array, " d"], call: Call
+    ) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
+        """This worker's blocks, and the energies of all workers: sums of mean squares in bf16.
+
+        An energy is finite where all workers' blocks are.
+        """
+        blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
+        blocks = blocks.reshape(-1, self.block_size)
+        scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
+        energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
+        return blocks, call.axis.psum(energy.astype(jnp.bfloat16))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OmniReduce(BlockMethod):
     """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
 
     Biased: what is left out is lost without `ErrorFeedback`.
@@ -35,46 +73,16 @@ class OmniReduce(NativeMethod, TellsLosses):
     density: float = 0.5
     block_size: int = 256
 
-    def __post_init__(self):
-        """Checks every field."""
-        check_fields(self)
-        check_blocks(self.density, self.block_size)
-
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        blocks = -(-size // self.block_size)
-        return ring_bits(16 * (blocks + self._count(blocks) * self.block_size), n_workers)
+    def count(self, blocks: int) -> int:
+        """A fixed part of them."""
+        return math.ceil(self.density * blocks)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         with jax.named_scope("omnireduce_all_reduce"):
-            blocks, energy = measured(x, self.block_size, call)
+            blocks, energy = self.measured(x, call)
             finite = jnp.isfinite(energy)
             priority = jnp.where(finite, energy, -1)  # is NaN, whether it is sent or not
-            chosen = lax.top_k(priority, self._count(energy.size))[1]
+            chosen = lax.top_k(priority, self.count(energy.size))[1]
             result, left = summed_rows(blocks, chosen, finite, x, call)
             return Outcome(result, call.state, lost=left)
-
-    def _count(self, blocks: int) -> int:
-        """Blocks that are sent."""
-        return math.ceil(self.density * blocks)
-
-
-def check_blocks(density: float, block_size: int) -> None:
-    """Raises ValueError for a bad field."""
-    check_density(density)
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size} must be a positive integer, as 256")
-
-
-def measured(
-    x: Float[Array, " d"], block_size: int, call: Call
-) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
-    """This worker's blocks, and the energies of all workers: sums of mean squares in bf16.
-
-    An energy is finite where all workers' blocks are.
-    """
-    blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % block_size)).reshape(-1, block_size)
-    scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
-    energy = jnp.where(jnp.isfinite(scale), jnp.minimum(scale**2, largest), jnp.inf)
-    return blocks, call.axis.psum(energy.astype(jnp.bfloat16))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float
 
 from dynamiq_jax.comparators.native import NativeMethod
 from dynamiq_jax.core.seeds import seed_of
@@ -40,7 +40,9 @@ class PermK(NativeMethod):
                 known = jnp.stack([jnp.sum(wide), jnp.sum(jnp.square(wide))])
                 seed = seed_of(seed, axis.psum(known))
             sets = jnp.pad(wide, (0, -x.shape[0] % n_workers)).reshape(-1, n_workers)
-            shifts = _shifts(seed, sets.shape[0], n_workers)
+            # How far the workers of every set are shifted, the same on all of them.
+            key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+            shifts = jax.random.randint(key, sets.shape[:1], 0, n_workers, jnp.int32)
             place = (axis.index + shifts) % n_workers
             own = jnp.take_along_axis(sets, place[:, None], axis=1)[:, 0]
             own = jnp.where(jnp.all(jnp.isfinite(sets), axis=1), clipped(own), jnp.nan)
@@ -51,9 +53,3 @@ class PermK(NativeMethod):
             value = jnp.take_along_axis(found.T.astype(jnp.float32), worker, axis=1)
             value = clipped(value * n_workers) / call.divisor
             return Outcome(value.reshape(-1)[: x.shape[0]].astype(x.dtype), call.state)
-
-
-def _shifts(seed: UInt[Array, " 2"], count: int, n_workers: int) -> Int[Array, " N"]:
-    """How far the workers of every set are shifted, the same on all workers."""
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return jax.random.randint(key, (count,), 0, n_workers, jnp.int32)

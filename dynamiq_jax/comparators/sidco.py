@@ -22,11 +22,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.comparators.native import ROUNDING, NativeMethod, summed_rows
-from dynamiq_jax.comparators.omnireduce import check_blocks, measured
-from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, ring_bits
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.comparators.native import ROUNDING, summed_rows
+from dynamiq_jax.comparators.omnireduce import BlockMethod
+from dynamiq_jax.methods.base import Call, Outcome, State
 
 FIRST_PART = 0.25
 """The part that the first of several stages keeps, delta_1 of the paper."""
@@ -51,7 +49,7 @@ class SIDCoState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SIDCo(NativeMethod, TellsLosses):
+class SIDCo(BlockMethod):
     """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
 
     Biased: what is left out is lost without `ErrorFeedback`. Without state the number of stages
@@ -70,8 +68,7 @@ class SIDCo(NativeMethod, TellsLosses):
 
     def __post_init__(self):
         """Checks every field."""
-        check_fields(self)
-        check_blocks(self.density, self.block_size)
+        BlockMethod.__post_init__(self)
         if not 1 <= self.headroom < math.inf:
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
 
@@ -81,51 +78,41 @@ class SIDCo(NativeMethod, TellsLosses):
         stages = jnp.full((), FIRST_STAGES, jnp.int32)
         return SIDCoState(zero, stages, zero, counts)
 
-    def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates."""
-        blocks = -(-size // self.block_size)
-        return ring_bits(16 * blocks + 16 * self._room(blocks) * self.block_size, n_workers)
+    def count(self, blocks: int) -> int:
+        """All that there is room for."""
+        return min(blocks, math.ceil(self.headroom * self.density * blocks - ROUNDING))
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         state = call.state
         own = state or self.init(x.shape[0], call.n_workers)
         with jax.named_scope("sidco_all_reduce"):
-            blocks, energy = measured(x, self.block_size, call)
+            blocks, energy = self.measured(x, call)
             finite = jnp.isfinite(energy)
             norms = jnp.where(finite, jnp.sqrt(energy.astype(jnp.float32)), -1)
             limits = thresholds(norms, self.density)
             place, stages = (call.axis.assume_invarying(s) for s in (own.place, own.stages))
             above = finite & (norms >= limits[stages - 1])
-            chosen = first_of(above, place, self._room(above.size))
+            chosen = first_of(above, place, self.count(above.size))
             result, left = summed_rows(blocks, chosen, finite, x, call)
             if not state:
                 return Outcome(result, state, lost=left)
             would_be = finite[None] & (norms[None] >= limits[:, None])
             counts = own.counts + jnp.sum(would_be, axis=1, dtype=jnp.int32)
+            # Of the next period: the number in use, or the one whose average is nearest.
             over = own.step + 1 == PERIOD
+            target = PERIOD * max(1.0, self.density * above.size)
+            ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
+            good = jnp.abs(ratios[own.stages - 1] - 1) <= TOLERANCE
+            nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
             # The next step begins behind the last block that was sent, around the end.
             after = SIDCoState(
                 place=(own.place + (chosen[-1] + 1 - place)) % above.size,
-                stages=jnp.where(over, self._adapted(own.stages, counts, above.size), own.stages),
+                stages=jnp.where(over & ~good, nearest, own.stages),
                 step=jnp.where(over, 0, own.step + 1),
                 counts=jnp.where(over, 0, counts),
             )
             return Outcome(result, after, lost=left)
-
-    def _room(self, blocks: int) -> int:
-        """How many blocks are sent."""
-        return min(blocks, math.ceil(self.headroom * self.density * blocks - ROUNDING))
-
-    def _adapted(
-        self, stages: Int[Array, ""], counts: Int[Array, " stages"], blocks: int
-    ) -> Int[Array, ""]:
-        """The next period's number of stages."""
-        target = PERIOD * max(1.0, self.density * blocks)
-        ratios = jnp.maximum(counts, 1).astype(jnp.float32) / target
-        good = jnp.abs(ratios[stages - 1] - 1) <= TOLERANCE
-        nearest = jnp.argmin(jnp.abs(jnp.log(ratios))).astype(jnp.int32) + 1
-        return jnp.where(good, stages, nearest)
 
 
 def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:

@@ -113,13 +113,16 @@ class Axis:
         """
         return len(self.names) > 1 and self.vmapped
 
+    def program(self, compiled: Any) -> Any:
+        """A function of `jax.jit`, or what it wraps where there are several axes of `jax.vmap`.
+
+        JAX's rules for these have to be known before they are traced.
+        """
+        return compiled.__wrapped__ if self.several_vmapped else compiled
+
     def varies(self, x: Any) -> bool:
         """Whether JAX knows that ``x`` varies over every one of the axes."""
         return varying_axes(x).issuperset(self.names)
-
-    def plainly_varies(self, x: Any) -> bool:
-        """Whether ``x`` varies over the axes, and is not half of a reduction over any axis."""
-        return self.varies(x) and not half_reduced_axes(x)
 
     def replicates(self, x: Any) -> bool:
         """Whether JAX knows that all workers hold the same ``x``."""
@@ -142,9 +145,7 @@ class Axis:
 
     def psum(self, tree: Any) -> Any:
         """`lax.psum`; of groups also where JAX tracks varying axes, and the sums still vary."""
-        if self.groups is None:
-            return lax.psum(tree, self.name)
-        if not self.tracked:
+        if self.groups is None or not self.tracked:
             return lax.psum(tree, **self._grouped)
 
         def total(x: Any) -> Any:
@@ -158,8 +159,6 @@ class Axis:
 
     def pmean(self, tree: Any) -> Any:
         """`lax.pmean`."""
-        if self.groups is None:
-            return lax.pmean(tree, self.name)
         return lax.pmean(tree, **self._grouped)
 
     def pmax(self, tree: Any) -> Any:
@@ -170,10 +169,8 @@ class Axis:
 
     def psum_scatter(self, x: Array) -> Array:
         """The sum of ``x[index]`` over workers."""
-        if self.groups is not None:
+        if self.groups is not None or not self.several_vmapped:
             return lax.psum_scatter(x, **self._grouped)
-        if not self.several_vmapped:
-            return lax.psum_scatter(x, self.name)
         return lax.psum(x, self.name)[lax.axis_index(self.name)]
 
     def all_gather(self, x: Array, to: Varying = "varying") -> Array:
@@ -190,16 +187,9 @@ class Axis:
             return lax.all_gather(x, self.name, to=to)
         return lax.all_gather(x, self.name)
 
-    def gathered_as(self, x: Array, to: Varying) -> Array:
-        """A gathered array that JAX counts as replicated, as `all_gather` would type it."""
-        return lax.pcast(x, self.names, to="reduced") if to == "reduced" and self.tracked else x
-
     def all_to_all(self, tree: Any) -> Any:
         """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` came from worker i."""
-        options = {"split_axis": 0, "concat_axis": 0, "tiled": True}
-        if self.groups is not None:
-            return lax.all_to_all(tree, **self._grouped, **options)
-        return lax.all_to_all(tree, self.name, **options)
+        return lax.all_to_all(tree, **self._grouped, split_axis=0, concat_axis=0, tiled=True)
 
     def push(self, tree: Any, *, to_all: bool) -> Any:
         """`all_to_all`, or `all_gather` if ``to_all``, of all leaves by one push kernel."""
@@ -243,5 +233,5 @@ class Axis:
 
     @property
     def _grouped(self) -> dict[str, Any]:
-        """Arguments of `jax.lax`'s collectives for groups."""
+        """Arguments of `jax.lax`'s collectives that name the workers."""
         return {"axis_name": self.name, "axis_index_groups": self.groups}

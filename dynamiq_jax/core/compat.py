@@ -18,12 +18,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
 
-class _Inline:
-    """`jax.Inline` before JAX had it."""
-
-    JAX_EARLY = True
-
-
 def coordination_client() -> Any:
     """The client of JAX's coordination service; `None` where `jax.distributed` was not started."""
     if not jax.distributed.is_initialized():
@@ -114,7 +108,8 @@ def zero_tangent(x: Array) -> Array | np.ndarray:
     return np.zeros(x.shape, jax.dtypes.float0)
 
 
-inlined = functools.partial(jax.jit, inline=getattr(jax, "Inline", _Inline).JAX_EARLY)
+_inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # before JAX had it: True
+inlined = functools.partial(jax.jit, inline=_inline)
 """`jax.jit` of which nothing is left within another: one program for operations called eagerly."""
 
 

@@ -44,14 +44,9 @@ def all_reduce(
     last, me = len(stages) - 1, axis.index
     own = Encoder(last, sink_slot(stages, me), me)
     inputs, lost = _reduce(topology, codec, axis, streams)
-    permutes = topology.transport == "permutes"
-    gathers = {
-        "collectives": _gathered_sinks,
-        "permutes": _permuted_sinks,
-        "push": _pushed_sinks,
-    }
-    gather = gathers[topology.transport or "collectives"]
-    result = None
+    permutes, result = topology.transport == "permutes", None
+    gather = _pushed_sinks if topology.transport == "push" else _gathered_sinks
+    gather = _permuted_sinks if permutes else gather
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]  # stream i of this worker's chunks
         payloads, lost = codec.encode(arrived, chunk, own, lost)
@@ -141,11 +136,6 @@ class _Run(NamedTuple):
     push: bool
     """Whether payloads travel by push kernels."""
 
-    @property
-    def me(self) -> Array:
-        """This worker's number."""
-        return self.axis.index
-
     def loop(
         self, rounds: Rounds, held: list[list[_Held]], lost: Array | None
     ) -> tuple[list[list[_Held]], Array | None]:
@@ -186,8 +176,9 @@ class _Run(NamedTuple):
             if at is None:
                 continue
             if not np.array_equal(owners, wanted):
-                mine = jnp.asarray(at)[self.me]
-                arrived = arrived._replace(payloads=_take(arrived.payloads, mine))
+                mine = jnp.asarray(at)[self.axis.index]
+                take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")  # noqa: E731
+                arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)
         return tuple(found)
 
@@ -195,7 +186,7 @@ class _Run(NamedTuple):
         self, step: Step, stream: int, arrived: tuple[Arrived, ...], lost: Array | None
     ) -> tuple[Payload, Array | None]:
         """The payloads of one stream's chunks in a step."""
-        me = self.me
+        me = self.axis.index
         chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
         encoder = Encoder(step.stage, step.slot(me), me)
         skip = me if step.to is None and not arrived else None
@@ -217,11 +208,11 @@ class _Run(NamedTuple):
             return _Held(self._owners(step), Arrived(moved, self._sender(step)))
         everyone = jnp.arange(self.n_workers, dtype=jnp.int32)
         encoder = Encoder(step.stage, step.slot(everyone), everyone)
-        return _Held(self._owners(step), Arrived(moved, encoder, skip=self.me))
+        return _Held(self._owners(step), Arrived(moved, encoder, skip=self.axis.index))
 
     def _sender(self, step: Step) -> Encoder:
         """Whose encoding this worker gets in a step of a permutation."""
-        sender = jnp.asarray(_senders(step, self.n_workers))[self.me]
+        sender = jnp.asarray(_senders(step, self.n_workers))[self.axis.index]
         return Encoder(step.stage, jnp.asarray(step.slot(sender))[None], sender[None])
 
     def _owners(self, step: Step) -> Int[np.ndarray, "n c"]:
@@ -254,8 +245,3 @@ def _positions(
             "encodes them with others in the next; encode in one step chunks that arrived together"
         )
     return at
-
-
-def _take(payloads, at: Int[Array, " c"]):
-    """Payloads [k, ...] of the chunks at these positions."""
-    return jax.tree.map(lambda x: x.at[:, at].get(mode="promise_in_bounds"), payloads)

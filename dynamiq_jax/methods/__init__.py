@@ -1,12 +1,6 @@
 """Methods: how one flat array is reduced over one axis."""
 
-from dynamiq_jax.methods.base import (
-    Limits,
-    Method,
-    ShardedMethod,
-    State,
-    TellsLosses,
-)
+from dynamiq_jax.methods.base import Method, ShardedMethod, State
 from dynamiq_jax.methods.dynamiq import DynamiQ, Format
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.uncompressed import BF16, F32
@@ -17,9 +11,7 @@ __all__ = [
     "ErrorFeedback",
     "F32",
     "Format",
-    "Limits",
     "Method",
     "ShardedMethod",
     "State",
-    "TellsLosses",
 ]

@@ -8,7 +8,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Self
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,6 +20,7 @@ from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.base import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
@@ -54,6 +56,12 @@ class Call(NamedTuple):
     def n_workers(self) -> int:
         """Workers that reduce together."""
         return self.axis.size
+
+    @property
+    def n_slots(self) -> int:
+        """Encodings that one chunk passes through; for hop methods."""
+        assert self.topology is not None
+        return n_slots(self.topology.stages(self.n_workers))
 
 
 class Outcome(NamedTuple):
@@ -119,15 +127,10 @@ class Method(Options, ABC):
 
     __slots__ = ()
 
-    @property
-    def native_by_default(self) -> bool:
-        """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
-        return False
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether the method would be wrong without a state."""
-        return False
+    native_by_default: ClassVar[bool] = False
+    """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
+    needs_state: ClassVar[bool] = False
+    """Whether the method would be wrong without a state."""
 
     @property
     def most_bits(self) -> float:
@@ -244,16 +247,6 @@ class ShardedMethod(Method):
         """
 
 
-class _Within:
-    """A member that is the same member of the method within."""
-
-    def __set_name__(self, owner: type, name: str):
-        self.name = name
-
-    def __get__(self, around: Any, owner: type | None = None) -> Any:
-        return self if around is None else getattr(around.method, self.name)
-
-
 class Around(Method):
     """The base of methods around another one, which has the same buckets and wire as alone."""
 
@@ -261,20 +254,16 @@ class Around(Method):
 
     method: Any
 
-    native_by_default: Any = _Within()
-    most_bits: Any = _Within()
-    scale_axis: Any = _Within()
-    declines: Any = _Within()
-    limits: Any = _Within()
-    check: Any = _Within()
-    native_dtype: Any = _Within()
-    wire_bits: Any = _Within()
-    relative_error: Any = _Within()
-
-    @property
-    def needs_state(self) -> bool:
-        """It is nothing without its memory."""
-        return True
+    needs_state: ClassVar[bool] = True
+    native_by_default: ClassVar[Any] = property(attrgetter("method.native_by_default"))
+    most_bits: Any = property(attrgetter("method.most_bits"))
+    scale_axis: Any = property(attrgetter("method.scale_axis"))
+    declines: Any = property(attrgetter("method.declines"))
+    limits: Any = property(attrgetter("method.limits"))
+    check: Any = property(attrgetter("method.check"))
+    native_dtype: Any = property(attrgetter("method.native_dtype"))
+    wire_bits: Any = property(attrgetter("method.wire_bits"))
+    relative_error: Any = property(attrgetter("method.relative_error"))
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """Itself around the method for this bucket."""

@@ -5,19 +5,20 @@ chunk's number and slot; there is no plan. The gradient's d coordinates are cut 
 the last ones filled up with zeros; a worker adds what arrived to its own share in f32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder, Payload
-from dynamiq_jax.methods.base import ring_bits
-from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
-from dynamiq_jax.topologies import Stage, Topology
+from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
+from dynamiq_jax.methods.base import Call, ring_bits
+from dynamiq_jax.methods.hops import HopMethod, Message, Shared
+from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,24 +77,16 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
     return lax.scan(add, total, numbered, unroll=min(k, 16))[0]
 
 
-def sent_bits(payload_bits: int, layout: ChunkLayout, stages: Sequence[Stage]) -> int:
-    """Bits that one worker sends in these stages, of payloads of equal size."""
-    sent = sum(stage.sent for stage in stages)
-    return payload_bits * sent * layout.chunks_per_worker
-
-
 class PlainMethod(HopMethod):
     """The base of methods that encode chunks by themselves."""
 
     __slots__ = ()
 
-    @property
-    def unit(self) -> int:
-        """Coordinates of which chunks are multiples."""
-        raise NotImplementedError
+    unit: Any
+    """Coordinates of which chunks are multiples, an int."""
 
     def operations(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """The gradient in units in which values are added up, perhaps padded, and their codec."""
         raise NotImplementedError
@@ -106,26 +99,22 @@ class PlainMethod(HopMethod):
         """Bits of a worker's message to the agreement."""
         return 0
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
+    def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
         """Equal chunks, each of whole units."""
         streams = topology.chunks_per_worker(size)
         units = max(1, -(-size // (n_workers * streams * self.unit)))
         sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}
-        return Bound(ChunkLayout(**sizes, chunk_size=units * self.unit), topology, n_workers)
+        return ChunkLayout(**sizes, chunk_size=units * self.unit)
+
+    def share(self, message: Message, layout: ChunkLayout, call: Call) -> Shared:
+        """The seed of the rounding."""
+        return seed_of(call.seed)
 
     def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: Shared,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> ChunkCodec:
         """See `HopMethod`; results are [C, m]."""
-        own, codec = self.operations(x, shared, bound)
-        layout: ChunkLayout = bound.layout
+        own, codec = self.operations(x, shared, layout, call)
         own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
         decoded = jax.vmap(codec.decode)
         restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
@@ -140,7 +129,7 @@ class PlainMethod(HopMethod):
             del skip  # encoding what nobody needs does no harm
             values = add(arrived, chunks)
             payloads = jax.vmap(codec.encode, (0, 0, None))(values, chunks, encoder.slot)
-            if keep_error:
+            if call.keep_error:
                 less = restored(values - decoded(payloads, chunks), chunks)
                 # What nobody needs of a worker's own chunk is overwritten by what its sum loses.
                 at = lost.at[chunks]
@@ -149,22 +138,20 @@ class PlainMethod(HopMethod):
 
         def decode(payloads, chunks, encoders, into):
             values = restored(decoded(payloads, chunks), chunks)
-            values = (values / divisor if divisor != 1 else values).astype(dtype)
+            values = (values / call.divisor if call.divisor != 1 else values).astype(x.dtype)
             if into is None:
-                into = jnp.zeros((layout.chunks, layout.chunk_size), dtype)
+                into = jnp.zeros((layout.chunks, layout.chunk_size), x.dtype)
             return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        return ChunkCodec(
-            encode, decode, lost=jnp.zeros(own.shape, jnp.float32) if keep_error else None
-        )
+        losses = jnp.zeros(own.shape, jnp.float32) if call.keep_error else None
+        return ChunkCodec(encode, decode, lost=losses)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         assert topology is not None
         if n_workers == 1:
             return 0
-        layout = self.bind(size, n_workers, topology).layout
-        payloads = sent_bits(
-            self.payload_bits(layout.chunk_size), layout, topology.stages(n_workers)
-        )
-        return payloads + ring_bits(self.agreed_bits(size), n_workers)
+        layout = self.layout(size, n_workers, topology)
+        sent = layout.chunks_per_worker * sum(stage.sent for stage in topology.stages(n_workers))
+        agreed = ring_bits(self.agreed_bits(size), n_workers)
+        return sent * self.payload_bits(layout.chunk_size) + agreed

@@ -12,19 +12,16 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.methods.base import Call, Outcome, ring_bits
-from dynamiq_jax.methods.hops import Bound, HopMethod, Shared
-from dynamiq_jax.methods.plain import PlainCodec, PlainMethod
+from dynamiq_jax.methods.hops import HopMethod, Shared
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Uncompressed(PlainMethod):
     wire_dtype: ClassVar[Any] = jnp.float32
-
-    @property
-    def native_by_default(self) -> bool:
-        """`None` is `lax.psum`."""
-        return True
+    native_by_default: ClassVar[bool] = True
+    unit = 16  # whole sectors of a GPU's memory
 
     def native_dtype(self, dtype) -> jnp.dtype:
         """The method's own, whatever the gradient's."""
@@ -37,18 +34,10 @@ class _Uncompressed(PlainMethod):
         total = call.axis.psum(x.astype(self.wire_dtype))
         if call.divisor != 1:
             total = total.astype(jnp.float32) / call.divisor
-        outcome = Outcome(total.astype(x.dtype), call.state)
-        if not call.keep_error:
-            return outcome
-        kind = jnp.finfo(self.wire_dtype)
+        own, kind = x.astype(jnp.float32), jnp.finfo(self.wire_dtype)
         # No cast and back, which XLA may drop.
-        own = x.astype(jnp.float32)
-        return outcome._replace(lost=own - lax.reduce_precision(own, kind.nexp, kind.nmant))
-
-    @property
-    def unit(self) -> int:
-        """Whole sectors of a GPU's memory."""
-        return 16
+        lost = own - lax.reduce_precision(own, kind.nexp, kind.nmant)
+        return Outcome(total.astype(x.dtype), call.state, lost=lost)
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
@@ -61,7 +50,7 @@ class _Uncompressed(PlainMethod):
         return PlainMethod.wire_bits(self, size, n_workers, topology)
 
     def operations(
-        self, x: Float[Array, " d"], shared: Shared, bound: Bound
+        self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32

@@ -146,7 +146,7 @@ def _run(closed: Any, args: Sequence[_Value], source: JaxprEqn | None = None) ->
 def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> list[_Value]:
     """The results of one equation, which is in the ``source``, or is it."""
     name, params = equation.primitive.name, equation.params
-    shapes, made = _shapes(equation.invars), _shapes(equation.outvars)
+    shapes, made = ([x.aval.shape for x in xs] for xs in (equation.invars, equation.outvars))  # type: ignore
     if name in CALLS:
         return _run(inner_jaxprs(equation)[0], operands, source)
     if name == "cond":  # all branches run, and the index chooses among their results
@@ -194,22 +194,14 @@ def _elementwise(
     return _Value(function(*data), None if like is None else like.spec, uniform=not kinds)
 
 
-def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [atom.aval.shape for atom in atoms]
-
-
 def _refusal(name: str, source: JaxprEqn, what: str) -> ValueError:
-    place = _place(source)
-    remedy = next((text for key, text in REMEDIES.items() if key in place), REMEDY)
-    return ValueError(f"the inner optimizer computes {name!r}{place} {what}. {remedy}")
-
-
-def _place(equation: JaxprEqn) -> str:
-    """The transformation and the line of code that an equation comes from."""
-    traceback = equation.source_info.traceback
+    """The error; it names the transformation and the line of code that an equation comes from."""
+    traceback = source.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     own = [frame for frame in frames if not frame.file_name.startswith(JAX)]
     roots = (f.function_name.partition(".<locals>.update") for f in own)
     names = [root for root, found, _ in roots if found and root != "with_extra_args_support"][:1]
     lines = [f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in own][:1]
-    return f" ({', '.join(names + lines)})" if lines else ""
+    place = f" ({', '.join(names + lines)})" if lines else ""
+    remedy = next((text for key, text in REMEDIES.items() if key in place), REMEDY)
+    return ValueError(f"the inner optimizer computes {name!r}{place} {what}. {remedy}")

@@ -57,7 +57,10 @@ def all_reduce(
 
     def init(params) -> Any:
         memory = first_memory(params, axis, compression)
-        return AllReduceState(jnp.zeros((), jnp.int32), memory, _no_metrics() if metrics else None)
+        shapes = dict.fromkeys(Metrics._fields, ()) | {"widths": (17,)}
+        zeros = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+        known = Metrics(**zeros) if metrics else None
+        return AllReduceState(jnp.zeros((), jnp.int32), memory, known)
 
     def update(updates, state, params=None, **extra) -> Any:
         del params
@@ -91,8 +94,3 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
     known_sizes(axis, f"method={compression.method!r}")
     memory = PerWorker(first(), axis.name)
     return memory.after(memory.value) if inside else memory
-
-
-def _no_metrics() -> Metrics:
-    shapes = {name: () for name in Metrics._fields} | {"widths": (17,)}
-    return Metrics(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})

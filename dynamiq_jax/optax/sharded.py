@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -152,7 +152,13 @@ def sharded(
             masters = jax.tree.unflatten(jax.tree.structure(masters), own)
         names = frozenset().union(*map(axes_of, placed))
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
-        state, own = _inner_state(inner, masters, placed, counts, inside)
+        whole = whole_arrays(masters, placed, counts)
+        like = jax.eval_shape(inner.init, whole)
+        own = _splits_of_state(like, whole, placed)
+        of_slices = lambda x: on_slices(inner.init, (x,), placed, like, own, counts)  # noqa: E731
+        state = of_slices(masters) if inside else inner.init(masters)
+        if not inside:
+            jax.eval_shape(of_slices, masters)  # refuses what slices cannot have
         splits = (*placed, *own)
         leaves, treedef = jax.tree.flatten((masters, state))
         if inside:
@@ -230,7 +236,7 @@ def _places(
             entries[dimension] += axis.names
         elif large:
             whole.append(leaf)
-        found.append(P(*(_entry(names) for names in entries)))
+        found.append(P(*(names or None for names in entries)))
     nbytes = sum(leaf.nbytes for leaf in whole)
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
         names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
@@ -241,31 +247,6 @@ def _places(
             stacklevel=4,
         )
     return found
-
-
-def _entry(names: Sequence[str]) -> Any:
-    return None if not names else names[0] if len(names) == 1 else tuple(names)
-
-
-def _inner_state(
-    inner: optax.GradientTransformationExtraArgs,
-    masters: Any,
-    placed: list[P],
-    sizes: Mapping[str, int],
-    inside: bool,
-) -> tuple[Any, list[P]]:
-    """The inner optimizer's state for the masters, and how mesh axes split its leaves."""
-    whole = whole_arrays(masters, placed, sizes)
-    like = jax.eval_shape(inner.init, whole)
-    splits = _splits_of_state(like, whole, placed)
-
-    def init(masters: Any) -> Any:
-        return on_slices(inner.init, (masters,), placed, like, splits, sizes)
-
-    if inside:
-        return init(masters), splits
-    jax.eval_shape(init, masters)
-    return inner.init(masters), splits
 
 
 def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
@@ -363,7 +344,17 @@ class _Update(NamedTuple):
         if self.check_every:
             compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
             lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
-        state = _begun(state, treedef.unflatten(own))
+
+        def begun(x: Array, copy: Array) -> Array:
+            """A master; before the first update it follows a copy that has changed since `init`.
+
+            A master that rounds to its copy stays: it may have more bits.
+            """
+            changed = (state.step == 0) & (x.astype(copy.dtype) != copy)
+            return jnp.where(changed, copy.astype(jnp.float32), x)
+
+        masters = jax.tree.map(begun, state.masters, treedef.unflatten(own))
+        state = dataclasses.replace(state, masters=masters)
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
@@ -478,16 +469,3 @@ def _norm(slices: list[Array], placed: list[P]) -> Array:
         squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(x))
     sums = [lax.psum(x, axes) if axes else x for axes, x in squares.items()]
     return jnp.sqrt(sum(sums, jnp.float32(0)))
-
-
-def _begun(state: ShardedState, copies: Any) -> ShardedState:
-    """The state; before the first update masters follow copies that have changed since `init`.
-
-    A master that rounds to its copy stays: it may have more bits. ``copies`` are slices, too.
-    """
-
-    def master(x: Array, copy: Array) -> Array:
-        changed = (state.step == 0) & (x.astype(copy.dtype) != copy)
-        return jnp.where(changed, copy.astype(jnp.float32), x)
-
-    return dataclasses.replace(state, masters=jax.tree.map(master, state.masters, copies))

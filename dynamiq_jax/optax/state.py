@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
@@ -118,7 +117,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         then = [old.get(name) for name in names]
         same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
         if all(same):
-            values = [_placed(x, like) for x, like in zip(then, now, strict=True)]
+            pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
+            values = [jax.device_put(x, like.sharding) for x, like in pairs]
         elif not isinstance(part, PerWorker):
             name, has = names[0], "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
@@ -136,10 +136,6 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     if notes:
         warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
     return jax.tree.unflatten(treedef, done)
-
-
-def _placed(x: Any, like: Array) -> Array:
-    return jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
 
 
 def _name(path: tuple) -> str:

@@ -25,8 +25,6 @@ from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096
 """The longest text of one fact of one process; longer ones are cut and hashed."""
-SWITCH = "DYNAMIQ_JAX_AGREEMENT"
-"""The environment variable that turns `compare_first` off where it is 0."""
 PATIENCE, LONG_PATIENCE = 60.0, 600.0
 """Seconds for which a process waits for another one in `compare_first`, and in `check`."""
 ABSENT = "processes"
@@ -111,7 +109,7 @@ def compare_first(
     mesh = get_abstract_mesh()
     if mesh.size != jax.device_count() or set(axis.names).isdisjoint(mesh.manual_axes):
         return  # some processes may not take part, or this one traces for itself
-    if all(leaf.shape == () for leaf in leaves) or os.environ.get(SWITCH) == "0":
+    if all(leaf.shape == () for leaf in leaves) or os.environ.get("DYNAMIQ_JAX_AGREEMENT") == "0":
         return
     _compared.add((collective, client))
     found = _exchange(client, f"first {collective}", versions() | tell(), PATIENCE)

@@ -23,14 +23,9 @@ from dynamiq_jax.request import agreement
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import bytes_per_second
-from dynamiq_jax.topologies import (
-    AnyTopology,
-    Transport,
-    assumed,
-    automatic,
-    fast_links,
-    with_transport,
-)
+from dynamiq_jax.topologies import AnyTopology
+from dynamiq_jax.topologies.base import Transport
+from dynamiq_jax.topologies.choice import assumed, automatic, fast_links, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Grouping,
@@ -45,8 +40,6 @@ ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 """``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
 excludes the leaf."""
 
-EXCLUDED = "excluded"
-"""Why a leaf that the caller excludes is summed exactly."""
 PADDED = "padded to"
 """The words that tell a bucket whose padding takes all that compression saves."""
 
@@ -98,7 +91,10 @@ class Compression(Options):
         """Checks every field; errors name the value and what to pass."""
         if self.method is not None and not self.by_path:
             check_method(self.method)
-        check_topology(self.topology)
+        if self.topology is not None and not isinstance(self.topology, AnyTopology):
+            raise ValueError(
+                f"topology={self.topology!r} is not a topology; pass for example dq.Ring()"
+            )
         check_fields(self)
         for name, value in self.limits.items():
             if value < 0:
@@ -196,7 +192,7 @@ class Compression(Options):
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
-                exact += [(leaf, EXCLUDED) for leaf in own if leaf.index not in without]
+                exact += [(leaf, "excluded") for leaf in own if leaf.index not in without]
                 continue
             route = self.route(sizes, method, **options)
             own = with_scale_axes(own, method.scale_axis)
@@ -412,7 +408,8 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
     """One worker's states of all buckets; of buckets in several parts, those of all parts."""
 
     def first(bucket: Bucket, count: int) -> State:
-        state = bucket.route.first_state(bucket)
+        route = bucket.route
+        state = route.runner.of_bucket(bucket).init(bucket.size, route.n_workers)
         if count == 1:
             return state
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state)
@@ -425,9 +422,3 @@ def check_method(method: Any, name: str = "method") -> None:
     """Refuses what is not a method; ``name`` is that of the argument."""
     if not isinstance(method, Method):
         raise ValueError(f"{name}={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
-
-
-def check_topology(topology: Any) -> None:
-    """Refuses what is not a topology."""
-    if topology is not None and not isinstance(topology, AnyTopology):
-        raise ValueError(f"topology={topology!r} is not a topology; pass for example dq.Ring()")

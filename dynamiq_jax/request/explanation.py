@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -89,10 +89,8 @@ class Explanation:
         totals = [("total", self.wire_bytes)]
         if self.outer_wire_bytes < self.wire_bytes:
             totals.append(("of it on outer axes", self.outer_wire_bytes))
-        feet = [
-            (name, "", "", "", f"{sent:,.0f}", f"{self._bits_per_coord(sent):.3f}")
-            for name, sent in totals
-        ]
+        bits = self.bits_per_coord / (self.wire_bytes or 1)
+        feet = [(name, "", "", "", f"{x:,.0f}", f"{bits * x:.3f}") for name, x in totals]
         if self.ways:
             caption += ["", *lines(self.ways)]
         if self.fastest:
@@ -113,10 +111,6 @@ class Explanation:
         native = f"bf16 psum takes {ms(self.bf16_wire_bytes):,.1f}"
         said = f"At {rate} the wire takes {ms(least):,.1f} ms a step{by}; {native}."
         return dataclasses.replace(self, ways=ways, fastest=said)
-
-    def _bits_per_coord(self, sent: float) -> float:
-        """Bytes in the unit of ``bits_per_coord``."""
-        return self.bits_per_coord * sent / self.wire_bytes if self.wire_bytes else 0.0
 
 
 def explain_grouping(
@@ -147,15 +141,16 @@ def explain_grouping(
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     pays = bool(grouping.buckets) and n > 1
-    errors = [route.relative_error for route in routes if pays]
-    advices = [route.advice for route in routes if pays]
+    errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
+    advices = [route.runner.advice(n, route.flat) for route in routes if pays]
+    topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
         rows=tuple(rows),
         n_workers=n,
         method=_described(routes, grouping.methods),
-        topology=_joined("XLA" if r.topology is None else repr(r.topology) for r in routes),
-        reason=_joined(reasons),
+        topology="; ".join(dict.fromkeys(topologies)),
+        reason="; ".join(dict.fromkeys(reasons)),
         wire_bytes=total,
         outer_wire_bytes=outer,
         bf16_wire_bytes=share * 2 * floats,
@@ -172,10 +167,6 @@ def _described(routes: Sequence[Route], methods: Sequence[Method | None]) -> str
     if len(counts) < 2 and None not in counts:
         return repr(routes[0].method)
     return "; ".join(f"{count} leaves: {m or 'exact'}" for m, count in counts.items())
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(texts))
 
 
 def _table(body: Sequence[Sequence[str]], feet: Sequence[Sequence[str]]) -> list[str]:

@@ -41,17 +41,9 @@ class Route:
         """Workers on all axes."""
         return math.prod(self.sizes)
 
-    def of_bucket(self, bucket: Bucket) -> Method:
-        """The method that runs for a bucket."""
-        return self.runner.of_bucket(bucket)
-
-    def first_state(self, bucket: Bucket) -> State:
-        """One worker's first state of a bucket."""
-        return self.of_bucket(bucket).init(bucket.size, self.n_workers)
-
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and those of them on the outer axes."""
-        method, n = self.of_bucket(bucket), self.n_workers
+        method, n = self.runner.of_bucket(bucket), self.n_workers
         own = bucket.size, n, self.flat
         return method.wire_bits(*own), method.outer_wire_bits(*own)
 
@@ -94,16 +86,6 @@ class Route:
                 "pass a method without error feedback"
             )
         return cast(ShardedMethod, self.runner), self.flat
-
-    @property
-    def relative_error(self) -> float | None:
-        """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
-        return self.runner.relative_error(self.n_workers, self.flat)
-
-    @property
-    def advice(self) -> str | None:
-        """A remedy where the relative error is too large."""
-        return self.runner.advice(self.n_workers, self.flat)
 
     @property
     def flat(self) -> Topology | None:

@@ -18,9 +18,6 @@ PARAMETERS = DynamiQ(bits=8)
 MOMENTS = 8
 """Bytes that AdamW keeps of a parameter besides the parameter: two f32 moments."""
 
-MASTER = 4
-"""Bytes of an f32 master."""
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -81,7 +78,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
             "sharded updates",
             "dq.optax.sharded",
             exact + scattered + differences,
-            copies + (MASTER + MOMENTS) * size / n,
+            copies + (4 + MOMENTS) * size / n,  # f32 masters
             nbytes,
         ),
         (

@@ -1,22 +1,9 @@
 """Topologies: schedules of who encodes which chunk when, for whom."""
 
-from dynamiq_jax.topologies.base import (
-    Rounds,
-    Stage,
-    Step,
-    Topology,
-    Transport,
-    steps_of,
-)
+from dynamiq_jax.topologies.base import Rounds, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.butterfly import Butterfly
-from dynamiq_jax.topologies.choice import (
-    assumed,
-    automatic,
-    fast_links,
-    with_transport,
-)
 from dynamiq_jax.topologies.direct import Direct
-from dynamiq_jax.topologies.hierarchical import AnyTopology, Hierarchical, across_hosts
+from dynamiq_jax.topologies.hierarchical import AnyTopology, Hierarchical
 from dynamiq_jax.topologies.ring import Ring
 
 __all__ = [
@@ -29,11 +16,5 @@ __all__ = [
     "Stage",
     "Step",
     "Topology",
-    "Transport",
-    "across_hosts",
-    "assumed",
-    "automatic",
-    "fast_links",
     "steps_of",
-    "with_transport",
 ]

@@ -37,9 +37,6 @@ from dynamiq_jax.tree.placement import (
     several,
 )
 
-WORDS = ("mean", "sum", "rows", "same")
-"""How a leaf of aux becomes one of all workers."""
-
 ARRAYS = Array | np.ndarray | np.generic
 """Arguments of the loss of other types are constants of its program."""
 
@@ -130,7 +127,14 @@ class Mapped:
         axes, shape = self.axis.names, self.mesh.shape
         told, arrays = Told.of(data)
         split, folded = _batch(data, self.batch_specs, self.mesh, self.axis)
-        _check_stacked(state, tuple(shape[name] for name in axes))
+        sizes = tuple(shape[name] for name in axes)
+        n_workers, shapes = math.prod(sizes), map(jnp.shape, jax.tree.leaves(state))
+        if wrong := [own for own in shapes if own[:1] != (n_workers,)]:
+            raise ValueError(
+                f"state has a leaf of shape {wrong[0]}, whose leading axis is not that of the "
+                f"{n_workers} workers; pass dq.Compression(method).init_state(params, "
+                f"{sizes if len(sizes) > 1 else n_workers}, stacked=True)"
+            )
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
         placed = tuple(only(spec, axes + self.others) for spec in placed)
@@ -185,11 +189,8 @@ class Mapped:
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
         """Parameters that are whole over the data axes; warns of many bytes."""
-        leaves = zip(describe_leaves(params), placed, opened, strict=True)
-        own = {*self.counting}
-        gathered = [
-            part(leaf, rest, self.mesh.shape) for leaf, p, rest in leaves if axes_of(p) & own
-        ]
+        leaves, own = zip(describe_leaves(params), placed, opened, strict=True), {*self.counting}
+        gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
         warn_of_gather(gathered, remedy)
         if not (gathered and self.others):
@@ -372,7 +373,7 @@ def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
         kind = jax.typeof(x)
         scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
         word = op if word is None and scalar else word
-        if word not in WORDS:
+        if word not in ("mean", "sum", "rows", "same"):
             raise ValueError(
                 f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
                 f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "
@@ -404,15 +405,11 @@ def _spread(told: Any, tree: Any) -> list[Any]:
 
 def _reduce_aux(aux: Any, words: list[str], share: Array | None, axis: Axis) -> tuple[Any, Any]:
     """Leaves of aux that are the same on all workers, and rows; `None` where the other has one."""
-    told = jax.tree.structure(aux).unflatten(words)
-
-    def alike(x: Any, word: str) -> Array | None:
-        return None if word == "rows" else _reduce_value(x, word, share, axis)
-
-    def rows(x: Any, word: str) -> Array | None:
-        return axis.to_varying(x) if word == "rows" else None
-
-    return jax.tree.map(alike, aux, told), jax.tree.map(rows, aux, told)
+    leaves, treedef = jax.tree.flatten(aux)
+    pairs = [(x, word, word == "rows") for x, word in zip(leaves, words, strict=True)]
+    alike = (None if row else _reduce_value(x, word, share, axis) for x, word, row in pairs)
+    rows = (axis.to_varying(x) if row else None for x, _, row in pairs)
+    return treedef.unflatten(alike), treedef.unflatten(rows)
 
 
 def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
@@ -463,16 +460,3 @@ def _spec_of(x: Any, mesh: Mesh | AbstractMesh) -> P:
     if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
         return P()
     return sharding.spec
-
-
-def _check_stacked(state, sizes: tuple[int, ...]) -> None:
-    n_workers = math.prod(sizes)
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
-    wrong = [shape for shape in shapes if shape[:1] != (n_workers,)]
-    if wrong:
-        raise ValueError(
-            f"state has a leaf of shape {wrong[0]}, whose leading axis is not that of the "
-            f"{n_workers} workers; pass "
-            "dq.Compression(method).init_state(params, "
-            f"{sizes if len(sizes) > 1 else n_workers}, stacked=True)"
-        )

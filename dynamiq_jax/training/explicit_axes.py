@@ -74,12 +74,20 @@ class Deferred(NamedTuple):
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
         own = set() if self.gathers else sharded
         chosen, gathered = large - own, sharded - own
-        self._warn(params, placed, own)
+        parts, _ = placed_leaves(params, self.mesh, treedef.unflatten(map(self._whole, placed)))
+        remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
+        warn_of_gather([parts[i] for i in sorted(sharded - own)], remedy)
 
-        held = functools.partial(self._held, leaves, placed, own=own)
+        def held(deferred: Collection[int]) -> Iterator[Array]:
+            """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""
+            for i, x in enumerate(leaves):
+                reduced = frozenset(self.axis.names if i in deferred else ())
+                spec = P(*self._whole(placed[i]), reduced=reduced)
+                yield x if i in own else resharded(x, self.mesh, spec)
+
         explained = functools.partial(self._explained, params, data)
         with explained(chosen), gathered_before(bool(gathered)):
-            value, back, aux = self._forward(loss, held(chosen), treedef, data)
+            value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
 
@@ -87,7 +95,8 @@ class Deferred(NamedTuple):
             """The leaves of which operands in the program are made."""
             return {i - first for i in inputs_of(program, *args, **options) if i >= first}
 
-        if taken := found(_in_maps, alone=True, ends="reshard") & gathered:
+        in_maps = lambda eqn: eqn.invars if name_of(eqn) == "shard_map" else []  # noqa: E731
+        if taken := found(in_maps, alone=True, ends="reshard") & gathered:
             raise ValueError(
                 f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"
                 f" which are gathered over axis {self.axis.name!r} before the loss. Pass "
@@ -117,7 +126,7 @@ class Deferred(NamedTuple):
         if native & chosen:  # summed by JAX they would be compressed on top
             chosen -= native
             with explained(chosen):
-                value, back, aux = self._forward(loss, held(chosen), treedef, data)
+                value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
         with explained(chosen), traced_for(BACKWARD):
             (grads,) = back(self._seed(value.dtype))
         value = (value, aux) if self.has_aux else value
@@ -141,14 +150,24 @@ class Deferred(NamedTuple):
         counting = {*several(self.mesh.axis_names, self.mesh.shape)}
         if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
             return self(loss, params, data, **options)
+
+        def without_ones(x: Any) -> Any:
+            if not isinstance(x, Array) or axes_of(_spec(x)) <= counting:
+                return x
+            return resharded(x, self.mesh, only(_spec(x), counting))
+
+        def typed(x: Any, spec: P) -> Any:
+            """A gradient that names the axes which the spec names; unreduced ones stay."""
+            return x if unreduced_axes(x) else resharded(x, self.mesh, P(*spec.partitions))
+
         specs = jax.tree.map(_spec, params)
         with jax.remove_size_one_mesh_axis_from_type(True):
-            arrays = jax.tree.map(self._without_ones, (params, data))
+            arrays = jax.tree.map(without_ones, (params, data))
             value, found = self(loss, *arrays, **options)
             with jax.remove_size_one_mesh_axis_from_type(False):
                 if isinstance(found, Reduced):
-                    return value, found._replace(tree=self._typed(found.tree, specs))
-                return value, self._typed(found, specs)
+                    return value, found._replace(tree=jax.tree.map(typed, found.tree, specs))
+                return value, jax.tree.map(typed, found, specs)
 
     def _shards_in_maps(self, equation: JaxprEqn) -> list[Any]:
         """The operands of a `jax.shard_map` that data axes split."""
@@ -178,31 +197,6 @@ class Deferred(NamedTuple):
                 "with gather=False it gets shards"
             )
             raise
-
-    def _warn(self, params: Any, placed: list[P], own: Collection[int]) -> None:
-        """Warns if sharded leaves that are not the loss's ``own`` are large together."""
-        specs = jax.tree.structure(params).unflatten(map(self._whole, placed))
-        parts, _ = placed_leaves(params, self.mesh, specs)
-        pairs = enumerate(zip(parts, placed, strict=True))
-        split = {*self.axis.names}
-        gathered = [part for i, (part, spec) in pairs if i not in own and axes_of(spec) & split]
-        remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
-        warn_of_gather(gathered, remedy)
-
-    def _held(
-        self, leaves: list[Array], placed: list[P], deferred: Collection[int], own: Collection[int]
-    ) -> list[Array]:
-        """Leaves that are whole over the data axes, and typed as reduced where they are deferred.
-
-        A leaf that data axes shard (FSDP) is gathered, but for those of ``own``.
-        """
-
-        def whole(i: int, x: Array) -> Array:
-            partitions = self._whole(placed[i])
-            reduced = self.axis.names if i in deferred else ()
-            return resharded(x, self.mesh, P(*partitions, reduced=frozenset(reduced)))
-
-        return [x if i in own else whole(i, x) for i, x in enumerate(leaves)]
 
     def _forward(
         self, loss: Callable[[Any, Any], Any], held: list[Array], treedef: Any, data: Any
@@ -279,21 +273,6 @@ class Deferred(NamedTuple):
                 f"jax.jit jax.reshard(batch, P({self.axis.name!r}))"
             ) from why
 
-    def _without_ones(self, x: Any) -> Any:
-        """``x``, whose type names no axis of size 1."""
-        counting = several(self.mesh.axis_names, self.mesh.shape)
-        if not isinstance(x, Array) or axes_of(_spec(x)) <= {*counting}:
-            return x
-        return resharded(x, self.mesh, only(_spec(x), counting))
-
-    def _typed(self, grads: Any, specs: Any) -> Any:
-        """Gradients that name the axes which the specs name; unreduced ones stay as they are."""
-
-        def typed(x: Any, spec: P) -> Any:
-            return x if unreduced_axes(x) else resharded(x, self.mesh, P(*spec.partitions))
-
-        return jax.tree.map(typed, grads, specs)
-
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
         return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
@@ -310,11 +289,6 @@ def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:
     names = ", ".join(leaf.path or leaf.name for leaf in leaves[:8])
     rest = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
     return f"{len(leaves)} {what} of {sum(leaf.nbytes for leaf in leaves):,} bytes ({names}{rest})"
-
-
-def _in_maps(equation: JaxprEqn) -> list[Any]:
-    """The operands of a `jax.shard_map`."""
-    return equation.invars if name_of(equation) == "shard_map" else []
 
 
 def _spec(x: Any) -> P:

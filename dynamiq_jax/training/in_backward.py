@@ -129,13 +129,10 @@ def reduce_in_backward(
         whole = reducer.whole(params, words) if copies is None else copies
         return axis.to_varying(whole)
 
-    def forward(params: Any, copies: Any, words: Array | None) -> tuple[Any, Array | None]:
-        return passed(params, copies, words), words
-
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None, None]:
         return reducer.joined(reducer.reduce(reducer.moving(gradients), words)), None, None
 
-    passed.defvjp(forward, backward)
+    passed.defvjp(lambda *args: (passed(*args), args[-1]), backward)
     return passed(params, constant_copies(copies), key_words(key))
 
 

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
-    """A change replaces lines of one file; METHOD in the new ones becomes the method of a run."""
+    """Other lines of the trainer's file; METHOD in the new ones becomes the method of a run."""
 
-    file: str
     old: str
     new: str
+
+
+IMPORT = Change("import jax\n", "import jax\nimport dynamiq_jax as dq\n")
 
 
 class Trained(NamedTuple):
@@ -26,50 +28,40 @@ class Client:
     """A trainer of others.
 
     Attributes:
-      repository: its name on GitHub.
-      commit: the commit that the patch is for, if it is a repository's.
-      folder: the folder of the checkout with its modules, or a file.
+      file: the file of the checkout that changes; the folder has its modules.
       mesh: the mesh, in words.
       step: the name of the step's program, as XLA has it.
       patch: how it trains with us.
       setting: lines that all runs have changed, for another mesh than the trainer's own.
       options: arguments of the module's ``train``.
       exclude: leaves whose gradients JAX sums: `Compression.exclude` of all runs with us.
+      repository: its name on GitHub.
+      commit: the commit that the patch is for.
     """
 
-    repository: str
-    commit: str
-    folder: str
+    file: str
     mesh: str
     step: str
     patch: tuple[Change, ...]
     setting: tuple[Change, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     exclude: str | None = None
+    repository: str = "google/flax"
+    commit: str = "18f8f311c275d57f46d95e41b15aa97b454754c0"
 
 
-def apply(changes: tuple[Change, ...], root: Path, method: str = "") -> int:
-    """Changes the files below a folder; the number of lines that are new or gone.
-
-    A line that is changed counts once.
+def apply(changes: tuple[Change, ...], path: Path, method: str = "") -> int:
+    """Changes a file; the number of lines that are new or gone, where a changed one counts once.
 
     Raises:
       ValueError: the file does not have the lines, or has them twice.
     """
-    n_lines = 0
-    for file in dict.fromkeys(change.file for change in changes):
-        path = root / file
-        before = text = path.read_text()
-        for change in changes:
-            if change.file != file:
-                continue
-            if text.count(change.old) != 1:
-                raise ValueError(f"{file} has {text.count(change.old)} times {change.old!r}")
-            text = text.replace(change.old, change.new.replace("METHOD", method))
-        path.write_text(text)
-        pairs = difflib.SequenceMatcher(
-            None, before.splitlines(), text.splitlines(), autojunk=False
-        )
-        for kind, a, b, c, d in pairs.get_opcodes():
-            n_lines += max(b - a, d - c) if kind != "equal" else 0
-    return n_lines
+    before = text = path.read_text()
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{path.name} has {text.count(old)} times {old!r}")
+        text = text.replace(old, new.replace("METHOD", method))
+    path.write_text(text)
+    lines = difflib.SequenceMatcher(None, before.splitlines(), text.splitlines(), autojunk=False)
+    differing = (pair for pair in lines.get_opcodes() if pair[0] != "equal")
+    return sum(max(b - a, d - c) for _, a, b, c, d in differing)

@@ -6,52 +6,35 @@ import tempfile
 from types import SimpleNamespace
 from typing import Any
 
-from clients.client import Change, Client, Trained
-from clients.stubs import StandIn, images, stand_in
+from clients.client import IMPORT, Change, Client, Trained
+from clients.stubs import StandIn, images, stand_in_for_tensorflow
 
-FILE = "examples/imagenet/train.py"
-IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
-OWN = Client(
-    repository="google/flax",
-    commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
-    folder="examples/imagenet",
-    mesh="8 batch, pmap",
-    step="jit__fun",
-    patch=(
-        IMPORT,
-        Change(
-            FILE,
-            "    grads = lax.pmean(grads, axis_name='batch')",
-            "    grads = dq.pmean(grads, axis_name='batch', method=METHOD)",
-        ),
-    ),
+PMEAN = Change(
+    "    grads = lax.pmean(grads, axis_name='batch')",
+    "    grads = dq.pmean(grads, axis_name='batch', method=METHOD)",
 )
+OWN = Client("examples/imagenet/train.py", "8 batch, pmap", "jit__fun", (IMPORT, PMEAN))
 SCALED = dataclasses.replace(
     OWN,
     mesh="8 batch, pmap, float16",
     patch=(
         IMPORT,
         Change(
-            FILE,
             "{'params': params, 'batch_stats': state.batch_stats},\n        batch['image'],\n",
             "{'params': dq.reduce_in_backward(params, 'batch', method=METHOD), "
             "'batch_stats': state.batch_stats},\n        batch['image'],\n",
         ),
-        Change(FILE, "loss_fn, has_aux=True, axis_name='batch'\n", "loss_fn, has_aux=True\n"),
+        Change("loss_fn, has_aux=True, axis_name='batch'\n", "loss_fn, has_aux=True\n"),
     ),
-    setting=(  # the trainer scales on GPUs only
-        Change(FILE, "config.half_precision and platform == 'gpu'", "config.half_precision"),
-    ),
+    # The trainer scales on GPUs only.
+    setting=(Change("config.half_precision and platform == 'gpu'", "config.half_precision"),),
     options={"half_precision": True},
 )
 VARIANTS = {"f32": OWN, "DynamicScale": SCALED}
 
 
 def train(steps: int, half_precision: bool = False) -> Trained:
-    import flax.training.checkpoints  # noqa: F401  (it looks for TensorFlow)
-
-    stand_in("tensorflow", "tensorflow_datasets", "input_pipeline")
-    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    stand_in_for_tensorflow("tensorflow_datasets", "input_pipeline", "clu")
     import train as trainer
     from configs import default
 
@@ -67,7 +50,8 @@ def train(steps: int, half_precision: bool = False) -> Trained:
     trainer.metric_writers.create_default_writer = lambda **_: writer
     trainer.save_checkpoint = lambda state, workdir: None
     builder: Any = StandIn()
-    builder.info.splits = {"train": Split(), "validation": Split()}
+    split = SimpleNamespace(num_examples=32 * 1000)
+    builder.info.splits = {"train": split, "validation": split}
     trainer.tfds.builder = lambda _: builder
     config = default.get_config()
     config.update(model="_ResNet1", batch_size=32, num_train_steps=steps, log_every_steps=1)
@@ -75,9 +59,3 @@ def train(steps: int, half_precision: bool = False) -> Trained:
     config.half_precision = half_precision
     state = trainer.train_and_evaluate(config, tempfile.mkdtemp())
     return Trained(losses, (state.params, state.opt_state, state.batch_stats))
-
-
-class Split:
-    """A part of a data set, of which the trainer asks the size."""
-
-    num_examples = 32 * 1000

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from clients.client import Change, Client, Trained
-from clients.stubs import Batches, locals_at_the_end, stand_in, token_rows
+from clients.stubs import Batches, locals_at_the_end, stand_in_for_tensorflow, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
-FILE = "examples/lm1b/train.py"
-IMPORT = Change(
-    FILE, "from jax import random\n", "from jax import random\nimport dynamiq_jax as dq\n"
-)
+IMPORT = Change("from jax import random\n", "from jax import random\nimport dynamiq_jax as dq\n")
 
 
 def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
@@ -28,21 +26,18 @@ def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
       {options}, weight=lambda params, x, weights, key: weights.sum())
   (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
 """
-    return (
-        IMPORT, Change(FILE, "  def loss_fn(params):", signature), Change(FILE, old, new), *more,
-    )  # fmt: skip
+    return (IMPORT, Change("  def loss_fn(params):", signature), Change(old, new), *more)
 
 
 SHARDED = on_auto(
     "axis_name=('data', 'fsdp'), specs=specs",
-    Change(FILE, "  data_sharding = NamedSharding(",
-        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding("),
-)  # fmt: skip
-OWN = Client(
-    repository="google/flax", commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
-    folder="examples/lm1b", mesh="8 data, Auto", step="jit_train_step",
-    patch=on_auto("axis_name='data'"),
-)  # fmt: skip
+    Change(
+        "  data_sharding = NamedSharding(",
+        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
+    ),
+)
+PATCH = on_auto("axis_name='data'")
+OWN = Client("examples/lm1b/train.py", "8 data, Auto", "jit_train_step", PATCH)
 VARIANTS = {
     "DP": OWN, "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
     "FSDP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="8 fsdp, Auto",
@@ -58,10 +53,7 @@ def train(
     over: Sequence[str] = ("data",),
     dropout: float = 0.1,
 ) -> Trained:
-    import flax.training.checkpoints  # noqa: F401  (it looks for TensorFlow)
-
-    stand_in("tensorflow", "tensorflow_datasets", "input_pipeline")
-    stand_in("clu", "clu.metric_writers", "clu.periodic_actions")
+    stand_in_for_tensorflow("input_pipeline", "clu")
     import train as trainer
     from configs import default
 
@@ -74,7 +66,8 @@ def train(
 
     batches = ({"inputs": rows, "targets": rows} for rows in inputs)
     batches = Batches(batches, "train_and_evaluate", watch)
-    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, tokenize=_tokenize)
+    prompt = SimpleNamespace(numpy=lambda: np.array([1, 2, 0]))
+    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, tokenize=lambda _: prompt)
     pipeline: Any = sys.modules["input_pipeline"]
     pipeline.get_datasets = lambda **_: (batches, None, None, encoder)
     config = default.get_config()
@@ -91,9 +84,3 @@ def train(
     trainer.generate_prediction = lambda **_: ""
     found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())
     return Trained(losses, found["state"])
-
-
-def _tokenize(_: str) -> SimpleNamespace:
-    import numpy as np
-
-    return SimpleNamespace(numpy=lambda: np.array([1, 2, 0]))

@@ -2,46 +2,37 @@
 
 import dataclasses
 
-from clients.client import Change, Client, Trained
+from clients.client import IMPORT, Change, Client, Trained
 from clients.stubs import images, stand_in
 
-FILE = "examples/mnist/train.py"
-OWN = Client(
-    repository="google/flax", commit="18f8f311c275d57f46d95e41b15aa97b454754c0",
-    folder="examples/mnist", mesh="8 data, Auto", step="jit_train_step", patch=(),
-)  # fmt: skip
-IMPORT = Change(FILE, "import jax\n", "import jax\nimport dynamiq_jax as dq\n")
 STEP = "  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)\n"
 OPTIONS = "has_aux=True, axis_name='data', method=METHOD"
-EXPLICIT = dataclasses.replace(
-    OWN,
+EXPLICIT = Client(
+    "examples/mnist/train.py",
     mesh="8 data, Explicit",
-    patch=(IMPORT, Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, {OPTIONS})\n")),
+    step="jit_train_step",
+    patch=(IMPORT, Change(STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, {OPTIONS})\n")),
     options={"explicit": True},
     exclude="conv",  # JAX has no rule for convolutions by what is typed as reduced
 )
-AUTO = dataclasses.replace(
-    OWN,
+AUTO = Client(
+    "examples/mnist/train.py",
+    mesh="8 data, Auto",
+    step="jit_train_step",
     patch=(
         IMPORT,
-        Change(FILE, "BatchNorm(32, rngs=rngs)", "BatchNorm(32, rngs=rngs, axis_name='data')"),
-        Change(FILE, "BatchNorm(64, rngs=rngs)", "BatchNorm(64, rngs=rngs, axis_name='data')"),
-        Change(FILE, STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, aux='rows', {OPTIONS})\n"),
+        Change("BatchNorm(32, rngs=rngs)", "BatchNorm(32, rngs=rngs, axis_name='data')"),
+        Change("BatchNorm(64, rngs=rngs)", "BatchNorm(64, rngs=rngs, axis_name='data')"),
+        Change(STEP, f"  grad_fn = dq.nnx.value_and_grad(loss_fn, aux='rows', {OPTIONS})\n"),
     ),
+)
+WITHOUT = tuple(
+    Change(f"{name} = nnx.Dropout(rate=0.025)", f"{name} = nnx.Dropout(0)")
+    for name in ("self.dropout1", "self.dropout2")
 )
 VARIANTS = {
     "Auto": AUTO,
-    "Auto, no dropout": dataclasses.replace(
-        AUTO,
-        setting=(
-            Change(
-                FILE, "self.dropout1 = nnx.Dropout(rate=0.025)", "self.dropout1 = nnx.Dropout(0)"
-            ),
-            Change(
-                FILE, "self.dropout2 = nnx.Dropout(rate=0.025)", "self.dropout2 = nnx.Dropout(0)"
-            ),
-        ),
-    ),
+    "Auto, no dropout": dataclasses.replace(AUTO, setting=WITHOUT),
     "Explicit": EXPLICIT,
 }
 
@@ -67,9 +58,8 @@ def train(steps: int, explicit: bool = False) -> Trained:
         model.train()
         losses = []
         for batch in images(steps, 32, 28, 1, 10):
-            trainer.train_step(
-                model, optimizer, metrics, jax.device_put(batch, jax.P("data")), rngs
-            )
+            batch = jax.device_put(batch, jax.P("data"))
+            trainer.train_step(model, optimizer, metrics, batch, rngs)
             losses.append(float(metrics.compute()["loss"]))
             metrics.reset()
     return Trained(losses, nnx.state((model, optimizer)))

@@ -70,14 +70,13 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        source, copy = options.checkout / client.folder, root / "checkout" / client.folder
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
-        apply(client.setting, root / "checkout")
+        file = root / "checkout" / client.file
+        shutil.copytree((options.checkout / client.file).parent, file.parent)
+        apply(client.setting, file)
         method = METHODS[run]
         if method and client.exclude:
             method = f"{method[:-1]}, exclude={client.exclude!r})"
-        n_lines = apply(client.patch, root / "checkout", method) if method else 0
+        n_lines = apply(client.patch, file, method) if method else 0
         flags = "--xla_force_host_platform_device_count=8 --xla_dump_hlo_as_text"
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
@@ -107,9 +106,7 @@ def _train(module, client, options: argparse.Namespace) -> None:
     from ways import sent_bytes
 
     root, stubs.SEED = options.child, options.seed
-    folder = root / "checkout" / client.folder
-    here = folder if (folder.is_dir() and not (folder / "__init__.py").exists()) else folder.parent
-    sys.path.insert(0, str(here))
+    sys.path.insert(0, str((root / "checkout" / client.file).parent))
     trained = module.train(options.steps, **client.options)
     programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
     result = {

@@ -4,20 +4,15 @@ import dataclasses
 
 from clients.client import Change, Client, Trained
 
-FILE = "docs/notebooks/shard_map.py"
 ABOVE = "# adapt the loss function to sum the losses across devices\n"
+IMPORT = Change(f"{ABOVE}@jax.shard_map", f"{ABOVE}import dynamiq_jax as dq\n@jax.shard_map")
 OWN = Client(
-    repository="jax-ml/jax",
-    commit="cec06d116c05f0d52adfceee3d3b730fdbcb0ce5",
-    folder=FILE,
+    "docs/notebooks/shard_map.py",
     mesh="8 batch, Explicit; shard_map",
     step="jit_step",
     patch=(
+        Change(f"{ABOVE}@jax.shard_map(out_specs=P())\n", f"{ABOVE}import dynamiq_jax as dq\n"),
         Change(
-            FILE, f"{ABOVE}@jax.shard_map(out_specs=P())\n", f"{ABOVE}import dynamiq_jax as dq\n"
-        ),
-        Change(
-            FILE,
             """  predictions = predict(params, inputs)  # use reference 'predict`
   local_loss = jnp.mean(jnp.sum((predictions - targets)**2, axis=-1))
   return jax.lax.pmean(local_loss, 'batch')
@@ -31,20 +26,12 @@ def grad_dp(params, local_batch):
 """,
         ),
     ),
+    repository="jax-ml/jax",
+    commit="cec06d116c05f0d52adfceee3d3b730fdbcb0ce5",
 )
-OUTSIDE = dataclasses.replace(
-    OWN,
-    patch=(
-        Change(FILE, f"{ABOVE}@jax.shard_map", f"{ABOVE}import dynamiq_jax as dq\n@jax.shard_map"),
-        Change(
-            FILE,
-            "  return jax.lax.pmean(local_loss, 'batch')\n\n\n# -\n\n# We can",
-            "  return jax.lax.pmean(local_loss, 'batch')\n\n"
-            "grad_dp = dq.value_and_grad(loss_dp, axis_name='batch', method=METHOD)\n\n"
-            "# -\n\n# We can",
-        ),
-    ),
-)
+END = "  return jax.lax.pmean(local_loss, 'batch')\n\n\n# -\n\n# We can"
+GRAD = "\ngrad_dp = dq.value_and_grad(loss_dp, axis_name='batch', method=METHOD)\n\n# -"
+OUTSIDE = dataclasses.replace(OWN, patch=(IMPORT, Change(END, END.replace("\n\n# -", GRAD))))
 VARIANTS = {"pmean in the map": OWN, "gradient outside": OUTSIDE}
 
 
@@ -56,14 +43,13 @@ def train(steps: int) -> Trained:
 
     import jax
     from jax.sharding import NamedSharding
-    from jax.tree_util import tree_all, tree_map
 
     text = (Path(sys.path[0]) / "shard_map.py").read_text()
     start, end = text.index("# ### Neural networks"), text.index("# We can check that the loss and")
     section = text[start:end]
-    names = {"NamedSharding": NamedSharding, "partial": partial, "tree_map": tree_map}
-    names |= {"tree_all": tree_all, "jax": jax}
-    exec(compile(section, FILE, "exec"), names)
+    names = {"NamedSharding": NamedSharding, "partial": partial, "tree_map": jax.tree.map}
+    names |= {"tree_all": jax.tree.all, "jax": jax}
+    exec(section, names)
     value_and_grad = names.get("grad_dp", jax.value_and_grad(names["loss_dp"]))
 
     @jax.jit

@@ -64,6 +64,13 @@ def stand_in(*names: str) -> None:
             setattr(sys.modules[parent], last, module)
 
 
+def stand_in_for_tensorflow(*names: str) -> None:
+    """Puts a stand-in in the place of TensorFlow, too, after Flax has looked for it."""
+    import flax.training.checkpoints  # noqa: F401
+
+    stand_in("tensorflow", *names)
+
+
 class Batches:
     """An iterator over batches that raises `Enough` after the last one.
 

@@ -17,9 +17,6 @@ from dynamiq_jax.comparators.native import MatrixMethod
 from dynamiq_jax.core.xla import known
 from pallas_kernels import resolve_backend
 
-_ANY_SIZE: dict[str, Any] = {"min_leaf_size": 0, "min_bucket_size": 0}
-"""Limits under which everything is compressed."""
-
 
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
     """A method whose ``bits`` are those of a code or index; scales or sums take more.
@@ -259,7 +256,7 @@ def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
     topology = None if native_only(text) else topology
-    request = dq.Compression(method, topology=topology, **_ANY_SIZE)
+    request = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
     matrices = isinstance(method, MatrixMethod)
 
     def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:

@@ -27,11 +27,7 @@ from dynamiq_jax.commands.bench.contenders import (
     parts,
     uncompressed,
 )
-from dynamiq_jax.commands.bench.timing import (
-    TimedRow,
-    compile_calls,
-    time_calls,
-)
+from dynamiq_jax.commands.bench.timing import TimedRow, compile_calls, time_calls
 from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
 

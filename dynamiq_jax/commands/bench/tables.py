@@ -17,9 +17,6 @@ from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
 
-PLAIN_WIDTH = 1000
-"""Characters of a line where the output is not a terminal: wide enough for every column."""
-
 TEXTS = (
     "method", "kernel", "topology", "backend", "worst leaf", "setting",
     "payloads by",
@@ -91,21 +88,6 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
-def print_table(rows: Sequence[Any], columns: Sequence[Column], title: str) -> None:
-    """Prints one line per row to standard output; markup in names of users is printed as it is."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        justify = "left" if column.title in TEXTS else "right"
-        table.add_column(column.title, justify=justify, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(printable(column.cell(row))) for column in columns))
-    console.print(printable(title), highlight=False, markup=False)
-    console.print(table)
-
-
 def nccl_version() -> str | None:
     """The version of the NCCL that this process has loaded or would load; `None` without one."""
     version = ctypes.c_int()
@@ -139,16 +121,26 @@ def report(
     devices: Sequence[Any],
     file: Path | None = None,
 ) -> None:
-    """Prints rows and versions; writes ``{"about": ..., "rows": [...]}`` to a JSON file."""
-    print_table(rows, columns, title)
+    """Prints rows and versions; writes ``{"about": ..., "rows": [...]}`` to a JSON file.
+
+    Markup in names of users is printed as it is.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # wide enough for every column
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        justify = "left" if column.title in TEXTS else "right"
+        table.add_column(column.title, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(printable(column.cell(row))) for column in columns))
+    console.print(printable(title), highlight=False, markup=False)
+    console.print(table)
     about = surroundings(devices)
     told = [f"{name} {about[name]}" for name in ("jax", "jaxlib", "nccl") if about[name]]
     told += [about["platform_version"], *(f"{k}={v}" for k, v in about["environment"].items())]
     typer.echo(printable("; ".join(told)))
     if file is not None:
-        document = {"about": about, "rows": [_fields(row) for row in rows]}
+        fields = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row)} for row in rows]
+        document = {"about": about, "rows": fields}
         file.write_text(json.dumps(document, indent=1, default=repr) + "\n")
-
-
-def _fields(row: Any) -> dict[str, Any]:
-    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}

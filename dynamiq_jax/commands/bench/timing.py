@@ -25,9 +25,6 @@ from jax import lax
 
 from dynamiq_jax.commands.options import announce
 
-_TUNE_ALONE = "--xla_gpu_shard_autotuning=false"
-WARM_UP = 2
-"""Rounds that are not timed."""
 UNROLLED = 8
 """Iterations that follow each other in a program without a loop."""
 
@@ -49,26 +46,22 @@ class TimedRow:
     p90_us: float
 
 
-def compile_together(lowered: Sequence[Any]) -> list[Any]:
-    """Compiles lowered programs side by side.
+def compile_calls(programs: Sequence[Callable[[Any], Any]], x: Any) -> list[Callable[[], Any]]:
+    """Compiles jitted programs of ``x`` side by side, and returns functions that call them.
 
     Where there are several processes they compile one after the other, all in the same order: XLA
     shares out the tuning of kernels, unless ``XLA_FLAGS`` has ``--xla_gpu_shard_autotuning=false``.
     """
-    shared = jax.process_count() > 1 and _TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
+    lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
+    alone = "--xla_gpu_shard_autotuning=false" in os.environ.get("XLA_FLAGS", "")
+    shared = jax.process_count() > 1 and not alone
     threads = 1 if shared else min(len(lowered), os.cpu_count() or 1)
     ready = []
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         for program in pool.map(lambda program: program.compile(), lowered):
-            ready.append(program)
+            ready.append(partial(program, x))
             announce(f"compiled {len(ready)} of {len(lowered)} programs")
     return ready
-
-
-def compile_calls(programs: Sequence[Callable[[Any], Any]], x: Any) -> list[Callable[[], Any]]:
-    """Compiles jitted programs of ``x``, and returns functions that call them."""
-    lowered = [program.lower(x) for program in programs]  # pyright: ignore[reportFunctionMemberAccess]
-    return [partial(program, x) for program in compile_together(lowered)]
 
 
 def time_calls(
@@ -77,7 +70,7 @@ def time_calls(
     repeats: int,
     iterations: int = 1,
     in_flight: int = 1,
-    warm_up: int = WARM_UP,
+    warm_up: int = 2,
 ) -> list[Timing]:
     """Times functions against each other, one sample of each per round.
 
@@ -102,7 +95,8 @@ def time_calls(
             elapsed_us = (time.perf_counter() - start) * 1e6
             samples.append(elapsed_us / (iterations * in_flight))
         announce(f"round {warm_up + done + 1} of {warm_up + repeats}")
-    return [_summary(samples) for samples in samples_us]
+    times = [np.percentile(samples, [50, 10, 90]).tolist() for samples in samples_us]
+    return [Timing(*found) for found in times]
 
 
 def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[Any], Any]:
@@ -127,8 +121,3 @@ def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[A
         return lax.fori_loop(0, left, body, (x, work(x)), unroll=unroll)[1]
 
     return repeated
-
-
-def _summary(samples_us: list[float]) -> Timing:
-    p10, median, p90 = np.percentile(samples_us, [10, 50, 90])
-    return Timing(float(median), float(p10), float(p90))

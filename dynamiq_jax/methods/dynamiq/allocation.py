@@ -114,7 +114,8 @@ def allocate(
       floor: the least width; see `Floor`.
       balance: `Topology.balance`.
     """
-    candidates = widths or _candidates(fmt.levels, floor)
+    step = 2 if floor is None else 1  # a floor may have any width
+    candidates = widths or tuple(range(NARROWEST_FLOOR, widest_floor(fmt.levels) + 1, step))
     every = dataclasses.replace(fmt, widths=candidates)
     if floor == "auto" and balance is None:
         floors = _joint_floors(stages, every, bits)
@@ -155,13 +156,6 @@ def _less_average(stages: tuple[Stage, ...], bits: list[float]) -> tuple[float, 
     total = sum(stage.sent for stage in stages)
     average = sum(b * stage.sent for b, stage in zip(bits, stages, strict=True)) / total
     return tuple(b - average for b in bits)
-
-
-def _candidates(levels: Levels, floor: Floor) -> tuple[int, ...]:
-    """Widths that a floor may have, or that all may have without one."""
-    if floor is None:
-        return tuple(range(2, widest_floor(levels) + 1, 2))
-    return tuple(range(NARROWEST_FLOOR, widest_floor(levels) + 1))
 
 
 def widest_floor(levels: Levels) -> int:

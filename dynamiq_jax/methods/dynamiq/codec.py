@@ -1,6 +1,5 @@
 """The DynamiQ codec: one worker's gradient under a plan, as the operations an executor needs."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,15 +10,10 @@ from jaxtyping import Float, UInt
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import Arrived, ChunkCodec, Encoder
+from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder
+from dynamiq_jax.methods.base import Call, clipped
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import (
-    Plan,
-    even_plan,
-    make_plan,
-    pack_statistics,
-    sampled,
-)
+from dynamiq_jax.methods.dynamiq.plan import Plan, even_plan, make_plan
 
 
 class SharedPlan(NamedTuple):
@@ -30,20 +24,10 @@ class SharedPlan(NamedTuple):
     """The randomness of every slot."""
 
 
-def statistics(
-    x: Float[Array, " d"], layout: Layout, backend: pk.Backend | None
-) -> Float[Array, "k rows"]:
-    """The statistics that one worker contributes to the plan, or its samples, bf16."""
-    if not layout.planned:
-        return sampled(x, layout)
-    mean, sqnorm = pk.statistics(x, super_group_size=layout.super_group_size, backend=backend)
-    return pack_statistics(mean, sqnorm, layout)
-
-
 def shared_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
-    """The plan that follows from the sum of `statistics`, for chunks of so many encodings."""
+    """The plan that follows from the sum of workers' messages, for chunks of so many encodings."""
     if layout.planned:
         plan = make_plan(stats, seed, layout, backend)
     else:
@@ -51,44 +35,28 @@ def shared_plan(
     return SharedPlan(plan, pk.slot_noise(plan.seed, n_slots, layout.fmt.rounding))
 
 
-def gathered_plan(
-    x: Float[Array, " d"],
-    seed: Seed,
-    layout: Layout,
-    backend: pk.Backend | None,
-    gather: Callable[[Array], Array],
-) -> SharedPlan:
-    """The plan of an all-gather of slices ``x``, whose statistics are gathered as well.
-
-    Every worker encodes as the slot of its own number.
-    """
-    stats = gather(statistics(x, layout, backend))
-    # [workers, k, rows] to [k, workers * rows]: the super-groups of all slices, in their order.
-    stats = jnp.moveaxis(stats, 0, 1).reshape(stats.shape[1], -1)
-    return shared_plan(stats, seed, layout, layout.n_workers, backend)
-
-
 def chunk_codec(
     x: Float[Array, " d"],
     shared: SharedPlan,
     layout: Layout,
+    call: Call,
     *,
-    dtype,
-    divisor: int = 1,
     slice_start: Array | None = None,
-    keep_error: bool = False,
     backend: pk.Backend | None,
 ) -> ChunkCodec:
     """Binds the kernels to one gradient and the plan that all workers share.
 
-    With ``keep_error`` what encodings lose is f32[rows, S] in the gradient's order. ``x`` comes in
-    shards of whole super-groups if there are several; ``slice_start`` is the number of this
+    With `Call.keep_error` what encodings lose is f32[rows, S] in the gradient's order. ``x`` comes
+    in shards of whole super-groups if there are several; ``slice_start`` is the number of this
     worker's first one, for `ChunkCodec.finish`.
     """
     plan, noise = shared
     common = {"fmt": layout.fmt, "backend": backend}
     nothing = jnp.zeros_like(plan.mean)
     centred = layout.stats_per_super_group == 2
+    # With NaN for infinities, an infinite total tells that finite numbers were too large together.
+    clips = call.keep_error and layout.fmt.carries_nan
+    x = jnp.where(jnp.isfinite(x), x, jnp.nan) if clips else x
     own = pk.Source(x, plan.mean if centred else None, plan.order)
 
     def noise_of(slots) -> Array | None:
@@ -106,14 +74,15 @@ def chunk_codec(
         return pk.Result(nothing, plan.order, layout.rows, jnp.float32, start=start)
 
     def summed(rows: int, start, into) -> pk.Result:
-        return pk.Result(plan.mean_sum, plan.order, rows, dtype, divisor, start, into)
+        return pk.Result(plan.mean_sum, plan.order, rows, x.dtype, call.divisor, start, into)
 
     def encode(arrived, chunks, encoder: Encoder, lost, skip=None):
         words = layout.payload_words[encoder.stage]
         target = pk.Target(plan.tiles[encoder.stage], noise[encoder.slot], words)
-        if keep_error:
+        if call.keep_error:
             result = less_means(start=jnp.int32(0))
             total = pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
+            total = clipped(total) if clips else total
             source = pk.Source(total.reshape(-1), None, plan.order)
             payloads = pk.compress(source, chunks, target, skip, **common)
             own_noise = noise_of(jnp.full_like(chunks, encoder.slot))
@@ -143,7 +112,7 @@ def chunk_codec(
         told = {"fmt": layout.fmt, "even": even}
         return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
 
-    if keep_error:
+    if call.keep_error:
         shape = layout.rows, layout.super_group_size
         return ChunkCodec(encode, decode, lost=jnp.zeros(shape, jnp.float32))
     return ChunkCodec(encode, decode, finish, push=push if pk.pushes(layout.fmt, backend) else None)

@@ -142,15 +142,10 @@ class Layout:
         return passes * 16 * per_row * rows * (n - 1) // n
 
     @property
-    def payload_bits(self) -> int:
-        """Bits that one worker sends as payloads."""
-        pairs = zip(self.payload_words, self.payloads_sent, strict=True)
-        return sum(words * sent * WORD_BITS for words, sent in pairs)
-
-    @property
     def wire_bits(self) -> int:
         """Bits that one worker sends in all."""
-        return self.stats_bits + self.payload_bits
+        pairs = zip(self.payload_words, self.payloads_sent, strict=True)
+        return self.stats_bits + sum(words * sent * WORD_BITS for words, sent in pairs)
 
 
 def make_layout(

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.executors import ChunkCodec, Encoder, reduce_scatter
+import pallas_kernels as pk
+from dynamiq_jax.executors.codec import ChunkCodec, Encoder
+from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     MIN_BUCKET_SIZE,
@@ -38,14 +39,13 @@ from dynamiq_jax.methods.dynamiq.codec import (
     coords_by_width,
     encode_slice,
     expected_error,
-    gathered_plan,
     shared_plan,
-    statistics,
 )
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.format import Format
 from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
-from dynamiq_jax.methods.hops import Bound, HopMethod
+from dynamiq_jax.methods.dynamiq.plan import pack_statistics, sampled
+from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.tree.leaves import ScaleAxis
@@ -282,17 +282,12 @@ class DynamiQ(HopMethod, ShardedMethod):
             )
         if error <= most:
             return None
-        enough = next(
-            (
-                f"bits={bits:g}"
-                for bits in (quarters / 4 for quarters in range(int(4 * self.bits) + 1, 65))
-                if dataclasses.replace(self, bits=bits).relative_error(
-                    n_workers, topology, collective
-                )
-                <= most
-            ),
-            "wider widths" if self.widths else "floor='auto'",
-        )
+        enough = "wider widths" if self.widths else "floor='auto'"
+        for bits in (quarters / 4 for quarters in range(int(4 * self.bits) + 1, 65)):
+            wider = dataclasses.replace(self, bits=bits)
+            if wider.relative_error(n_workers, topology, collective) <= most:
+                enough = f"bits={bits:g}"
+                break
         free = dataclasses.replace(self, floor=None).advice(n_workers, topology, collective)
         instead = "floor=None" if free is None else "floor=None with dither=False"
         return (
@@ -341,46 +336,35 @@ class DynamiQ(HopMethod, ShardedMethod):
             return self.gather_layout(size, n_workers).wire_bits
         return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
 
-    def bind(self, size: int, n_workers: int, topology: Topology) -> Bound:
-        """See `HopMethod`."""
-        layout = self.layout(size, n_workers, topology)
-        return Bound(layout, topology, n_workers)
-
-    def measure(self, x: Float[Array, " d"], bound: Bound) -> Array:
+    def measure(self, x: Float[Array, " d"], layout: Layout) -> Array:
         """Squared norms (and means) of the super-groups, or samples without a plan, bf16."""
-        return statistics(x, bound.layout, self.backend)
+        if not layout.planned:
+            return sampled(x, layout)
+        size = layout.super_group_size
+        mean, sqnorm = pk.statistics(x, super_group_size=size, backend=self.backend)
+        return pack_statistics(mean, sqnorm, layout)
 
-    def share(self, message: Array, seed: Seed, bound: Bound) -> SharedPlan:
+    def share(self, message: Array, layout: Layout, call: Call) -> SharedPlan:
         """The plan that follows from the sums."""
-        return shared_plan(message, seed, bound.layout, bound.n_slots, self.backend)
+        return shared_plan(message, call.seed, layout, call.n_slots, self.backend)
 
     def codec(
-        self,
-        x: Float[Array, " d"],
-        shared: SharedPlan,
-        bound: Bound,
-        *,
-        dtype,
-        divisor: int = 1,
-        keep_error: bool = False,
+        self, x: Float[Array, " d"], shared: SharedPlan, layout: Layout, call: Call
     ) -> ChunkCodec:
         """See `HopMethod`."""
-        options = {"keep_error": keep_error, "backend": self.backend}
-        return chunk_codec(x, shared, bound.layout, dtype=dtype, divisor=divisor, **options)
+        return chunk_codec(x, shared, layout, call, backend=self.backend)
 
-    def facts(self, shared: SharedPlan, result: Array, bound: Bound, divisor: int) -> PayloadFacts:
+    def facts(self, shared: SharedPlan, result: Array, layout: Layout, call: Call) -> PayloadFacts:
         """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
-        layout: Layout = bound.layout
+        assert call.topology is not None
         if self.format.subtract_mean:
             spare = layout.rows * layout.super_group_size - layout.size
             rows = jnp.pad(result.astype(jnp.float32), (0, spare)).reshape(layout.rows, -1)
-            result = rows - shared.plan.mean_sum[: layout.rows, None] / divisor
-        norm = finite_norm(result) * divisor**2
-        errors = tuple(stage.error for stage in bound.topology.stages(bound.n_workers))
-        error = expected_error(shared.plan, layout, errors, norm)
-        return PayloadFacts(
-            error=error / divisor**2, coords_by_width=coords_by_width(shared.plan, layout)
-        )
+            result = rows - shared.plan.mean_sum[: layout.rows, None] / call.divisor
+        norm = finite_norm(result) * call.divisor**2
+        errors = tuple(stage.error for stage in call.topology.stages(call.n_workers))
+        error = expected_error(shared.plan, layout, errors, norm) / call.divisor**2
+        return PayloadFacts(error, coords_by_width(shared.plan, layout))
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """The sum of ``x`` over the axis: every worker gets the row of its own number."""
@@ -393,10 +377,9 @@ class DynamiQ(HopMethod, ShardedMethod):
             pad = -size % self.format.super_group_size
             flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
             start = call.axis.index * layout.shard_rows
-            shared = self.agreed(flat, call, Bound(layout, call.topology, n))
-            codec = chunk_codec(
-                flat, shared, layout, dtype=x.dtype, slice_start=start, backend=self.backend
-            )
+            shared = self.agreed(flat, layout, call)
+            options = {"slice_start": start, "backend": self.backend}
+            codec = chunk_codec(flat, shared, layout, call, **options)
             streams = layout.chunks_per_worker
             result = reduce_scatter(call.topology, codec, call.axis, streams)
             return result.reshape(-1)[:size]
@@ -413,9 +396,13 @@ class DynamiQ(HopMethod, ShardedMethod):
         layout = self.gather_layout(size, n)
         gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
-            shared = gathered_plan(x, call.seed, layout, self.backend, gather)
+            # Every worker encodes as the slot of its number, under a plan for all slices, in their
+            # order: statistics [workers, k, rows] become [k, workers * rows].
+            stats = jnp.moveaxis(gather(self.measure(x, layout)), 0, 1)
+            stats = stats.reshape(stats.shape[0], -1)
+            shared = shared_plan(stats, call.seed, layout, n, self.backend)
             payload = encode_slice(x, shared, layout, axis.index, self.backend)
-            codec = chunk_codec(x, shared, layout, dtype=x.dtype, backend=self.backend)
+            codec = chunk_codec(x, shared, layout, call, backend=self.backend)
             owners = jnp.arange(n, dtype=jnp.int32)
             everyone = Encoder(0, owners, owners)
             result = codec.decode(gather(payload), owners, everyone, None)

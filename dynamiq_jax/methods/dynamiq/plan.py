@@ -158,10 +158,15 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     squares = samples[0].astype(jnp.float32)
     known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
     energy = known * np.float32(layout.rows / layout.super_groups)
-    nothing = jnp.zeros(layout.super_groups, jnp.float32)
+    nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
+    for stage in range(len(layout.payload_words)):  # all chunks have the same records
+        widths = layout.widths(stage)
+        words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
+        records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
+        tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
         order=_order_of_numbers(layout),
-        tiles=tuple(_even_tiles(layout, stage) for stage in range(len(layout.payload_words))),
+        tiles=tuple(tiles),
         mean=nothing,
         mean_sum=nothing,
         seed=seed_of(seed, samples),
@@ -181,14 +186,6 @@ def _order_of_numbers(layout: Layout) -> Int[Array, "C m"]:
         padding = layout.rows + shard * spare + local - rows
         number = jnp.where(local < rows, shard * rows + local, padding)
     return number.reshape(shape)
-
-
-def _even_tiles(layout: Layout, stage: int) -> Int[Array, "C T"]:
-    """The records of all tiles of a stage without a plan, the same in every chunk."""
-    widths = layout.widths(stage)
-    words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
-    tiles = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
-    return jnp.broadcast_to(tiles, (layout.chunks, layout.chunk_tiles))
 
 
 def order_and_tiles(
