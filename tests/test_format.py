@@ -12,7 +12,14 @@ WIDTHS = range(1, 16)
 LEVELS = ("companded", "piecewise", "geometric", "uniform")
 
 
-def widths_of(levels):
+DITHERED = [(levels, True) for levels in LEVELS if levels != "geometric"]
+ROUNDED = [(levels, False) for levels in LEVELS]
+
+
+def widths_of(levels, dither=False):
+    """All that have a table of levels, but for 1 bit, which has no level 0."""
+    if dither:
+        return range(1, 15)
     return range(2, 11) if levels == "geometric" else range(2, 16)
 
 
@@ -51,15 +58,15 @@ def test_records_are_contiguous_and_of_whole_vectors(group_size, super_group_siz
         assert at == words
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-def test_levels_ascend_strictly_from_zero(levels):
-    fmt = WireFormat(levels=levels)
-    for width in widths_of(levels):
+@pytest.mark.parametrize(("levels", "dither"), ROUNDED + DITHERED)
+def test_levels_ascend_strictly_from_zero_or_are_odd_half_steps_with_dither(levels, dither):
+    fmt = WireFormat(levels=levels, dither=dither)
+    for width in widths_of(levels, dither):
         table = fmt.level_table(width)
         assert table.shape == (2 ** (width - 1),)
-        assert table[0] == 0
+        assert table[0] == dither
         assert np.all(np.diff(table) > 0)
-        assert table[-1] == fmt.level_top(width)
+        assert np.all(table % 2 == 1) if dither else table[-1] == fmt.level_top(width)
     np.testing.assert_array_equal(fmt.level_table(1), [1])
 
 
@@ -80,58 +87,40 @@ def test_level_laws():
     np.testing.assert_allclose(table, law, atol=0.5)
 
 
-DITHERED = [levels for levels in LEVELS if levels != "geometric"]
-
-
-@pytest.mark.parametrize("levels", DITHERED)
-def test_levels_with_dither_are_odd_half_steps(levels):
-    fmt = WireFormat(levels=levels, dither=True)
-    for width in range(1, 15):
-        table = fmt.level_table(width)
-        assert table.shape == (2 ** (width - 1),)
-        assert table[0] == 1
-        assert np.all(table % 2 == 1)
-        assert np.all(np.diff(table) > 0)
-    tables = {
-        "uniform": [1, 3, 5, 7, 9, 11, 13, 15],
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ("uniform", [1, 3, 5, 7, 9, 11, 13, 15]),
         # Of four levels to an octave the first has three and the half-step to zero.
-        "piecewise": [1, 3, 5, 7, 11, 15, 19, 23],
-        "companded": [1, 3, 7, 11, 19, 27, 43, 59],
-    }
-    np.testing.assert_array_equal(fmt.level_table(4), tables[levels])
+        ("piecewise", [1, 3, 5, 7, 11, 15, 19, 23]),
+        ("companded", [1, 3, 7, 11, 19, 27, 43, 59]),
+    ],
+)
+def test_level_laws_with_dither(levels, expected):
+    np.testing.assert_array_equal(WireFormat(levels=levels, dither=True).level_table(4), expected)
 
 
-@pytest.mark.parametrize("levels", DITHERED)
-def test_what_dither_decodes_to_times_scale_is_exact_in_f32(levels):
-    fmt = WireFormat(levels=levels, dither=True)
-    rng = np.random.default_rng(2)
-    for width in range(1, 15):
-        bits, amplitude = fmt.scale_bits(width), fmt.dither_amplitude(width)
-        assert 8 <= bits <= 16
-        significand = rng.integers(1 << (bits - 1), 1 << bits, 64)
-        scale = np.ldexp(significand.astype(np.float64), rng.integers(-60, 60, 64))
-        noise = (16 - (2 * np.arange(16) + 1)) / 32 * amplitude
-        decoded = (fmt.level_table(width)[-4096:, None] + noise).reshape(-1, 1)
-        product = decoded.astype(np.float32) * scale.astype(np.float32)
-        np.testing.assert_array_equal(product.astype(np.float64), decoded * scale)
-        assert np.isfinite(np.float32(fmt.super_scale_cap(width)) * np.float32(decoded.max()))
-
-
-@pytest.mark.parametrize("levels", LEVELS)
-def test_level_times_scale_is_exact_in_f32(levels):
-    fmt = WireFormat(levels=levels)
+@pytest.mark.parametrize(("levels", "dither"), ROUNDED + DITHERED)
+def test_level_times_scale_is_exact_in_f32(levels, dither):
+    """With dither, a level and the noise around it."""
+    fmt = WireFormat(levels=levels, dither=dither)
     rng = np.random.default_rng(1)
-    for width in [1, *widths_of(levels)]:
+    for width in {1, *widths_of(levels, dither)}:
         bits = fmt.scale_bits(width)
         # bf16 has 8 significant bits: fewer would lose scales that the payload can hold.
         assert 8 <= bits <= 16
-        assert fmt.level_top(width).bit_length() + bits <= 24
         significand = rng.integers(1 << (bits - 1), 1 << bits, 64)
         scale = np.ldexp(significand.astype(np.float64), rng.integers(-60, 60, 64))
-        table = fmt.level_table(width)[-4096:].astype(np.float64)
-        exact = table[:, None] * scale
-        product = table.astype(np.float32)[:, None] * scale.astype(np.float32)
-        np.testing.assert_array_equal(product.astype(np.float64), exact)
+        decoded = fmt.level_table(width)[-4096:, None].astype(np.float64)
+        if dither:
+            noise = (16 - (2 * np.arange(16) + 1)) / 32 * fmt.dither_amplitude(width)
+            decoded = (decoded + noise).reshape(-1, 1)
+            largest = np.float32(fmt.super_scale_cap(width)) * np.float32(decoded.max())
+            assert np.isfinite(largest)
+        else:
+            assert fmt.level_top(width).bit_length() + bits <= 24
+        product = decoded.astype(np.float32) * scale.astype(np.float32)
+        np.testing.assert_array_equal(product.astype(np.float64), decoded * scale)
 
 
 @pytest.mark.parametrize("levels", LEVELS)

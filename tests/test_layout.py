@@ -66,39 +66,14 @@ def test_sizes_are_whole_tiles_and_cover_the_gradient(size, n, streams, collecti
         assert words <= max(layout.chunk_tiles * layout.fmt.tile_words(8), 4)
 
 
-def test_bits_of_a_ring_by_hand():
-    """16 super-groups on each of 4 workers, at 5 bits, without and with a balance."""
-    method, even = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True)), dq.Ring(balance=0)
-    layout = method.layout(4 * 16 * 256, 4, even)
-    # Two bf16 for each super-group, and 2 (n-1)/n of that.
-    assert layout.stats_bits == 2 * 16 * 64 * 3 // 2
-    assert layout.payloads_sent == (3, 3)
-    # 5 * 16384 bits less the statistics, over 4 chunks of 32-bit words, in fours.
-    words = (5 * 16384 - 2048) // 128 // 4 * 4
-    assert layout.payload_words == (words, words)
-    assert layout.wire_bits == layout.stats_bits + 6 * 32 * words
-    # One bit more for hops is half a bit up for them and half a bit down for the all-gather.
-    tilted = method.layout(4 * 16 * 256, 4, dq.Ring(balance=1))
-    first, last = ((5 * 16384 - 2048 + offset * 16384) // 128 // 4 * 4 for offset in (0.5, -0.5))
-    assert tilted.payload_words == (first, last)
-
-
-def test_bits_of_slices_by_hand():
-    """A reduce-scatter and an all-gather of 16 super-groups for each of 4 workers, at 5 bits."""
-    method = dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True))
-    coords = 16 * 256
-    scatter = method.layout(coords, 4, dq.Direct(), "reduce_scatter")
-    # All-reduced statistics of all slices, and three payloads of one slice each.
-    assert scatter.stats_bits == 2 * 16 * 64 * 3 // 2
-    assert scatter.payloads_sent == (3,)
-    assert scatter.payload_words == ((5 * 3 * coords - scatter.stats_bits) // 96 // 4 * 4,)
-    assert scatter.wire_bits == scatter.stats_bits + 3 * 32 * scatter.payload_words[0]
-    gather = method.gather_layout(coords, 4)
-    assert gather.stats_bits == 2 * 16 * 64 * 3 // 4  # gathered: each worker passes on 3/4
-    assert gather.payload_words == ((5 * 3 * coords - gather.stats_bits) // 96 // 4 * 4,)
-    assert gather.wire_bits == gather.stats_bits + 3 * 32 * gather.payload_words[0]
-    for layout in (scatter, gather):
-        assert 4.9 * 3 * coords < layout.wire_bits <= 5 * 3 * coords
+@pytest.mark.parametrize("n", [2, 4, 31])
+def test_five_bits_of_slices_are_five_bits(n):
+    """`test_wire_bytes` compares the statistics among them with those that programs move."""
+    size, method = 10**6, dq.DynamiQ(bits=5, format=dq.Format(subtract_mean=True))
+    scatter = method.layout(size, n, dq.Direct(), "reduce_scatter")
+    for layout in (scatter, method.gather_layout(size, n)):
+        assert layout.payloads_sent == (n - 1,)
+        assert 4.9 < layout.wire_bits / ((n - 1) * size) <= 5
 
 
 def test_only_the_narrowest_width_may_exceed_the_budget():
