@@ -96,7 +96,6 @@ LOSSES = {
     "vmapped": lambda p, b: jnp.mean(jax.vmap(lambda x: jnp.sum(out(p, x[None])))(b["x"])),
     "conditional": lambda p, b: lax.cond(p["scale"] > 0, masked, lambda p, b: p["scale"], p, b),
     "transposed": lambda p, b: jnp.mean(jnp.square(b["x"] @ p["down"].T @ p["up"].T)),
-    "cast": lambda p, b: masked(jax.tree.map(lambda w: w.astype(jnp.float32), p), b),
     "in bf16": lambda p, b: jnp.float32(
         masked(*jax.tree.map(lambda w: w.astype(jnp.bfloat16), (p, b)))
     ),
@@ -442,7 +441,6 @@ def test_errors():
         (ValueError, "reduce=False and state=", lambda: terms(params, batch, state=())),
         (ValueError, "reduce=False and key=", lambda: terms(params, batch, key=KEY)),
         (ValueError, "there is no mesh.*mesh=mesh", lambda: of()(*network())),
-        (ValueError, "'rows' is not in the mesh", lambda: of(axis_name="rows")(params, batch)),
         (TypeError, r"loss has shape \(32,\)", lambda: vector(params, batch)),
         (TypeError, r"\['step'\] is int32\[\].*argnums=", lambda: three(step, batch, None)),
         (ValueError, r"is \{1\}, a set.*frozenset", lambda: three(params, batch, {1})),

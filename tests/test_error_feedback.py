@@ -211,8 +211,6 @@ def test_what_makes_no_sense_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dq.ErrorFeedback(method)
-    with pytest.raises(ValueError, match="kind='ef15'; expected one of 'ef14', 'ef21'"):
-        dq.ErrorFeedback(alone, kind="ef15")
 
 
 def test_without_state_and_in_halves_it_is_refused():

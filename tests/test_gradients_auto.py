@@ -130,21 +130,39 @@ def total_error(params, batch):
     return jnp.sum(errors(params, batch["x"]))
 
 
-SAME_ON_ALL = {
+def in_halves(batch):
+    return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+
+
+def of_micro_batches(params, batch):
+    """Keeps the activations of one of them."""
+    return jnp.mean(lax.map(jax.checkpoint(functools.partial(loss, params)), in_halves(batch)))
+
+
+OF_ALL = {
     "a quotient of sums": (of_all, masked, (8,), {}),
     # Collectives over one of two data axes leave the other one's mean to us.
     "a mean over one axis": (
         lambda p, b: lax.pmean(loss(p, b), "model"), loss, (4, 2), {"axis_name": ("data", "model")},
     ),
     "a sum": (lambda p, b: lax.psum(total_error(p, b), "data"), total_error, (8,), {"op": "sum"}),
+    "micro-batches": (of_micro_batches, loss, (8,), {}),
 }  # fmt: skip
-"""A loss that takes collectives, that of all examples, and a mesh."""
+"""A loss that takes collectives, or is a loop; that of all examples; a mesh."""
 
 
-@pytest.mark.parametrize("name", SAME_ON_ALL)
-def test_a_loss_that_is_the_same_on_all_workers_is_that_of_all_examples(name):
-    own, of_examples, sizes, options = SAME_ON_ALL[name]
-    assert_close(jax.jit(ours(own, mesh_of(*sizes), **options))(*arrays()), plain(of_examples))
+def large_sums(compiled):
+    """All-reduces of a gradient of 2,048 coordinates."""
+    moves = moves_of(compiled.as_text())
+    return [bits for name, bits in moves if name == "all-reduce" and bits >= 32 * 2048]
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_losses_with_collectives_or_loops_are_those_of_all_examples_and_reduced_once(name):
+    own, of_examples, sizes, options = OF_ALL[name]
+    compiled = jax.jit(ours(own, mesh_of(*sizes), **options)).lower(*arrays()).compile()
+    assert_close(compiled(*arrays()), plain(of_examples))
+    assert len(large_sums(compiled)) == 1
 
 
 def test_equal_constants_of_other_types_are_other_programs():
@@ -190,37 +208,20 @@ def of_aux(leaf, aux=None):
     return ours(lambda p, b: (loss(p, b), {"leaf": leaf()}), has_aux=True, aux=aux)
 
 
-def large_sums(compiled):
-    """All-reduces of a gradient of 2,048 coordinates."""
-    moves = moves_of(compiled.as_text())
-    return [bits for name, bits in moves if name == "all-reduce" and bits >= 32 * 2048]
-
-
-WINDOWS = [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")]
-
-
-def window(sizes, op):
-    """A mesh, specs of parameters, and how the loss joins its examples' errors."""
-    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
-    return mesh_of(*sizes), specs, jnp.mean if op == "mean" else jnp.sum
-
-
-def in_halves(batch):
-    return jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), batch)
-
-
-@pytest.mark.parametrize(("sizes", "op"), WINDOWS)
+@pytest.mark.parametrize(("sizes", "op"), [((8,), "sum"), ((8,), "mean"), ((4, 2), "sum")])
 def test_terms_of_micro_batches_are_summed_once(sizes, op):
     """A window's gradient is that of one batch, divided by the tokens of all micro-batches."""
-    (params, batch), (mesh, specs, join) = arrays(), window(sizes, op)
+    params, batch = arrays()
     halves = in_halves(batch)
+    specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
+    options = {"op": op, "reduce": False, "has_aux": True, "specs": specs}
 
     def own_loss(params, batch):
         own = errors(params, batch["x"]) * batch["mask"]
-        return join(own), {"tokens": count(params, batch)}
+        return (jnp.mean if op == "mean" else jnp.sum)(own), {"tokens": count(params, batch)}
 
-    def over_window(params, halves):
-        f = ours(own_loss, mesh, reduce=False, op=op, has_aux=True, specs=specs)
+    def window(params, halves):
+        f = ours(own_loss, mesh_of(*sizes), **options)
 
         def add(terms, half):
             (value, aux), more = f(params, half)
@@ -231,32 +232,18 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         terms, (values, tokens) = lax.scan(add, zeros, halves)
         return (jnp.sum(values), dq.psum(terms, "data", method=EXACT)), jnp.sum(tokens)
 
-    compiled = jax.jit(over_window).lower(params, halves).compile()
+    def whole(params):
+        losses = jax.vmap(lambda half: own_loss(params, half)[0])(halves)
+        return jnp.sum(losses)
+
+    compiled = jax.jit(window).lower(params, halves).compile()
     found, tokens = compiled(params, halves)
-    of_halves = jax.vmap(lambda params, half: own_loss(params, half)[0], in_axes=(None, 0))
-    assert_close(
-        found, jax.jit(jax.value_and_grad(lambda p: jnp.sum(of_halves(p, halves))))(params)
-    )
+    assert_close(found, jax.jit(jax.value_and_grad(whole))(params))
     assert tokens == pytest.approx(batch["mask"].sum() * (1 if op == "sum" else 1 / sizes[0]))
     if specs is not None:
         assert {name: x.sharding.spec for name, x in found[1].items()} == specs
     else:  # and not in the loop
         assert len(large_sums(compiled)) == 1
-
-
-@pytest.mark.parametrize(("sizes", "op"), WINDOWS[1:])
-def test_a_loss_over_micro_batches_is_reduced_once(sizes, op):
-    """The gradient is that of one batch; only one micro-batch's activations are kept."""
-    args, (mesh, specs, join) = arrays(), window(sizes, op)
-
-    def over_halves(params, batch):
-        halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
-        micro_loss = jax.checkpoint(lambda half: join(errors(params, half["x"])))
-        return join(lax.map(micro_loss, halves))
-
-    compiled = jax.jit(ours(over_halves, mesh, op=op, specs=specs)).lower(*args).compile()
-    assert_close(jax.device_get(compiled(*args)), plain(lambda p, b: join(errors(p, b["x"]))))
-    assert specs is not None or len(large_sums(compiled)) == 1
 
 
 def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
@@ -367,37 +354,31 @@ def test_constraints_by_other_names(monkeypatch):
 
 def test_what_does_not_go_is_refused():
     """`test_deferred` has what is refused on meshes of both kinds."""
-    args, key = arrays(), jax.random.key(0)
+    args, keys = arrays(), jax.random.split(jax.random.key(0), 32)
     three = ours(lambda p, b, c: loss(p, b), mesh_of(2))
     inside = jax.shard_map(ours(loss), mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=P())
     _, terms = jax.jit(ours(loss, reduce=False))(*args)
-    in_shards = {"up": P("data"), "down": P()}
-    vector = lambda: jnp.ones(3)  # noqa: E731
+    sharded = ours(loss, reduce=False, specs={"up": P("data"), "down": P()})
+    number, vector = lambda: jnp.int32(7), lambda: jnp.ones(3)
+    other, deeper = {"other": "mean"}, {"leaf": {"deeper": "mean"}}
+    two = "and the loss got 2 positional"
     assert_refused(
         (ValueError, "inside of a map over axis 'data'.*jax.value_and_grad", inside, *args),
         (ValueError, "key without its type.*wrap_key_data", three, *args, jax.random.PRNGKey(0)),
-        (ValueError, r"array of PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args,
-         jax.random.split(key, 32)),
-        *((ValueError, r"argnums=\(0, -?2\), and the loss got 2 positional",
-           ours(loss, argnums=argnums), *args) for argnums in ((0, 2), (0, -2))),
-        (ValueError, r"same on the 8 workers of axes \('data',\).*weight= out",
-         ours(of_all, weight=count), *args),
+        (ValueError, r"PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args, keys),
+        (ValueError, rf"argnums=\(0, 2\), {two}", ours(loss, argnums=(0, 2)), *args),
+        (ValueError, rf"argnums=\(0, -2\), {two}", ours(loss, argnums=(0, -2)), *args),
+        (ValueError, "on the 8 workers of axes.*weight= out", ours(of_all, weight=count), *args),
         (ValueError, "op='sum' and weight=", lambda: ours(loss, op="sum", weight=count)),
-        # Terms.
         (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
         (ValueError, r"of \('data',\), and axis_name is \('rows',\)", dq.psum, terms, "rows"),
-        (NotImplementedError, "reduce=False.*whole gradients",
-         ours(loss, reduce=False, specs=in_shards), *args),
-        # Aux.
-        (ValueError, r"aux leaf \['leaf'\] is int32\[\] .*aux=None.*'same'",
-         of_aux(lambda: jnp.int32(7)), *args),
+        (NotImplementedError, "reduce=False.*whole gradients", sharded, *args),
+        (ValueError, r"\['leaf'\] is int32\[\] .*aux=None.*'same'", of_aux(number), *args),
         (ValueError, r"float32\[3\]", of_aux(vector), *args),
         (ValueError, "aux='average'", of_aux(vector, "average"), *args),
-        (ValueError, r"the entry \['other'\] is that of no leaf; pass",
-         of_aux(vector, {"other": "mean"}), *args),
-        (ValueError, "does not fit the loss's aux", of_aux(vector, {"leaf": {"deeper": "mean"}}),
-         *args),
-    )  # fmt: skip
+        (ValueError, r"\['other'\] is that of no leaf; pass", of_aux(vector, other), *args),
+        (ValueError, "does not fit the loss's aux", of_aux(vector, deeper), *args),
+    )
 
 
 def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch):

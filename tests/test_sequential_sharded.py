@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_steps
 import pytest
 import test_sequential
-import training
 from cases import (
     CHEAP,
     EXACT,
@@ -98,13 +98,13 @@ def started(optimizer, params, way=None, method=F32, check_vma=True):
             assert g.shape == master.shape and g.dtype == jnp.float32
         return grads
 
-    grads_of = training.of_batch(plain) if way is None else scattered
-    return state, training.stepper(optimizer, state, grads_of, auto_mesh(N), check_vma=check_vma)
+    grads_of = optax_steps.of_batch(plain) if way is None else scattered
+    return state, optax_steps.stepper(optimizer, state, grads_of, auto_mesh(N), check_vma=check_vma)
 
 
 def train(params, batches, optimizer, *args, **options):
     state, step = started(optimizer, params, *args, **options)
-    return training.train(step, params, state, batches, auto_mesh(N))
+    return optax_steps.train(step, params, state, batches, auto_mesh(N))
 
 
 SGD = optax.sgd(0.5, momentum=0.9)
@@ -159,7 +159,7 @@ def test_data_by_model():
     x = np.float32(rng.standard_normal((4, 8)))
     options = {"specs": of_params, "check_vma": False}
     found, expected = (
-        training.stepper(optimizer, state, grads_of, mesh, **options)(params, state, x)
+        optax_steps.stepper(optimizer, state, grads_of, mesh, **options)(params, state, x)
         for grads_of in (scattered, whole)
     )
     assert_close(found, expected)

@@ -199,12 +199,6 @@ def test_options_that_xla_does_not_know_are_noticed():
     assert xla._is_known("xla_cpu_enable_fast_math", False)
 
 
-def test_unknown_transports_are_refused():
-    for topology in TOPOLOGIES:
-        with pytest.raises(ValueError, match="transport='nccl'; expected one of 'collec"):
-            topology(transport="nccl")
-
-
 def test_what_jit_traces_knows_of_its_options(peers):
     peers.setattr(xla, "compiler_options", lambda: {xla._FLAG: "COLLECTIVES_PEER_MEMORY"})
     found = []

@@ -27,8 +27,6 @@ from dynamiq_jax.methods.metrics import vnmse
 
 AXIS = "data"
 SUPER_GROUP = 256
-SUPER_GROUPS = 4096
-"""Super-groups of the synthetic gradients, unless the user says how many."""
 
 
 class Leaves(NamedTuple):
@@ -93,7 +91,7 @@ def command(
         for name in ["native"] if own else contenders.parts(topology):
             route = None if own else checked("--topology", contenders.parse_topology, name)
             chosen.append((checked("--methods", contenders.parse_method, text, route), name))
-    rows_of, leaves = super_groups or SUPER_GROUPS, Leaves()
+    rows_of, leaves = super_groups or 4096, Leaves()
     shape, found = (workers or 8, SUPER_GROUP * rows_of), []
     what = f"synthetic mixture, {rows_of} super-groups"
     if gradients is not None:

@@ -39,14 +39,7 @@ def command(
         raise typer.BadParameter(
             f"{n} workers are not {nodes} equal nodes: pass a divisor of {n}", param_hint="--nodes"
         )
-    found = checked(
-        "--topology --rate",
-        dq.explain,
-        tree,
-        n if nodes == 1 else (nodes, n // nodes),
-        method=method,
-        topology=route or None,
-        rate=rate,
-        verbose=False,
-    )
+    sizes = n if nodes == 1 else (nodes, n // nodes)
+    told = {"method": method, "topology": route or None, "rate": rate, "verbose": False}
+    found = checked("--topology --rate", dq.explain, tree, sizes, **told)
     typer.echo(options.without_control(f"{name}: {found}"))

@@ -53,22 +53,17 @@ def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]
     tree = OrderedDict()
     for name, entry in held.items():
         try:
-            tree[name] = _leaf(entry)
+            shape, dtype = entry
+            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError("the shape has to be a list of integers from 0 on")
+            if not isinstance(dtype, str) or not holds_numbers(jnp.dtype(dtype)):
+                raise ValueError("the dtype has to be one of numbers, such as 'float32'")
+            if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
+                raise ValueError(f"it has more than {sys.maxsize} bytes")
+            tree[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}: leaf {name!r} is {entry!r}: {error}; {wanted}") from error
     return tree
-
-
-def _leaf(entry: Any) -> jax.ShapeDtypeStruct:
-    """The leaf of a model tree; refuses what no array of numbers can be."""
-    shape, dtype = entry
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("the shape has to be a list of integers from 0 on")
-    if not isinstance(dtype, str) or not holds_numbers(jnp.dtype(dtype)):
-        raise ValueError("the dtype has to be one of numbers, such as 'float32'")
-    if math.prod(max(n, 1) for n in shape) * jnp.dtype(dtype).itemsize > sys.maxsize:
-        raise ValueError(f"it has more than {sys.maxsize} bytes")
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
 def model_file(model: str) -> Path | None:

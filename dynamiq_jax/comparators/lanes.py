@@ -62,8 +62,16 @@ def pack_bits(fields: UInt[Array, "*rows m"], bits: int) -> UInt32[Array, "*rows
 def unpack_bits(
     words: UInt32[Array, "*rows words"], size: int, bits: int
 ) -> UInt32[Array, "*rows m"]:
-    """The ``size`` fields per row that `pack_bits` packed."""
-    assert words.shape[-1] == bit_words(size, bits)
+    """The ``size`` fields per row that `pack_bits` packed.
+
+    Raises:
+      ValueError: rows are not of ``size`` fields.
+    """
+    if words.shape[-1] != bit_words(size, bits):
+        raise ValueError(
+            f"rows have {words.shape[-1]} words, but {size} fields of {bits} bits take "
+            f"{bit_words(size, bits)}; pass the size and bits they were packed with"
+        )
     fields, at = jnp.uint32(0), 0
     for plane in planes_of(bits):
         end = at + bit_words(size, plane)

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -246,16 +247,6 @@ class ShardedMethod(Method):
         """
 
 
-class _Within:
-    """A member that is the same member of the method within."""
-
-    def __set_name__(self, owner: type, name: str):
-        self.name = name
-
-    def __get__(self, around: Any, owner: type | None = None) -> Any:
-        return self if around is None else getattr(around.method, self.name)
-
-
 class Around(Method):
     """The base of methods around another one, which has the same buckets and wire as alone."""
 
@@ -264,15 +255,15 @@ class Around(Method):
     method: Any
 
     needs_state: ClassVar[bool] = True
-    native_by_default: ClassVar[Any] = _Within()
-    most_bits: Any = _Within()
-    scale_axis: Any = _Within()
-    declines: Any = _Within()
-    limits: Any = _Within()
-    check: Any = _Within()
-    native_dtype: Any = _Within()
-    wire_bits: Any = _Within()
-    relative_error: Any = _Within()
+    native_by_default: ClassVar[Any] = property(attrgetter("method.native_by_default"))
+    most_bits: Any = property(attrgetter("method.most_bits"))
+    scale_axis: Any = property(attrgetter("method.scale_axis"))
+    declines: Any = property(attrgetter("method.declines"))
+    limits: Any = property(attrgetter("method.limits"))
+    check: Any = property(attrgetter("method.check"))
+    native_dtype: Any = property(attrgetter("method.native_dtype"))
+    wire_bits: Any = property(attrgetter("method.wire_bits"))
+    relative_error: Any = property(attrgetter("method.relative_error"))
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """Itself around the method for this bucket."""

@@ -70,19 +70,16 @@ def payloads_by(topology: Any, sizes: tuple[int, ...]) -> str:
     return route.levels(sizes).outer.transport
 
 
-IN_FLIGHT_BYTES = 128 * 2**20
-"""Leaves of this size and more: one collective per program, several programs in flight."""
-
-
 def repetitions(size_bytes: int, platform: str, iterations: int | None = None) -> dict[str, Any]:
     """Collectives in one timed program, and programs dispatched before the wait for all of them.
 
-    A program of several copies its input once and perhaps its results.
+    A program of several copies its input once and perhaps its results: leaves from 128 MiB on have
+    one collective per program, and several programs are in flight.
     """
     if platform == "cpu":
         return {"iterations": iterations or 1, "in_flight": 1}
     several = min(64, max(16, -(-(2**31) // size_bytes)))
-    count = iterations or (1 if size_bytes >= IN_FLIGHT_BYTES else several)
+    count = iterations or (1 if size_bytes >= 128 * 2**20 else several)
     return {"iterations": count, "in_flight": 8 if count == 1 else 1}
 
 

@@ -1,7 +1,9 @@
 """Steps of optax on the devices of a mesh, and on one device."""
 
 import jax
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from cases import WHOLE, put
 from jax.sharding import PartitionSpec as P
 
@@ -52,3 +54,13 @@ def plain(optimizer, loss_fn, params, batches):
     for x in batches:
         params, state = step(params, state, x)
     return params
+
+
+def saved_and_restored(folder, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", tree)
+        checkpointer.wait_until_finished()
+        # As NumPy arrays: orbax refuses the old shardings where there are other devices.
+        shapes = checkpointer.metadata(folder / "state").item_metadata.tree
+        as_numpy = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+        return checkpointer.restore(folder / "state", as_numpy)
