@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from cases import (
     CHEAP,
-    EIGHT,
     LOOP,
     assert_same_bits,
-    auto_mesh,
     daily,
     mesh_of,
     put,
-    relative_error,
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
@@ -72,23 +69,6 @@ def test_it_is_the_reduction_of_the_transposed_leaf():
     found = vmapped(along(CHEAP, 0))(x, jax.random.key(1))
     expected = vmapped(CHEAP)(jnp.swapaxes(x, 1, 2), jax.random.key(1))
     assert_same_bits(found, np.swapaxes(expected, 1, 2))
-
-
-def test_value_and_grad_returns_gradients_in_their_own_shapes():
-    mesh = auto_mesh(4)
-    params = {"w": jax.random.normal(jax.random.key(0), (256, 64)), "b": jnp.zeros(64)}
-    batch = jax.random.normal(jax.random.key(1), (8, 256))
-
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"] + params["b"][None]) ** 2)
-
-    method = along(EIGHT, 0)
-    step = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method))
-    _, found = step(params, batch)
-    expected = jax.jit(jax.grad(loss))(params, batch)
-    for name in params:
-        assert found[name].shape == params[name].shape
-        assert relative_error(found[name], expected[name]) < 1e-3
 
 
 def test_every_device_goes_along_the_axis_of_its_own_part():
