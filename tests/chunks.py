@@ -37,22 +37,21 @@ FORMATS = {
 
 
 class Chunk:
-    """One tile of each of ``widths``, in one chunk; ``order`` may permute its super-groups."""
+    """One tile of each of ``widths``, in one chunk, for encoders of three slots."""
 
-    def __init__(self, fmt: WireFormat, widths=None, order=None, n_slots=3):
-        self.fmt, self.n_slots = fmt, n_slots
+    def __init__(self, fmt: WireFormat, widths=None):
+        self.fmt = fmt
         self.widths = np.array(fmt.widths if widths is None else widths)
         self.words = [fmt.tile_words(w) for w in self.widths]
         self.offsets = np.cumsum(self.words) - self.words
         self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)[None]
         self.rows = TILE_ROWS * len(self.widths)
         self.size = self.rows * fmt.super_group_size
-        order = np.arange(self.rows) if order is None else order
-        self.order = jnp.asarray(order, jnp.int32)[None]
+        self.order = jnp.arange(self.rows, dtype=jnp.int32)[None]
         self.payload_words = sum(self.words)
 
     def noise(self, seed, slot=1):
-        return slot_noise(seed, self.n_slots, self.fmt.rounding)[slot]
+        return slot_noise(seed, 3, self.fmt.rounding)[slot]
 
     def encode(self, x, mean, seed, slot=1):
         source, chunks = pk.Source(x, mean, self.order), jnp.zeros(1, jnp.int32)

@@ -8,7 +8,6 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import allocate, stage_bits
 from dynamiq_jax.methods.dynamiq.layout import make_layout
-from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat
 
 LARGE = [10**6, 1_000_003, 2**20, 3_333_333, 10**7]
@@ -131,12 +130,3 @@ def test_balance_moves_bits_between_stages_within_the_budget(name, balance, n):
 
 
 TILE_WORDS = {w: WireFormat().tile_words(w) for w in (2, 8)}
-
-
-def test_automatic_balance_follows_the_error():
-    """bits = log2(error / sent) / 2.5 apart, whatever the average."""
-    stages = (Stage(4, range(4), 0.25), Stage(2, range(4, 6), 0.25), Stage(7, range(6, 7), 1.0))
-    first, second, last = stage_bits(stages, None)
-    assert second - first == pytest.approx(1 / 2.5)
-    assert last - first == pytest.approx((2 - 0.8073549) / 2.5)  # log2(4 * 4 / 7)
-    assert 4 * first + 2 * second + 7 * last == pytest.approx(0, abs=1e-12)

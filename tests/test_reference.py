@@ -10,7 +10,7 @@ from cases import assert_refused, daily
 from chunks import FORMATS, Chunk, chunk_of, normal
 
 import pallas_kernels as pk
-from pallas_kernels import TILE_ROWS, WireFormat
+from pallas_kernels import TILE_ROWS
 from pallas_kernels.format import plane_shift, planes_of
 from pallas_kernels.hashing import noise_words
 
@@ -169,32 +169,6 @@ def test_inputs_of_a_hop_are_added_one_after_another(name):
     clean = np.arange(wide.rows) != 3
     np.testing.assert_array_equal(whole[clean], (expected + 4 * np.asarray(mean)[:, None])[clean])
     assert np.isnan(whole[3]).all()
-
-
-def test_sums_are_placed_in_the_slice_of_their_owner():
-    """Rows are the slice's; super-groups outside it are not written, and other rows are kept."""
-    fmt = WireFormat(widths=(4,))
-    order = np.random.default_rng(3).permutation(48)
-    chunk = Chunk(fmt, (4,) * 6, order=order)
-    x, mean = normal(chunk, seed=7)
-    # Three chunks of two tiles; the slice holds the super-groups 20 .. 39.
-    order = chunk.order.reshape(3, 16)
-    source, zero = pk.Source(x, mean, order), jnp.zeros_like(mean)
-
-    @jax.jit
-    def finished(chunks, into):
-        result = pk.Result(zero, order, 20, jnp.float32, start=jnp.int32(20), into=into)
-        return pk.decompress_accumulate((), source, chunks, result, fmt=fmt)
-
-    exact = np.asarray(x).reshape(48, -1) - np.asarray(mean)[:, None]
-    into = jnp.full((20, 256), 7.0)
-    found = np.asarray(finished(jnp.array([2, 0]), into))
-    own = np.isin(np.arange(20, 40), np.asarray(order)[[2, 0]])
-    assert 0 < own.sum() < 20
-    np.testing.assert_array_equal(found[own], exact[20:40][own])
-    np.testing.assert_array_equal(found[~own], 7.0)
-    found = np.asarray(finished(jnp.array([1]), jnp.asarray(found)))
-    np.testing.assert_array_equal(found, exact[20:40])
 
 
 def test_statistics():
