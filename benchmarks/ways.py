@@ -180,7 +180,7 @@ class Training:
     def inner(self, params: Any, specs: Any) -> tuple[Any, Any]:
         """Shapes of the optimizer's state, and how it is split where parameters are."""
         state = jax.eval_shape(self.optimizer.init, params)
-        one = lambda _, spec: spec  # noqa: E731
+        one = lambda _, spec: spec
         others = {"transform_non_params": lambda _: P()}
         return state, optax.tree_utils.tree_map_params(self.optimizer, one, state, specs, **others)
 
@@ -347,7 +347,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
 
     state = P(), specs
     step = outside if how == "explicit" else t.map(own, (state, P(mesh.axis_names)), (state, P()))
-    read = lambda state: (state[1].masters, state[0])  # noqa: E731
+    read = lambda state: (state[1].masters, state[0])
     return Way(model, mesh, init, like, step, read, compiler_options())
 
 

@@ -95,12 +95,12 @@ def value_and_grad(
     def pure(graph: Any, params: Any, variables: Any, arrays: Any) -> tuple[Any, Any]:
         """The loss, and aux with the variables that the loss changes."""
         if axis.mapped:  # this worker's keys, of all workers' keys
-            is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+            is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             fold = jnp.vectorize(lambda key: jax.random.fold_in(key, axis.index))
             variables = jax.tree.map(lambda x: fold(x) if is_key(x) else x, variables)
         modules = nnx.merge(graph, joined(params), variables, arrays, copy=True)
         # The loss may change dicts and lists that are not modules.
-        is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)  # noqa: E731
+        is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
         args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=is_node)
         value = loss_fn(*args, **kwargs)
         after, own, rest, _ = nnx.split(modules, chosen, nnx.Variable, ...)

@@ -50,7 +50,7 @@ def bits_of(dtype, shape):
 def moves_of(hlo):
     """(name, bits of all its arrays) of every collective."""
     found = filter(None, map(OPERATION.search, hlo.splitlines()))
-    sizes = lambda match: (bits_of(*array) for array in arrays_of(match["type"]))  # noqa: E731
+    sizes = lambda match: (bits_of(*array) for array in arrays_of(match["type"]))
     return [(match["name"], sum(sizes(match))) for match in found]
 
 

@@ -156,7 +156,7 @@ class OneWidth(ways.Training):
 
 def two_matrices(checkpoint):
     """A model of two functions."""
-    functions = lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean(jnp.square(x @ w - 1))  # noqa: E731
+    functions = lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean(jnp.square(x @ w - 1))
     shapes = (jax.ShapeDtypeStruct((192, 192), jnp.float32),) * 2
     return ways.Model(functions, shapes, lambda params: params)
 

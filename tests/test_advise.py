@@ -152,7 +152,7 @@ class TestDecision:
         said = decide([native(10), row(4, "Hierarchical", 5, limits=limits)])
         (line,) = said.snippet(("node", "gpu")).splitlines()
         found = {}
-        pmean = lambda tree, axis_name, **rest: found.update(rest, axis_name=axis_name)  # noqa: E731
+        pmean = lambda tree, axis_name, **rest: found.update(rest, axis_name=axis_name)
         public = {name: getattr(dq, name) for name in dq.__all__} | {"pmean": pmean}
         exec(line, {"grads": None, "dq": type("dq", (), public)})
         assert found.pop("axis_name") == ("node", "gpu")
@@ -339,7 +339,7 @@ def test_every_leaf_of_a_repeated_tree_depends_on_the_repetition_before():
         return jax.pure_callback(add, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     tree = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(()), "c": jnp.zeros(4)}
-    work = lambda x: jax.tree.map(count, x)  # noqa: E731
+    work = lambda x: jax.tree.map(count, x)
     result = jax.jit(timing.repeat_on_device(work, 3))(tree)
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, jnp.ones_like(x)), result)
     assert sorted(runs) == sorted([x.shape for x in tree.values()] * 3)

@@ -49,7 +49,7 @@ def ours(split, concat, tiled=True, n=N, **options):
 
 def native(tree, split, concat, tiled=True):
     """The tree after `jax.lax`'s exchange; axes count from the first."""
-    one = lambda tree: lax.all_to_all(tree, "data", split, concat, tiled=tiled)  # noqa: E731
+    one = lambda tree: lax.all_to_all(tree, "data", split, concat, tiled=tiled)
     return jax.jit(jax.vmap(one, axis_name="data"))(tree)
 
 

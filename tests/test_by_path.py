@@ -64,7 +64,7 @@ def reducer(method, reduce=dq.reduce, **options):
 
 def test_paths_and_leaves_are_what_the_function_is_asked_for():
     asked = []
-    method = lambda path, leaf: asked.append((path, leaf.shape, leaf.dtype))  # noqa: E731
+    method = lambda path, leaf: asked.append((path, leaf.shape, leaf.dtype))
     dq.explain(OWN, N, method=method, verbose=False)
     assert asked == [
         ("embed", (500, 20), jnp.float32),

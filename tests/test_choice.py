@@ -128,12 +128,12 @@ def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
         return set(re.findall(name + r"\[[^\]]*axis_name=(\(.*?\))", program))
 
     both, node, gpu = "('node', 'gpu')", "('node',)", "('gpu',)"
-    scatter = lambda x: dq.psum_scatter(x, axes, tiled=True, method=CHEAP)  # noqa: E731
+    scatter = lambda x: dq.psum_scatter(x, axes, tiled=True, method=CHEAP)
     assert moves(scatter, "reduce_scatter") == {gpu}
     assert moves(scatter, "ppermute") == {node}
     assert moves(lambda x: dq.all_gather(x, axes, method=CHEAP), "all_gather") == {node, gpu}
     eight = small(dq.DynamiQ(bits=8.5))
-    exchange = lambda x: dq.all_to_all(x, axes, 0, 0, tiled=True, method=eight)  # noqa: E731
+    exchange = lambda x: dq.all_to_all(x, axes, 0, 0, tiled=True, method=eight)
     assert moves(exchange, "all_to_all") == {both}
 
 

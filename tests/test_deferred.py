@@ -459,7 +459,7 @@ def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     params, batch = placed()
     f = dq.value_and_grad(masked, axis_name="data", method=F32)
     norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
-    of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)  # noqa: E731
+    of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)
     expected = jax.jit(jax.grad(of_plain))(*network())
     assert_close(jax.jit(norm)(params), expected)
     with pytest.raises(ValueError, match="outside of jax.jit, and no mesh is set"):

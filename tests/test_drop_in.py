@@ -150,7 +150,7 @@ def test_groups_differentiate_as_lax():
 
     def grads(psum):
         def one(x):
-            loss = lambda x: jnp.sum(psum(x * x, "data", axis_index_groups=GROUPS) * x)  # noqa: E731
+            loss = lambda x: jnp.sum(psum(x * x, "data", axis_index_groups=GROUPS) * x)
             return jax.grad(loss)(lax.reduce_precision(x, 8, 3))
 
         return on_devices(rows(one), x)

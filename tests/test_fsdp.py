@@ -206,7 +206,7 @@ def test_by_path_and_under_vmap_leaves_of_all_kinds():
         return sum(jnp.sum(whole[name].astype(jnp.float32)) for name in layers), whole
 
     each = in_backward(method=small(method), specs=P(None, "data"))
-    split = lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0)  # noqa: E731
+    split = lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0)
     run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), axis_name="data"))
     grads, whole = jax.device_get(run(jax.tree.map(split, layers), split(table)))
     assert shapes == {(DIM, DIM)}

@@ -52,7 +52,7 @@ def test_derivatives_are_those_of_the_exact_reduction(name, mapping):
 
     def both(reduce):
         def one(x, weight, tangent):
-            loss = lambda x: jnp.sum(reduce({"x": x * x}, "data")["x"] * weight)  # noqa: E731
+            loss = lambda x: jnp.sum(reduce({"x": x * x}, "data")["x"] * weight)
             grad = jax.grad(lambda x: lax.psum(loss(x), "data") if checked else loss(x))(x)
             _, pushed = jax.jvp(lambda x: reduce({"x": x}, "data")["x"], (x,), (tangent,))
             return grad, pushed

@@ -264,7 +264,7 @@ def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
 
     @jax.jit
     def keyed(params, batch, key):
-        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)  # noqa: E731
+        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)
         outer = functools.partial(lambda p, b, inner: inner(p, b), inner=jax.checkpoint(inner))
         return ours(outer)(params, batch)
 
@@ -342,11 +342,11 @@ def test_constraints_by_other_names(monkeypatch):
     vars(module)["constrain"] = of_jax
     spec = NamedSharding(mesh, P("data", "model"))
     f = functools.partial(ours, mesh=mesh, specs=P())
-    constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})  # noqa: E731
+    constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})
     assert_close(jax.jit(f(constrained))(params, batch), plain(loss))
     assert module.constrain is of_jax
     for other in (spec, P("data")):
-        hidden = lambda p, b, other=other: loss(p, {"x": of_jax(b["x"], other)})  # noqa: E731
+        hidden = lambda p, b, other=other: loss(p, {"x": of_jax(b["x"], other)})
         with pytest.raises(ValueError, match="data") as caught, jax.set_mesh(mesh):
             jax.jit(f(hidden))(params, batch)
         assert "under a map over ['data']. Its constraints" in "".join(caught.value.__notes__)

@@ -152,8 +152,8 @@ def test_derivatives_are_those_of_the_exact_sum():
     x, tangent = (gradient(seed, 4, 3000).reshape(2, 2, -1) for seed in (0, 1))
 
     def pushed(reduce, **options):
-        of_sum = lambda x: reduce(x, NAMES[-2:], **options)  # noqa: E731
-        one = lambda x, tangent: jax.jvp(of_sum, (x,), (tangent,))[1]  # noqa: E731
+        of_sum = lambda x: reduce(x, NAMES[-2:], **options)
+        one = lambda x, tangent: jax.jvp(of_sum, (x,), (tangent,))[1]
         mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
         return np.asarray(jax.jit(mapped)(x, tangent))
 

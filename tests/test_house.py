@@ -79,7 +79,7 @@ def fsdp():
 
 def sharded_updates():
     optimizer = dq.optax.sharded(optax.sgd(1.0), differences=CHEAP, **OPTIONS)
-    update = lambda g, w: optimizer.update(g[0], optimizer.init(w), w)[0]  # noqa: E731
+    update = lambda g, w: optimizer.update(g[0], optimizer.init(w), w)[0]
     options = {"mesh": auto_mesh(), "in_specs": (P("data"), P()), "out_specs": P()}
     jax.make_jaxpr(jax.shard_map(update, **options))(jnp.ones((8, *W.shape)), W)
 

@@ -158,7 +158,7 @@ def test_weights_and_several_arguments():
         return jnp.sum(own) / jnp.maximum(jnp.sum(batch["mask"]), 1)
 
     expected = nnx.value_and_grad(masked, argnums=(0, 2))(first, batch, second)
-    tokens = lambda first, batch, second: jnp.sum(batch["mask"])  # noqa: E731
+    tokens = lambda first, batch, second: jnp.sum(batch["mask"])
     nnx.update(first, put(nnx.state(first), mesh))
     first.kernel[...] = put(first.kernel[...], mesh, P(None, "data"))
     f = OURS(masked, argnums=(0, 2), mesh=mesh, weight=tokens)

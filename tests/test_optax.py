@@ -230,7 +230,7 @@ def test_other_workers_are_told_what_was_reset(tmp_path):
 
 
 def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_refused():
-    init = lambda own, params: dq.optax.init(own, params, auto_mesh())  # noqa: E731
+    init = lambda own, params: dq.optax.init(own, params, auto_mesh())
     params, _ = problem(1)
     without, fresh = init(stateful(dq.BF16()), params), init(stateful(), params)
     message = "0/memory was not saved and starts anew for 8 workers$"

@@ -171,7 +171,7 @@ def test_a_primitive_that_is_not_known_is_one_round_and_said_so():
         return jax.custom_derivatives.linear_call(total, lambda _, t: t, (), x) + y
 
     counts = []
-    one = lambda x: counts.append(rounds(function, x, x)[1])  # noqa: E731
+    one = lambda x: counts.append(rounds(function, x, x)[1])
     with pytest.warns(UserWarning, match="primitive 'linear_call' has collectives.* one round"):
         jax.make_jaxpr(one, axis_env=[("data", N)])(jnp.ones(3))
     assert counts == [1]

@@ -159,7 +159,7 @@ def test_value_and_grad_takes_and_returns_state_and_metrics():
     """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
     mesh, method = auto_mesh(N), small(dq.ErrorFeedback(dq.comparators.MXFP8()))
     topology, x = ROUTES["ring"], gradient(5, N, SIZE)
-    loss = lambda w, x: jnp.sum(w * x[0])  # noqa: E731  (its gradient is the worker's row)
+    loss = lambda w, x: jnp.sum(w * x[0])  # its gradient is the worker's row
     options = {"mesh": mesh, "axis_name": "data", "method": as_compression(method, topology)}
     step = dq.value_and_grad(loss, metrics=True, **options)
     state = as_compression(method, topology).init_state(W, N, stacked=True)

@@ -67,7 +67,7 @@ def plain(functions, params, x):
 
 def grad(functions, params, x, **options):
     """The loss and the reduced gradients."""
-    run = lambda p: dq.sequential(functions, p, x, "data", **options)  # noqa: E731
+    run = lambda p: dq.sequential(functions, p, x, "data", **options)
     return jax.value_and_grad(run)(params)
 
 
@@ -114,7 +114,7 @@ def test_reductions_of_layers_alike_are_traced_once(monkeypatch):
     monkeypatch.setattr(interleaved, "cut", lambda *args: traced.append(args) or cut(*args))
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
-    layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]  # noqa: E731
+    layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]
 
     def loss(params, x):
         return dq.sequential([layer] * 5, params, x, "data", method=EXACT).sum()
@@ -173,7 +173,7 @@ def test_reductions_go_on_while_the_backward_pass_does():
 def test_results_pass_no_barrier():
     """A barrier makes XLA write slices of a bucket, which else fuse with the optimizer."""
     functions, params, tokens = model(6)
-    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]  # noqa: E731
+    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     held = {out for e in barriers for out in e.outvars}
@@ -201,7 +201,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         return hold(moving, passing)
 
     monkeypatch.setattr(interleaved, "hold", recorded)
-    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]  # noqa: E731
+    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     assert [len(others) for _, *others in held] == shares
     assert all(not arrives and all(others) for arrives, *others in held)
@@ -250,7 +250,7 @@ def test_it_has_no_second_derivatives():
         return jax.grad(lambda p: jnp.sum(first(p)[1]["kernel"]))(params)
 
     def of_replicated_input(params, x):
-        run = lambda p: dq.sequential([block], [p], (jnp.ones((6, DIM)), x), "data")[0].sum()  # noqa: E731
+        run = lambda p: dq.sequential([block], [p], (jnp.ones((6, DIM)), x), "data")[0].sum()
         return jax.grad(lambda p: jnp.sum(jax.grad(run)(p)["kernel"]))(params[1])
 
     for second in (curvature, of_replicated_input):

@@ -55,7 +55,7 @@ FUNCTIONS = [embed, *[block] * LAYERS, head]
 def problem(dtype: Any = np.float32) -> Any:
     """Parameters of the functions, and a batch for each of three steps."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape) / 4  # noqa: E731
+    normal = lambda *shape: rng.standard_normal(shape) / 4
     params = [
         {"in": normal(32, DIM)},
         *({"kernel": normal(DIM, DIM), "bias": np.full(DIM, 0.1)} for _ in range(LAYERS)),
@@ -174,7 +174,7 @@ def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypat
     options = {"axis_name": "data", "specs": [P("data")], "method": method}
 
     def grad(shard, copy, x):
-        run = lambda own: dq.sequential([lambda w, x: x @ w], [own], x, copies=[copy], **options)  # noqa: E731
+        run = lambda own: dq.sequential([lambda w, x: x @ w], [own], x, copies=[copy], **options)
         return jax.grad(lambda own: run(own).sum())(shard)
 
     shapes = (size // N, size), (size, size), (2, size)

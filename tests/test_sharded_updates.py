@@ -224,7 +224,7 @@ def test_what_a_difference_loses_is_in_the_next_one():
 def test_a_step_that_is_not_finite_changes_nothing(compressed):
     (state, params, step), (_, batches) = compressed, problem()
     params, state = before = step(params, state, batches[0])
-    kept = lambda params, state: jax.device_get((params, state.masters, state.inner))  # noqa: E731
+    kept = lambda params, state: jax.device_get((params, state.masters, state.inner))
     for count, bad in enumerate([np.nan, np.inf, -np.inf], 1):
         x = batches[1].copy()
         x[9, 2] = bad  # worker 2's
@@ -281,7 +281,7 @@ def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
     with jax.set_mesh(mesh):
         params, x = put(problem()[0], mesh), put(problem()[1][0], mesh, P(axes))
         state = dq.optax.init(optimizer, params, mesh)
-        update = lambda p, s, x: optimizer.update(grad_fn(p, x)[1], s, p)  # noqa: E731
+        update = lambda p, s, x: optimizer.update(grad_fn(p, x)[1], s, p)
         with pytest.raises(ValueError, match=r"axes \['data', 'node'\], and axis_name='data'"):
             jax.eval_shape(update, params, state, x)
 
@@ -317,7 +317,7 @@ def test_masters_follow_parameters_until_the_first_update():
 def test_what_does_not_go_is_refused():
     params, batches = problem()
     optimizer = make("sgd")
-    init = lambda optimizer, params: dq.optax.init(optimizer, params, auto_mesh())  # noqa: E731
+    init = lambda optimizer, params: dq.optax.init(optimizer, params, auto_mesh())
     state, over_data = init(optimizer, params), dict.fromkeys(params, P("data"))
     splits = dq.optax.state_specs(state)
     maps = {"mesh": auto_mesh(), "in_specs": (P(), splits), "out_specs": (P(), splits)}

@@ -69,7 +69,7 @@ def test_equal_weights_are_no_weights():
     x, method = tree(), CHEAP
     found = mapped(method=method)(x, jnp.full(N, 4.0))
     specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": P()}
-    one = lambda x: dq.pmean(x, "data", method=method, key=KEY)  # noqa: E731
+    one = lambda x: dq.pmean(x, "data", method=method, key=KEY)
     assert_same_bits(found, jax.device_get(jax.jit(jax.shard_map(one, **specs))(x)))
 
 

@@ -115,7 +115,7 @@ def all_to_all(
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
-    check = lambda route: _check_serves(route.method, n)  # noqa: E731
+    check = lambda route: _check_serves(route.method, n)
     grouping = group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
     check_whole(grouping, axis)
     options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}

@@ -100,7 +100,7 @@ def scattering(
     sizes, leaves, fixed = begin("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))  # noqa: E731
+    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
@@ -291,7 +291,7 @@ def gather_over(
     for leaf in leaves:
         check_axis_of(leaf, "axis", dimension, more=not tiled)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)  # noqa: E731
+    bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
     check_whole(grouping, axis)
     options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}

@@ -177,7 +177,7 @@ class _Run(NamedTuple):
                 continue
             if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.axis.index]
-                take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")  # noqa: E731
+                take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")
                 arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)
         return tuple(found)

@@ -155,7 +155,7 @@ def sharded(
         whole = whole_arrays(masters, placed, counts)
         like = jax.eval_shape(inner.init, whole)
         own = _splits_of_state(like, whole, placed)
-        of_slices = lambda x: on_slices(inner.init, (x,), placed, like, own, counts)  # noqa: E731
+        of_slices = lambda x: on_slices(inner.init, (x,), placed, like, own, counts)
         state = of_slices(masters) if inside else inner.init(masters)
         if not inside:
             jax.eval_shape(of_slices, masters)  # refuses what slices cannot have

@@ -85,7 +85,7 @@ def described(options: dict[str, Any]) -> dict[str, str]:
     texts = {}
     for name, value in options.items():
         if name == "specs":
-            is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+            is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
             specs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_spec)
             told = (f"{jax.tree_util.keystr(path)} {spec}".strip() for path, spec in specs)
             texts[name] = "; ".join(told)

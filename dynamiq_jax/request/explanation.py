@@ -121,7 +121,7 @@ def explain_grouping(
     """Explains a grouping, of ``routes`` or the default one, under what these assume."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
-    bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0  # noqa: E731
+    bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0
     told: list[tuple[Leaf, int | None, str, float]] = [
         (leaf, None, f"exact: {why}", share * leaf.nbytes) for leaf, why in grouping.exact
     ]

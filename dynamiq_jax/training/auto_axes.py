@@ -181,7 +181,7 @@ class Mapped:
             grads = lax.with_sharding_constraint(found.tree, shardings)
             found = found._replace(tree=grads)
         if self.has_aux:
-            is_none = lambda x: x is None  # noqa: E731
+            is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
         if not self.reduces:
             return value, Terms(found.tree, self.mesh, axis.names, tuple(opened))
@@ -395,7 +395,7 @@ def _spread(told: Any, tree: Any) -> list[Any]:
         if unknown := [key for key in told if key not in tree]:
             raise ValueError(f"{unknown[0]!r} is not a key of aux")
         told = {key: told.get(key) for key in tree}
-    is_branch = lambda x: x is not told and x is not tree  # noqa: E731
+    is_branch = lambda x: x is not told and x is not tree
     words, parts = (jax.tree.flatten(x, is_leaf=is_branch) for x in (told, tree))
     if words[1] != parts[1]:
         raise ValueError(f"{words[1]} is not {parts[1]}")

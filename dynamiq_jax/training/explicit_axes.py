@@ -95,7 +95,7 @@ class Deferred(NamedTuple):
             """The leaves of which operands in the program are made."""
             return {i - first for i in inputs_of(program, *args, **options) if i >= first}
 
-        in_maps = lambda eqn: eqn.invars if name_of(eqn) == "shard_map" else []  # noqa: E731
+        in_maps = lambda eqn: eqn.invars if name_of(eqn) == "shard_map" else []
         if taken := found(in_maps, alone=True, ends="reshard") & gathered:
             raise ValueError(
                 f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"

@@ -159,7 +159,7 @@ def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name
     options = {"op": "sum", "method": method, "topology": route(name)}
 
     def one(x, t, state):
-        total = lambda x: dq.reduce(x, "data", state=state, **options)[:2]  # noqa: E731
+        total = lambda x: dq.reduce(x, "data", state=state, **options)[:2]
         return jax.jvp(total, (x,), (t,))[1]
 
     run = jax.jit(jax.vmap(one, axis_name="data"))
@@ -936,7 +936,7 @@ def liec_models(method, every, steps):
         own = jax.tree.map(lambda p: p[0], params)
         updates, opt_state = optimizer.update(jax.grad(loss_fn)(own, x), opt_state, own)
         own = optax.apply_updates(own, updates)
-        mean = lambda own: Axis(("data",)).to_varying(jax.lax.pmean(own, "data"))  # noqa: E731
+        mean = lambda own: Axis(("data",)).to_varying(jax.lax.pmean(own, "data"))
         own = jax.lax.cond(opt_state.step % every == 0, mean, lambda own: own, own)
         return jax.tree.map(lambda p: p[None], own), opt_state
 
