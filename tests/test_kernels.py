@@ -238,6 +238,7 @@ def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypa
         lowered(lambda x, **told: jax.vmap(partial(dq.psum, **told))(x), 3, 2**16)
 
 
+@pytest.mark.release
 def test_every_kernel_of_a_gradient_is_timed():
     import coding_kernels  # pyright: ignore[reportMissingImports]
 
