@@ -132,7 +132,7 @@ FIRST = {
     "weight": ({"weight": 2.0}, "none", "given"),
     "metrics": ({"metrics": True}, "False", "True"),
 }
-"""What process 2 is told of its first reduction, and how process 0 and it put that."""
+"""Rows: what differs in process 2's first reduction, process 0's words for it, process 2's."""
 for what, (told, *texts) in FIRST.items():
     base = {"method": dq.DynamiQ(), "topology": dq.Direct()}
     DIFFERENT[f"first reduction's {what}"] = (traces(**base | told), traces(**base), *texts)

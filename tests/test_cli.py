@@ -26,7 +26,7 @@ def run(*arguments):
 
 
 def ran(*arguments):
-    """What a command prints that ends well."""
+    """Runs a command, which must end well; returns its result."""
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result

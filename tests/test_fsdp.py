@@ -81,7 +81,7 @@ EACH += [("rows", True, False), ("rows", False, True), ("rows", False, False)]
     ("name", "check_vma", "scanned"), daily(EACH, [EACH[i] for i in (0, 1, 4, 5)])
 )
 def test_exact_gradients_are_those_of_one_device(name, check_vma, scanned):
-    """Of any dimension over any of the axes."""
+    """A parameter may be split along any dimension, over any of the axes."""
     axes, specs = LAYOUTS[name]
     op = "sum" if name == "hsdp" else "mean"
     options = {"check_vma": check_vma, "scanned": scanned, "gather": dq.F32(), "op": op}

@@ -130,10 +130,8 @@ def _scatter_leaves(
     for bucket in grouping.buckets:
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
-        run, way = (
-            axis.program(_scatter_bucket),
-            {"axis": axis, "method": method, "topology": topology},
-        )
+        run = axis.program(_scatter_bucket)
+        way = {"axis": axis, "method": method, "topology": topology}
         x, seed = joined(parts), bucket_seed(words, bucket.tag)
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
