@@ -49,7 +49,7 @@ ON_DEVICES = [("ring", 4), ("butterfly", 4), ("direct", 8)]
 
 @pytest.mark.parametrize(("name", "n"), daily(ON_DEVICES, ON_DEVICES[:2]))
 def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
-    """The bits are those of vmap, as the plan of these data depends on no map; the ring is a loop."""
+    """The bits are those of vmap, since no map changes the plan of these data; the ring loops."""
     topology, x = TOPOLOGIES[name][0], plan_is_exact(n, 2 * 8 * n * 256 - 100)
     expected = np.asarray(vmapped(TWO_WIDTHS, topology)(x, jax.random.key(3)))
     assert_replicas_equal(expected)
