@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dynamiq_jax.comparators.native import NativeMethod, check_density, summed_rows
-from dynamiq_jax.comparators.thc_codec import scale_of
+from dynamiq_jax.comparators.thc import scale_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, ring_bits
 from dynamiq_jax.topologies import Topology
