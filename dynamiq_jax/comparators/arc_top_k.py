@@ -3,12 +3,8 @@
 All workers know the sketch P = the sum of M_i V of their matrices M_i and a V at random of ``rank``
 columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
 all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
-ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
-The others come out zero; `ErrorFeedback` remembers them. In the paper they are those
-of momentum.
-
-V is new in every step by the number in the state; without state only where the caller's key is.
-Rows that cancel between workers have no length and are not sent: memories of them grow.
+longest rows are summed by another native sum; no indices travel. In the paper they are those of
+momentum. Rows that cancel between workers are not sent: memories of them grow.
 """
 
 import math
@@ -37,7 +33,8 @@ from dynamiq_jax.topologies import Topology
 class ARCTopK(MatrixMethod):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
-    Biased: what is left out is lost without `ErrorFeedback`.
+    Biased: what is left out is lost without `ErrorFeedback`. V is new in every step by the number
+    in the state; without state only where the caller's key is.
 
     Attributes:
       density: the part of rows that is sent, above 0 up to 1.
@@ -79,9 +76,8 @@ class ARCTopK(MatrixMethod):
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             known = jnp.where(finite[:, None], sketch, 0)
             largest = jnp.max(jnp.abs(known))
-            known = known / jnp.where(
-                largest > 0, largest, 1
-            )  # squares neither overflow nor vanish
+            # Squares neither overflow nor vanish.
+            known = known / jnp.where(largest > 0, largest, 1)
             # Rows that come out NaN, sent or not, come last.
             energy = jnp.where(finite, jnp.sum(known**2, axis=1), -1)
             chosen = lax.top_k(energy, self._count(x.shape[0]))[1]

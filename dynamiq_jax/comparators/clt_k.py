@@ -1,9 +1,8 @@
 """The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
 
-In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
-coordinates of largest magnitude, and tells the others where they are: a native sum to which these
-add zeros. All workers' values there are summed by a second one. Workers whose gradients are alike
-choose alike. The paper's low-pass filter of memory is not here.
+In every step another worker is the *leader*, in turn. It tells the others where the coordinates of
+largest magnitude are in every chunk of its gradient: a native sum to which these add zeros. All
+workers' values there are summed by a second one. The paper's low-pass filter of memory is not here.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Min-max quantisation: the codes of Flash Communication and QSDP, over any topology.
 
-Flash Communication (Li et al., arXiv 2412.04964) quantises between the extremes of groups of 128,
-to nearest, once for the all-to-all and once for the all-gather of `Direct`. QSDP (Markov et al.,
-ICML 2023) rounds gradients at random, in buckets of 1024.
+Flash Communication (Li et al., arXiv 2412.04964) rounds to nearest in groups of 128. QSDP (Markov
+et al., ICML 2023) rounds gradients at random, in buckets of 1024.
 
 A bucket of G values has an *offset*, its minimum, and a *step*, its range over 2^b - 1, both bf16:
 the offset is rounded down and the step up, so that the levels enclose all values. A payload is one
@@ -89,10 +88,7 @@ class MinMax(PlainMethod):
     def encoded(
         self, x: Float[Array, " m"], noise: UInt32[Array, " m"] | None
     ) -> UInt32[Array, " words"]:
-        """The payload of values in f32, m a multiple of the bucket size.
-
-        ``noise`` is a uniform word for every value, unless values are rounded to nearest.
-        """
+        """The payload of m values of whole buckets; without noise they are rounded to nearest."""
         top = (1 << self.bits) - 1
         x = x.astype(jnp.float32).reshape(-1, self.bucket_size)
         finite = jnp.all(jnp.isfinite(x), axis=1)  # the least of numbers may be taken without NaN

@@ -214,9 +214,7 @@ class MXFP8(_MX):
 class MXFP6(_MX):
     """All-reduce of 6-bit floats in blocks of 32 with a power-of-two scale: 6.25 bits per value.
 
-    Attributes:
-      element: "e3m2" or "e2m3".
-      rounding: as in `MXFP8`.
+    Attributes are those of `MXFP8`; elements are "e3m2" and "e2m3".
     """
 
     element: Literal["e3m2", "e2m3"] = "e3m2"
@@ -226,9 +224,7 @@ class MXFP6(_MX):
 class MXFP4(_MX):
     """All-reduce of 4-bit floats in blocks of 32 with a power-of-two scale: 4.25 bits per value.
 
-    Attributes:
-      element: "e2m1".
-      rounding: as in `MXFP8`.
+    Attributes are those of `MXFP8`; the element is "e2m1".
     """
 
     element: Literal["e2m1"] = "e2m1"

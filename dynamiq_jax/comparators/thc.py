@@ -163,11 +163,9 @@ def _interval_error(a, b) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def optimal_table(bits: int, granularity: int, p: float) -> Int[np.ndarray, " levels"]:
-    """The symmetric table of least squared error on N(0, 1) among those of ``2**bits`` nodes.
+    """The symmetric table of ``2**bits`` nodes with the least squared error on N(0, 1), read-only.
 
     A dynamic programme over the nodes above zero, their mirror images below: exact, in f64.
-
-    It is read-only. The granularity is 2**bits - 1 or more.
     """
     upper = np.arange(granularity // 2 + 1, granularity + 1)
     nodes = clip_threshold(p) * (2 * upper / granularity - 1)
@@ -196,10 +194,7 @@ def _to_middle(x) -> Array:
 
 
 def scale_of(x: Float[Array, "*pieces D"]) -> Float[Array, "*pieces"]:
-    """The root mean square of every piece in f32; inf if one of its coordinates is not finite.
-
-    However large they are, finite coordinates have a finite scale. Subnormal ones may count as 0.
-    """
+    """The root mean square of every piece, f32: finite where all of its coordinates are."""
     x = x.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(x), axis=-1)
     factor = _to_middle(jnp.max(jnp.abs(x), axis=-1))
@@ -222,11 +217,7 @@ def quantize(
     threshold: float,
     noise: UInt32[Array, "*shape"],
 ) -> UInt32[Array, "*shape"]:
-    """Stochastic rounding of z, clipped to +-T, to one of the two nodes next to it.
-
-    The expected node is the clipped z, up to f32 rounding. NaN gets some valid index. Returns
-    indices into the table. A small word of the noise rounds up.
-    """
+    """The indices of nodes next to z, clipped to +-T; a small word of the noise rounds up."""
     granularity = int(table[-1])
     position = jnp.clip(z * (granularity / (2 * threshold)) + granularity / 2, 0, granularity)
     cell = jnp.clip(position.astype(jnp.int32), 0, granularity - 1)
@@ -243,10 +234,7 @@ def quantize(
 def dequantize_sum(
     total: UInt32[Array, "*shape"], n_workers: int, granularity: int, threshold: float
 ) -> Float[Array, "*shape"]:
-    """The mean z of ``n_workers`` from the sum of their integers: (total/n - g/2) 2T/g, in f32.
-
-    With one worker, the node itself. Sums n g are below 2^31.
-    """
+    """The mean z of workers from the sum of their integers: (total/n - g/2) 2T/g, f32."""
     most = n_workers * granularity
     # Centred as an integer first: exact (modulo 2^32), and a sum in the middle decodes to zero.
     centred = (2 * total).astype(jnp.int32) - most

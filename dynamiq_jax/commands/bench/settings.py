@@ -6,7 +6,7 @@ natively here, too.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,14 @@ from dynamiq_jax.commands.bench.all_reduce import (
     repetitions,
     timed_program,
 )
-from dynamiq_jax.commands.bench.contenders import (
-    TOPOLOGIES,
-    Contender,
-    bits_of,
-    parts,
-    uncompressed,
-)
-from dynamiq_jax.commands.bench.timing import TimedRow, compile_calls, time_calls
+from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompressed
+from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
 from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SettingRow(TimedRow):
+class SettingRow(Timing):
     """The all-reduce of a tree in one setting.
 
     Attributes:
@@ -66,11 +60,6 @@ class SettingRow(TimedRow):
         method: Any = self.setting.method
         dither = " with dither" if method.dither else ""
         return f"DynamiQ at {self.bits:g} bits{dither} over {type(self.setting.topology).__name__}"
-
-
-def parse_bits(text: str) -> list[float]:
-    """Comma-separated wire bits per coordinate."""
-    return [dq.DynamiQ(bits=bits_of(part)).bits for part in parts(text)]
 
 
 def suiting_topologies(sizes: tuple[int, ...]) -> list[str]:
@@ -133,8 +122,7 @@ def bench_settings(
 ) -> list[SettingRow]:
     """Times the all-reduce of a tree by native bf16 psum, leaf by leaf, and in all settings.
 
-    Leaves are floating and not empty. Where workers belong to several processes, all of these call
-    this function alike. The first row is that of bf16 psum.
+    All processes of the workers call this function alike. The first row is that of bf16 psum.
     """
     sizes, leaves = mesh.devices.shape, list(leaves)
     options = compiler_options()  # of timed programs
@@ -157,7 +145,7 @@ def bench_settings(
             wire_bytes=psum.wire_bytes(coords, sizes),
             compressed=0.0,
             transport="xla",
-            **timings[0]._asdict(),
+            **asdict(timings[0]),
         )
     ]
     for setting, timing in zip(chosen, timings[1:], strict=True):
@@ -171,7 +159,7 @@ def bench_settings(
                 relative_error=said.relative_error,
                 warning=said.advice,
                 transport=payloads_by(setting.topology, sizes),
-                **timing._asdict(),
+                **asdict(timing),
             )
         )
     return rows
