@@ -364,8 +364,7 @@ def group_parts(
     """Buckets of the leaves that are not fixed; those travel exactly.
 
     On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
-    limits are for whole leaves, so many times as large. ``bits_of`` tells the wire bits per
-    coordinate, of which bf16 takes 16. ``check`` refuses methods that cannot serve.
+    limits are for leaves so many times as large. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:

@@ -108,7 +108,11 @@ def command(
 
 
 def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
-    """``gradients`` f32[n, d] of a .npz file, the first ``n_workers`` of them, and their leaves."""
+    """The first ``n_workers`` of ``gradients`` f32[n, d] in a .npz file, and their leaves.
+
+    It refuses what is not such a file, fewer workers, numbers that are not finite, and leaves that
+    do not fit.
+    """
     names = ("gradients", *Leaves._fields)
     try:
         with np.load(file) as kept:

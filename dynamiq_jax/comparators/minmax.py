@@ -15,15 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from dynamiq_jax.comparators.lanes import (
-    bit_words,
-    chunk_noise,
-    floats_of,
-    pack_bits,
-    uniform,
-    unpack_bits,
-    words_of,
-)
+from dynamiq_jax.comparators import lanes
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
@@ -72,13 +64,13 @@ class MinMax(PlainMethod):
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
-        return 32 * (chunk_size // self.bucket_size + bit_words(chunk_size, self.bits))
+        return 32 * (chunk_size // self.bucket_size + lanes.bit_words(chunk_size, self.bits))
 
     def operations(
         self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """See `PlainMethod`."""
-        words = chunk_noise(shared, call.n_slots, layout)
+        words = lanes.chunk_noise(shared, call.n_slots, layout)
 
         def encode(values, chunk, slot):
             return self.encoded(values, None if self.rounding == "nearest" else words(chunk, slot))
@@ -102,24 +94,24 @@ class MinMax(PlainMethod):
         if noise is None:
             codes = jnp.round(scaled)
         else:
-            codes = jnp.floor(scaled + uniform(noise.reshape(values.shape)))
+            codes = jnp.floor(scaled + lanes.uniform(noise.reshape(values.shape)))
         codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
         offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
-        words = words_of(offset) >> 16 | words_of(step) & jnp.uint32(0xFFFF0000)
-        return jnp.concatenate([words, pack_bits(codes.reshape(-1), self.bits)])
+        words = lanes.words_of(offset) >> 16 | lanes.words_of(step) & jnp.uint32(0xFFFF0000)
+        return jnp.concatenate([words, lanes.pack_bits(codes.reshape(-1), self.bits)])
 
     def decoded(self, payload: UInt32[Array, " words"], size: int) -> Float[Array, " m"]:
         """The ``size`` values of a payload, f32."""
         buckets = size // self.bucket_size
         words = payload[:buckets, None]
-        offset, step = floats_of(words << 16), floats_of(words & jnp.uint32(0xFFFF0000))
-        levels = unpack_bits(payload[buckets:], size, self.bits).reshape(buckets, -1)
+        offset, step = lanes.floats_of(words << 16), lanes.floats_of(words & jnp.uint32(0xFFFF0000))
+        levels = lanes.unpack_bits(payload[buckets:], size, self.bits).reshape(buckets, -1)
         return (offset + levels.astype(jnp.float32) * step).reshape(-1)
 
 
 def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
     """The next number that bf16 has, upwards or downwards."""
-    bits = words_of(x)
+    bits = lanes.words_of(x)
     cut = bits & jnp.uint32(0xFFFF0000)
     away = (bits != cut) & ((bits >> 31 == 0) == up)
-    return floats_of(cut + away.astype(jnp.uint32) * 0x10000)
+    return lanes.floats_of(cut + away.astype(jnp.uint32) * 0x10000)

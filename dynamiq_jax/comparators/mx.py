@@ -18,14 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from dynamiq_jax.comparators.lanes import (
-    bit_words,
-    chunk_noise,
-    floats_of,
-    pack_bits,
-    unpack_bits,
-    words_of,
-)
+from dynamiq_jax.comparators import lanes
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
@@ -91,7 +84,7 @@ def _fields(bits) -> tuple[Array, Array]:
 
 def _times_power_of_two(x, power) -> Array:
     """x * 2^power for finite f32 x and |power| < 256, cut off toward zero if that is subnormal."""
-    bits = words_of(x)
+    bits = lanes.words_of(x)
     exponent, significand = _fields(bits)
     lead = jax.lax.clz(significand) - 8  # above 0 for subnormal x and zero
     significand = significand << lead
@@ -101,7 +94,7 @@ def _times_power_of_two(x, power) -> Array:
     subnormal = significand >> jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
     magnitude = jnp.where(exponent > 0, jnp.minimum(normal, _INFINITY), subnormal)
     magnitude = jnp.where(significand == 0, 0, magnitude)
-    return floats_of((bits & ~jnp.uint32(_MAGNITUDE)) | magnitude)
+    return lanes.floats_of((bits & ~jnp.uint32(_MAGNITUDE)) | magnitude)
 
 
 def quantize(
@@ -112,7 +105,7 @@ def quantize(
     Without noise values are rounded to nearest, ties to even. Uniform words round at random: up
     where fraction + noise / 2^32 reaches 1. Words of negative values are complemented.
     """
-    bits = words_of(u)
+    bits = lanes.words_of(u)
     sign = bits >> 31
     exponent, significand = _fields(bits)
     octave = exponent - 127 - element.emin  # below 0: subnormal elements, one step for all of them
@@ -136,8 +129,8 @@ def dequantize(codes: UInt32[Array, "*shape"], element: Element) -> Float[Array,
     sign = codes >> (element.bits - 1) << 31
     magnitude = codes & ((1 << element.bits - 1) - 1)
     normal = (magnitude << 23 - size) + jnp.uint32(127 - element.bias << 23)
-    subnormal = words_of(magnitude.astype(jnp.float32) * 2.0 ** (element.emin - size))
-    return floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
+    subnormal = lanes.words_of(magnitude.astype(jnp.float32) * 2.0 ** (element.emin - size))
+    return lanes.floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
 
 
 def encode(
@@ -150,19 +143,19 @@ def encode(
     """
     blocks = x.reshape(-1, BLOCK)
     # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
-    exponent = (jnp.max(words_of(blocks) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
+    exponent = (jnp.max(lanes.words_of(blocks) & _MAGNITUDE, axis=-1) >> 23).astype(jnp.int32)
     scales = jnp.where(exponent == 255, NAN_SCALE, jnp.maximum(exponent - element.emax, 0))
     units = _times_power_of_two(blocks, _SCALE_BIAS - scales[:, None])
     codes = quantize(units.reshape(-1), element, noise)
-    scales = pack_bits(scales.astype(jnp.uint32), 8)
-    return jnp.concatenate([scales, pack_bits(codes, element.bits)])
+    scales = lanes.pack_bits(scales.astype(jnp.uint32), 8)
+    return jnp.concatenate([scales, lanes.pack_bits(codes, element.bits)])
 
 
 def decode(payload: UInt32[Array, " words"], size: int, element: Element) -> Float[Array, " m"]:
     """The f32 values of a payload, exactly, also subnormal ones; NaN in blocks of `NAN_SCALE`."""
-    at = bit_words(size // BLOCK, 8)
-    scales = unpack_bits(payload[:at], size // BLOCK, 8).astype(jnp.int32)[:, None]
-    units = dequantize(unpack_bits(payload[at:], size, element.bits), element)
+    at = lanes.bit_words(size // BLOCK, 8)
+    scales = lanes.unpack_bits(payload[:at], size // BLOCK, 8).astype(jnp.int32)[:, None]
+    units = dequantize(lanes.unpack_bits(payload[at:], size, element.bits), element)
     values = _times_power_of_two(units.reshape(-1, BLOCK), scales - _SCALE_BIAS)
     return jnp.where(scales == NAN_SCALE, jnp.nan, values).reshape(-1)
 
@@ -179,15 +172,15 @@ class _MX(PlainMethod):
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
-        codes = bit_words(chunk_size, ELEMENTS[self.element].bits)
-        return 32 * (bit_words(chunk_size // BLOCK, 8) + codes)
+        codes = lanes.bit_words(chunk_size, ELEMENTS[self.element].bits)
+        return 32 * (lanes.bit_words(chunk_size // BLOCK, 8) + codes)
 
     def operations(
         self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Payloads of `encode`."""
         element, size = ELEMENTS[self.element], layout.chunk_size
-        words = chunk_noise(shared, call.n_slots, layout)
+        words = lanes.chunk_noise(shared, call.n_slots, layout)
 
         def encoded(values, chunk, slot):
             noise = words(chunk, slot) if self.rounding == "stochastic" else None

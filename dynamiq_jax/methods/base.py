@@ -133,7 +133,7 @@ class Method(Options, ABC):
 
     @property
     def most_bits(self) -> float:
-        """Wire bits per coordinate from which on padding makes a bucket one that is summed exactly."""
+        """Wire bits per coordinate, with padding, from which on a bucket is summed exactly."""
         return math.inf
 
     @property
@@ -221,11 +221,11 @@ class ShardedMethod(Method):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """All workers' ``x``, the same bits on all; with ``invarying`` JAX knows it as replicated."""
+        """All workers' ``x``, the same bits on all; ``invarying``: JAX counts it as replicated."""
 
     @abstractmethod
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits to reduce-scatter n slices of ``size`` coordinates; without topology to gather them."""
+        """Bits to scatter n slices of ``size`` coordinates; without a topology, to gather them."""
 
 
 class Around(Method):

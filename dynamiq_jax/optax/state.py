@@ -92,8 +92,7 @@ def _specs(opt_state: Tree) -> Tree:
 def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
-    With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own.
+    With another number of workers than before the memories of methods start anew.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that

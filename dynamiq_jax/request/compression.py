@@ -183,7 +183,7 @@ class Compression(Options):
         """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
 
         Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. Of the wire
-        bits that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
+        bits per coordinate that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -229,10 +229,9 @@ class Compression(Options):
         """Makes the state that the first `reduce` of ``tree`` takes, one entry for every bucket.
 
         Under `jax.shard_map` every worker keeps its own. Inside, cast it with
-        ``jax.lax.pcast(state, axis_name, to="varying")``; only the shapes of ``tree`` count.
-        Outside, pass ``stacked=True`` and let every worker's part arise where it belongs, by
-        ``jax.jit(make, out_shardings=NamedSharding(mesh, P(axis_name)))()`` of a function that
-        calls this.
+        ``jax.lax.pcast(state, axis_name, to="varying")``. Outside, pass ``stacked=True`` and let
+        every worker's part arise where it belongs: in a function of `jax.jit` that calls this, with
+        ``out_shardings=NamedSharding(mesh, P(axis_name))``.
 
         Args:
           tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.

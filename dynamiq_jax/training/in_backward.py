@@ -33,15 +33,11 @@ def reduce_in_backward(
     """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
 
     It stands in the loss, where parameters are used. Replicated parameters are returned as they
-    are, cast to varying as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its
-    derivative is `dq.reduce`. So `jax.grad` of such a loss gives reduced gradients, and nothing is
-    to be reduced after it:
+    are, cast to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss gives
+    reduced gradients, in a scan over layers layer by layer:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
-
-    In a scan over layers the reduction is a part of the scan's backward pass: layer by layer,
-    where a reduction after `jax.grad` waits for the last of them.
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. They are gathered,
     compressed, and their gradients are scattered, compressed:
@@ -51,9 +47,9 @@ def reduce_in_backward(
             own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), shards)
             return block(dq.reduce_in_backward(own, "data", specs=P("data")), x), None
 
-    Whole parameters have the dtype of shards: cast shards to the dtype that the layer computes in,
-    or f32 takes twice the memory of bf16. With several axes leaves are gathered over those in their
-    specs, scattered over them and all-reduced over the others (HSDP).
+    Cast shards to the dtype that the layer computes in, which whole parameters then have. With
+    several axes leaves are gathered over those in their specs, scattered over them and all-reduced
+    over the others (HSDP).
 
     **Sharded updates (ZeRO-1).** With ``copies``, the whole parameters that every worker holds,
     nothing is gathered. The loss takes the copies, and ``params`` are the masters of

@@ -87,9 +87,9 @@ def upgrades_of(
 ) -> tuple[np.ndarray, Upgrades]:
     """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
 
-    All are padded to equal lengths, and the last state comes twice. ``payload_words`` are the F budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all
-    tiles get before any gets more; where the payload is too small for that, those of least energy
-    do without. `None` is the narrowest width of ``fmt``.
+    All are padded to equal lengths, and the last state comes twice. ``payload_words`` are the F
+    budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all tiles get before any gets
+    more, where the payload is large enough. `None` is the narrowest width of ``fmt``.
     """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
