@@ -63,8 +63,7 @@ def all_to_all(
     """Sends block i of every leaf to worker i, quantised, and so do the cotangents on their way.
 
     The arguments, the shapes and the derivative are those of `jax.lax.all_to_all`. The result is
-    what it returns plus unbiased noise. The backward pass is the all-to-all of the cotangents back
-    to the senders, quantised by ``backward``. Forward mode (`jax.jvp`) is refused by JAX, as of any
+    what it returns plus unbiased noise. Forward mode (`jax.jvp`) is refused by JAX, as of any
     `jax.custom_vjp`.
 
     `DynamiQ` encodes every coordinate at the widest width that ``bits`` hold with their metadata:
@@ -80,8 +79,7 @@ def all_to_all(
         those that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
         blocks of a multiple of 256 coordinates nothing is copied ahead of the encoding.
       axis_name: the mapped axis; a tuple counts as one axis.
-      split_axis: the dimension of every leaf that is cut into blocks; negative ones count from the
-        last.
+      split_axis: the dimension of every leaf that is cut into blocks.
       concat_axis: the dimension of the result along which received blocks are put together.
       axis_index_groups: as for `psum_scatter`.
       tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and
@@ -245,10 +243,8 @@ def _exchange_plain(
 
 
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format of one width: the widest that the method's bits hold for all.
-
-    One worker sends nothing, and gets the format of two.
-    """
+    """The wire format of one width: the widest that the method's bits hold for all workers."""
+    # One worker sends nothing, and gets the format of two.
     found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")
 

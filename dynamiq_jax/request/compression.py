@@ -55,9 +55,7 @@ class Compression(Options):
     ``Compression(method)``.
 
     Attributes:
-      method: a method, or a function ``(path, leaf) -> method`` that chooses one for every leaf;
-        for `None` it is excluded. Paths are such as "layers/0/kernel", leaves are
-        `jax.ShapeDtypeStruct`. Default: ``DynamiQ()``.
+      method: as for `psum`, a method or a function that chooses one for every leaf.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: what moves payloads, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
@@ -315,14 +313,13 @@ class Compression(Options):
     ) -> None:
         """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
 
-        A part of this is done without it. Where there are several processes, they compare their
-        first all-reduce, their first `psum_scatter` and their first `all_gather` while these are
-        traced: versions, method, topology, ``op``, ``specs``, and whether there are a key, a
-        weight, a state and metrics. A difference is an error on all of them. Other leaves or axes
-        are a warning, as processes may trace different things first; so is a process that does not
-        come within 60 seconds. Trees of scalars alone, and maps that leave some of the devices out,
-        are not compared. The environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all
-        processes, turns it off.
+        A part of this is done without it. Several processes compare their first all-reduce, their
+        first `psum_scatter` and their first `all_gather` while these are traced: versions, method,
+        topology, ``op``, ``specs``, and whether there are a key, a weight, a state and metrics. A
+        difference is an error on all of them. Other leaves or axes are a warning, as processes may
+        trace different things first; so is a process that does not come within 60 seconds. Trees of
+        scalars alone, and maps that leave some of the devices out, are not compared. The
+        environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all processes, turns it off.
 
         Args:
           tree: parameters or gradients; only names, shapes and dtypes count.

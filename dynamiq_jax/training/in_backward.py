@@ -64,10 +64,9 @@ def reduce_in_backward(
 
     **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
     others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
-    differentiates it, which sums the gradients of other parameters, too. The derivative by
-    `jax.grad` is refused: JAX's seed is a constant, which XLA counts once for every device.
-    Parameters that are used elementwise with examples, such as a bias, JAX cannot type as reduced;
-    its error says so, and ``Compression(exclude=...)`` leaves them to JAX.
+    differentiates it. The derivative by `jax.grad` is refused: JAX's seed is a constant, which XLA
+    counts once for every device. Parameters that are used elementwise with examples, such as a
+    bias, JAX cannot type as reduced: leave them to it by ``Compression(exclude=...)``.
 
     * Inside of maps the loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad`
       is inside the map: the derivative of a loss that is averaged already has a 1 / n of its own.
@@ -135,8 +134,7 @@ def reduce_in_backward(
 class Reducer:
     """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
 
-    Leaves whose ``specs`` name the axis are shards of it, which are gathered, or of which all
-    workers have ``copies``.
+    Leaves whose ``specs`` name the axis are shards, gathered unless all workers have ``copies``.
     """
 
     def __init__(
@@ -188,10 +186,7 @@ class Reducer:
         return treedef.unflatten(next(found) if m else None for m in moves)
 
     def joined(self, reduced: Any) -> Any:
-        """A tree like the parameters, of what was reduced.
-
-        The gradient of what came in varying varies, too: in type, with the same bits everywhere.
-        """
+        """A tree like the parameters, of what was reduced; it varies, in type, where these do."""
         found = iter(jax.tree.leaves(reduced))
 
         def gradient_of(own: Any) -> Any:

@@ -264,10 +264,7 @@ def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
 def _in_context(
     run: Callable[..., Any], mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
-    """A function of arguments: the mesh as a context, and the call of ``run`` within it.
-
-    Where nothing is traced, that is one compiled program.
-    """
+    """A function of arguments: the mesh as a context, and ``run`` in it, compiled if not traced."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
     @functools.partial(jax.jit, static_argnums=0)
