@@ -17,14 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.collectives.halves import (
-    Cut,
-    begin,
-    check_axis_of,
-    group_parts,
-    pieces,
-    put_together,
-)
+from dynamiq_jax.collectives import halves
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
@@ -103,18 +96,18 @@ def all_to_all(
     request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
-    sizes, leaves, fixed = begin("all_to_all", axis, x, request, key, told)
+    sizes, leaves, fixed = halves.begin("all_to_all", axis, x, request, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
-    cut = Cut(split_axis, tiled, n)
+    cut = halves.Cut(split_axis, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
-        check_axis_of(leaf, "concat_axis", concat_axis)
+        halves.check_axis_of(leaf, "concat_axis", concat_axis)
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
     check = lambda route: _check_serves(route.method, n)
-    grouping = group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
+    grouping = halves.group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
     check_whole(grouping, axis)
     options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
     values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)
@@ -129,7 +122,7 @@ def _exchange_leaves(
     grouping: Grouping,
     axis: Axis,
     backward: Method | None,
-    cut: Cut,
+    cut: halves.Cut,
     concat_axis: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
@@ -145,10 +138,10 @@ def _exchange_leaves(
             forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
             seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
-        found = pieces(blocks, [part.shape[1] for part in parts])
+        found = halves.pieces(blocks, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, found, strict=True):
             own = from_flat(own, cut.of(leaf))  # blocks of all workers
-            values[leaf.index] = put_together(own, concat_axis, tiled=cut.tiled)
+            values[leaf.index] = halves.put_together(own, concat_axis, tiled=cut.tiled)
     return values
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
-from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.comparators.native import MatrixMethod, NativeMethod
 from dynamiq_jax.core.xla import known
 from pallas_kernels import resolve_backend
 
@@ -89,11 +89,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 would otherwise leave to native psum. "dynamiq-planned" has a plan over links of any kind,
 "dynamiq-even" over none. "flash" is Flash Communication's min-max quantisation. Methods with memory
 begin with an empty one, as in a first step."""
-
-NATIVE = (
-    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k",
-)  # fmt: skip
-"""The methods among these that have native collectives only."""
 
 MAX_COORDS = 2**31 - 1
 """Coordinates of the largest leaf that is measured."""
@@ -204,7 +199,7 @@ def parse_topology(text: str, nodes: int | None = None) -> Any:
 
 def native_only(text: str) -> bool:
     """Whether the method called ``text`` has native collectives only, whatever the topology."""
-    return text.strip().partition(":")[0].removesuffix("-memory") in NATIVE
+    return isinstance(make_method(text), NativeMethod)
 
 
 def parts(text: str) -> list[str]:
@@ -248,7 +243,7 @@ def make_method(
 def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
-    topology = None if native_only(text) else topology
+    topology = None if isinstance(method, NativeMethod) else topology
     request = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
     matrices = isinstance(method, MatrixMethod)
 

@@ -14,12 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench.all_reduce import (
-    heavy_tailed_gradients,
-    payloads_by,
-    repetitions,
-    timed_program,
-)
+from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompressed
 from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
 from dynamiq_jax.core.xla import compiled_by, compiler_options
@@ -135,8 +130,8 @@ def bench_settings(
     contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
-    programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
+    counts = all_reduce.repetitions(size_bytes, mesh.devices.flat[0].platform)
+    programs = [all_reduce.timed_program(mesh, c, counts["iterations"]) for c in contenders]
     timings = time_calls(compile_calls(programs, data), repeats=repeats, **counts)
     coords = sum(x.size for x in leaves)
     rows = [
@@ -158,7 +153,7 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=payloads_by(setting.topology, sizes),
+                transport=all_reduce.payloads_by(setting.topology, sizes),
                 **asdict(timing),
             )
         )
@@ -167,7 +162,7 @@ def bench_settings(
 
 def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Leaves [n, *shape], row i on worker i: each has the first of the largest one's numbers."""
-    flat = heavy_tailed_gradients(mesh, max(x.size for x in leaves))
+    flat = all_reduce.heavy_tailed_gradients(mesh, max(x.size for x in leaves))
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @partial(jax.jit, out_shardings=rows)
