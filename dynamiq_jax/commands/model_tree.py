@@ -74,7 +74,7 @@ def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
 
 
 def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """The leaves that can be timed; refuses none, and one that is too large for test data."""
+    """The leaves that can be timed, one at least; refuses one that is too large for test data."""
     found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
     if not found:
         raise ValueError(

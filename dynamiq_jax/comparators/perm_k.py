@@ -21,7 +21,7 @@ from dynamiq_jax.topologies import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermK(NativeMethod):
-    """Takes each coordinate of one worker drawn at random; unbiased but for bf16, 8 bits each."""
+    """Takes each coordinate from a worker drawn at random: unbiased but for bf16; 8 bits each."""
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""

@@ -204,7 +204,7 @@ class TellsLosses(Method):
     __slots__ = ()
 
     def lost(self, n_workers: int, topology: Topology | None) -> float | None:
-        """About the energy of losses over that of what workers send, in blocks that lose most."""
+        """About the energy of losses over that of what is sent, where most is lost, if known."""
         return None
 
 

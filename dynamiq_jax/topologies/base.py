@@ -218,7 +218,7 @@ class Topology(Options, ABC):
         return self.streams_for(size, 2, 2**24)
 
     def streams_for(self, size: int, most: int, worth: int) -> int:
-        """As many as were passed, if all have a coordinate; else one for each ``worth`` of them."""
+        """The streams that were passed; else one for ``worth`` coordinates each, up to ``most``."""
         if self.streams is not None:
             return min(self.streams, max(1, size))
         return min(most, max(1, size // worth))

@@ -46,7 +46,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """What `explain` assumes of other devices than JAX's, in words; `None` if it is these."""
+    """The assumptions of `explain` about other devices than JAX's, in words; `None` of these."""
     n, here = math.prod(sizes), jax.device_count()
     if n <= here:
         return None

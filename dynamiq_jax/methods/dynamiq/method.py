@@ -315,7 +315,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         )
 
     def gather_layout(self, size: int, n_workers: int) -> Layout:
-        """Static sizes of an all-gather, where no other rounding is to be correlated with."""
+        """Static sizes of an all-gather; its roundings, one of each value, are independent."""
         layout = self.layout(size, n_workers, Direct(), "all_gather")
         fmt = dataclasses.replace(layout.fmt, rounding="independent")
         return dataclasses.replace(layout, fmt=fmt)
