@@ -22,7 +22,7 @@ import typer
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.bench.contenders import parse_size
-from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
+from dynamiq_jax.commands.bench.timing import Timing, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
@@ -41,7 +41,7 @@ LEAVES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelRow(TimedRow):
+class KernelRow(Timing):
     """One line of the report."""
 
     kernel: str
@@ -61,9 +61,9 @@ class OneChunk(Layout):
 
 
 COLUMNS = (
-    tables.Column("kernel", lambda r: r.kernel),
+    tables.Column("kernel", lambda r: r.kernel, True),
     *tables.TIME_COLUMNS,
-    tables.Column("backend", lambda r: r.backend),
+    tables.Column("backend", lambda r: r.backend, True),
 )
 
 
@@ -137,7 +137,7 @@ def bench_kernels(
             kernel=name,
             coords=coords,
             backend=ran if name in ours else "xla",
-            **timing._asdict(),
+            **dataclasses.asdict(timing),
         )
         for name, timing in zip(calls, timings, strict=True)
     ]

@@ -42,9 +42,7 @@ from test_wire_bytes import lower, moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.comparators import hadamard, lanes, sidco
-from dynamiq_jax.comparators import mx_codec as mx
-from dynamiq_jax.comparators import thc_codec as thc
+from dynamiq_jax.comparators import hadamard, lanes, mx, sidco, thc
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
@@ -395,7 +393,6 @@ def test_thc_indices_are_nodes_beside_z_and_a_small_word_rounds_up(key):
     fraction = (place - table[below]) / (table[below + 1] - table[below])
     clear = np.abs(words / 2.0**32 - fraction) > 1e-5
     np.testing.assert_array_equal(found[clear], (below + (words / 2.0**32 < fraction))[clear])
-    np.testing.assert_array_equal(thc.lookup(jnp.asarray(found), table), table[found])
     for n in (1, 7, 8192):
         total = np.array([0, n * g // 2, n * g, n * g // 3 + 1], np.uint32)
         mean = thc.dequantize_sum(jnp.asarray(total), n, g, threshold)
