@@ -523,22 +523,21 @@ def make_way(text: str, training: Training) -> Way:
     return kind.build(training, checkpoint, *methods)
 
 
-def jitted(way: Way, xla: dict[str, Any] | None = None) -> Any:
-    """The step under `jax.jit`; it donates the state. ``xla`` are options beside `dq.jit`'s."""
-    options = way.options | (xla or {}) if way.options else {}
+def jitted(way: Way) -> Any:
+    """The step under `jax.jit`; it donates the state."""
 
     @wraps(way.step)
     def step(state: Any, tokens: Any) -> Any:
-        with compiled_by(options):
+        with compiled_by(way.options):
             return way.step(state, tokens)
 
-    return jax.jit(step, donate_argnums=0, compiler_options=options or None)
+    return jax.jit(step, donate_argnums=0, compiler_options=way.options or None)
 
 
-def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
-    """The program of a step, with options as for `jitted`."""
+def lower(way: Way, state: Any, tokens: Any) -> Any:
+    """The program of a step."""
     with jax.set_mesh(way.mesh):
-        return jitted(way, xla).lower(state, tokens)
+        return jitted(way).lower(state, tokens)
 
 
 # --- What a compiled step sends -------------------------------------------------------------------
