@@ -22,12 +22,11 @@ import dynamiq_jax as dq
 from dynamiq_jax import comparators
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
-from pallas_kernels import TILE_ROWS
+from pallas_kernels import TILE_ROWS, WireFormat
+from pallas_kernels.format import DEALT, QUAD
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
-
-LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}
 
 
 def small(method: Any = None, **options: Any) -> dq.Compression:
@@ -37,7 +36,7 @@ def small(method: Any = None, **options: Any) -> dq.Compression:
 
 def low(method: Any = None, **options: Any) -> dq.Compression:
     """Compresses all but the smallest leaves."""
-    return dq.Compression(method, **LOW_LIMITS, **options)
+    return dq.Compression(method, min_leaf_size=100, min_bucket_size=100, **options)
 
 
 CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits=5.5))
@@ -185,17 +184,6 @@ EVERY_METHOD = {
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
-
-
-def _first_of_each_kind() -> list[str]:
-    kinds: dict[str, str] = {}
-    for name, row in EVERY_METHOD.items():
-        kinds.setdefault(name if "dynamiq" in name else type(row.method.method).__name__, name)
-    return list(kinds.values())
-
-
-ONE_OF_A_KIND = _first_of_each_kind()
-"""All rows of DynamiQ, and one of every other class."""
 
 
 def daily(values, keep) -> list:
@@ -365,6 +353,29 @@ def plan_is_exact(n, size, seed=0):
     x = x * np.exp2(rng.integers(-6, 6, (rows, 1)))
     x[:, -1] = 0.0  # the last super-group is cut off
     return jnp.asarray(x.reshape(n, -1)[:, :size], jnp.float32)
+
+
+def anchored(width, levels, n, seed=0):
+    """f32[n, 256 * 8 * n * 2] whose partial sums all lie on levels, whatever the ring's order.
+
+    In each group coordinate i < n, the anchor of worker i, is the top level at that worker and
+    zero elsewhere: every partial sum has the same maximum, so the same scale, a power of two. The
+    rest are small integers, whose sums stay where levels are one apart. The second half of a group
+    is the negative of the first, so that all means are exactly zero.
+    """
+    rng = np.random.default_rng(seed)
+    fmt = WireFormat(levels=levels)
+    table = fmt.level_table(width)
+    ones = int(np.argmax(np.diff(table, append=table[-1]) != 1))  # levels 0..ones are all there
+    most = ones // n if levels != "geometric" else 0
+    rows = 8 * n * 2
+    half = rng.integers(-most, most + 1, (n, rows, 8, 16)).astype(np.float64)
+    half[..., :n] = 0
+    for worker in range(n):
+        half[worker, ..., worker] = table[-1] * rng.choice([-1, 1], (rows, 8))
+    x = np.concatenate([half, -half], axis=3) * np.exp2(rng.integers(-20, 20, (rows, 1, 1)))
+    quads = x.reshape(n, rows, fmt.groups // DEALT, DEALT, -1, QUAD)  # dealt to groups in turn
+    return jnp.asarray(quads.swapaxes(3, 4).reshape(n, -1), jnp.float32)
 
 
 def bits_of(x) -> np.ndarray:

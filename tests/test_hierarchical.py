@@ -10,6 +10,7 @@ from cases import (
     CHEAP,
     TWO_WIDTHS,
     OnHost,
+    anchored,
     assert_refused,
     assert_replicas_equal,
     assert_same_bits,
@@ -21,7 +22,6 @@ from cases import (
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_exact_sums import anchored
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression
