@@ -15,10 +15,7 @@ from cases import (
     CHEAP,
     EXACT,
     assert_close,
-    assert_copies_equal,
     assert_refused,
-    assert_same_bits,
-    compilations,
     daily,
     network,
     put,
@@ -120,23 +117,6 @@ def test_losses_and_gradients_are_those_of_the_global_loss(name):
     assert_close(f(*placed()), plain(LOSSES[name]), **within)
 
 
-def test_jit_and_a_mesh_around_are_not_needed():
-    params, batch = placed()
-    f = dq.value_and_grad(masked, axis_name="data", method=F32)
-    with compilations() as compiled:
-        found = f(params, batch)
-        assert 1 <= len(compiled) <= 3  # one program, not one for each operation
-        compiled.clear()
-        assert_same_bits(f(params, batch), found)
-        assert not compiled
-    assert_close(found, plain(masked))
-    with jax.set_mesh(mesh_of()):
-        assert_close(f(params, batch), found)
-        assert_close(jax.jit(f)(params, batch), found)
-    on = dq.value_and_grad(masked, axis_name="data", method=F32, mesh=mesh_of())
-    assert_close(on(network()[0], batch), found)  # parameters from nowhere
-
-
 def test_arguments_are_those_of_jax_value_and_grad():
     params, batch = placed()
     key = put(jax.random.key(3), mesh_of())
@@ -168,18 +148,6 @@ def compiled(function, *args):
     """The program, and (name, coordinates) of each of its collectives."""
     program = jax.jit(function).lower(*args).compile()
     return program, [(name, bits // 32) for name, bits in moves_of(program.as_text())]
-
-
-def test_copies_of_compressed_gradients_are_equal_and_follow_the_key():
-    f = jax.jit(dq.value_and_grad(masked, axis_name="data", method=COMPRESSED, metrics=True))
-    found = [f(*placed(), key=jax.random.key(i))[1] for i in (0, 0, 1)]
-    for reduced in found:
-        assert 1e-6 < float(vnmse(jax.device_get(reduced.tree), plain(masked)[1])) < 0.1
-        assert float(reduced.metrics.vnmse) > 0
-        assert_copies_equal(reduced.tree)
-    first, again, other = (jax.device_get(reduced.tree) for reduced in found)
-    assert_same_bits(first, again)
-    assert np.mean(first["up"] != other["up"]) > 0.3
 
 
 def test_a_window_of_micro_batches_is_reduced_once():
