@@ -8,20 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    OnHost,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    mesh_of,
-    relative_error,
-    small,
-)
+from asserts import assert_same_bits, relative_error
+from cases import CHEAP, daily, small
 from hlo import OPERATION, arrays_of, bits_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from workers import OnHost, auto_mesh, gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax import comparators

@@ -10,17 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    DAILY,
-    METHODS,
-    anchored,
-    assert_replicas_equal,
-    daily,
-    relative_error,
-    small,
-    vmapped,
-)
+from asserts import assert_replicas_equal, relative_error
+from cases import DAILY, METHODS, daily, small, vmapped
 from hypothesis import strategies as st
+from workers import anchored
 
 import dynamiq_jax as dq
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, limits_of, mesh_of, small, vmapped
+from asserts import assert_same_bits
+from cases import CHEAP, limits_of, small, vmapped
 from crossover import FILE, MIB, Point, crossover_bytes
 from jax.sharding import PartitionSpec as P
+from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes

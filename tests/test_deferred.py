@@ -5,28 +5,21 @@ import itertools
 import re
 import warnings
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import (
-    CHEAP,
-    EXACT,
-    assert_close,
-    assert_refused,
-    daily,
-    network,
-    put,
-    small,
-)
+import workers
+from asserts import assert_close, assert_refused
+from cases import CHEAP, EXACT, daily, small
 from compiler import AS_USERS
 from flax import linen
 from hlo import moves_of
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives.explicit_sums import unreduced_axes
@@ -38,7 +31,7 @@ WIDTH, KEY, EXPLICIT = 64, jax.random.key(0), AxisType.Explicit
 
 
 def mesh_of(*sizes):
-    return cases.mesh_of(*(sizes or (8,)), kind=AxisType.Explicit)
+    return workers.mesh_of(*(sizes or (8,)), kind=AxisType.Explicit)
 
 
 def placed(mesh=None, axes="data"):

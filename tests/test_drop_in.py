@@ -8,22 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EVERY_METHOD,
-    TOPOLOGIES,
-    assert_same_bits,
-    auto_mesh,
-    compilations,
-    daily,
-    gradient,
-    low,
-    mesh_of,
-    relative_error,
-    small,
-)
+from asserts import assert_same_bits, relative_error
+from cases import CHEAP, EVERY_METHOD, TOPOLOGIES, daily, low, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, compilations, gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.axis import Axis

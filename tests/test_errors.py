@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import auto_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_drop_in import COLLECTIVES
+from workers import auto_mesh
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

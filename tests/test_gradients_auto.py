@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EXACT, assert_close, assert_refused, low, mesh_of, network, put
+from asserts import assert_close, assert_refused
+from cases import EXACT, low
 from flax import linen
 from hlo import moves_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums

@@ -10,23 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EIGHT,
-    EXACT,
-    assert_close,
-    assert_copies_equal,
-    assert_same_bits,
-    compilations,
-    daily,
-    mesh_of,
-    network,
-    put,
-    small,
-)
+from asserts import assert_close, assert_copies_equal, assert_same_bits
+from cases import EIGHT, EXACT, daily, small
 from hlo import crossing_bytes, moves_of
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.base import Outcome, ShardedMethod

@@ -6,21 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    TWO_WIDTHS,
-    OnHost,
-    assert_refused,
-    assert_replicas_equal,
-    assert_same_bits,
-    daily,
-    gradient,
-    mesh_of,
-    small,
-    sum_error,
-)
+from asserts import assert_refused, assert_replicas_equal, assert_same_bits, sum_error
+from cases import CHEAP, TWO_WIDTHS, daily, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from workers import OnHost, gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression

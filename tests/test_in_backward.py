@@ -9,33 +9,25 @@ import re
 import warnings
 from functools import cache, partial
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EIGHT,
-    EXACT,
+import workers
+from asserts import (
     assert_close,
     assert_copies_equal,
     assert_replicas_equal,
     assert_same_bits,
-    auto_mesh,
-    daily,
-    local,
-    mapped,
-    once,
-    put,
     relative_error,
-    small,
 )
+from cases import CHEAP, EIGHT, EXACT, daily, small
 from compiler import AS_USERS
 from hlo import moves_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums
@@ -109,7 +101,7 @@ def stacked(specs):
 
 def mesh_of(*names, kind=AxisType.Auto):
     """Four devices: (4,), or (2, 2) with two axes."""
-    return cases.mesh_of(*((4,) if len(names) == 1 else (2, 2)), names=names, kind=kind)
+    return workers.mesh_of(*((4,) if len(names) == 1 else (2, 2)), names=names, kind=kind)
 
 
 def gradient(mesh, axes, specs, *, check_vma=True, scanned=True, **options):

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 import test_deferred as cpu
-from cases import assert_close, assert_same_bits, gradient
+from asserts import assert_close, assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
