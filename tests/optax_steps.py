@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from cases import WHOLE, put
 from jax.sharding import PartitionSpec as P
+from workers import WHOLE, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

@@ -11,6 +11,7 @@ from cases import (
     METHODS,
     TOPOLOGIES,
     OnHost,
+    anchored,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -22,7 +23,6 @@ from cases import (
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_exact_sums import anchored
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression

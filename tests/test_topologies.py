@@ -8,6 +8,7 @@ from cases import (
     CHEAP,
     TOPOLOGIES,
     TWO_WIDTHS,
+    anchored,
     assert_replicas_equal,
     assert_same_bits,
     auto_mesh,
@@ -19,7 +20,6 @@ from cases import (
     vmapped,
 )
 from jax.sharding import PartitionSpec as P
-from test_exact_sums import anchored
 
 import dynamiq_jax as dq
 
