@@ -135,11 +135,11 @@ class Training:
 
     def request(self, text: str, dither: bool = False) -> dq.Compression:
         """The compression that a part of a way's name says."""
-        method, native = text, contenders.native_only(text)
+        method = text
         if bits := re.fullmatch(r"([\d.]+)(d?)", text):
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
         made = contenders.make_method(method)
-        native = native or isinstance(made, dq.BF16 | dq.F32)
+        native = contenders.native_only(method) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 
     def copies(self, params: Any) -> Any:
