@@ -1,33 +1,27 @@
-"""Rows of methods, inputs, maps and the test for bias, which several test files share.
+"""Rows of methods and topologies, and their sums, which several test files share.
 
 A new method is a row in `EVERY_METHOD`, a new option of DynamiQ one in `METHODS`; the row buys it
 the tests of every file that is parametrised over them.
 """
 
-import contextlib
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from asserts import *  # noqa: F403
 from compiler import AS_USERS
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import *  # noqa: F403
+from workers import OnHost, auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import comparators
-from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
-from pallas_kernels import TILE_ROWS
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
-
-LOW_LIMITS: dict[str, Any] = {"min_leaf_size": 100, "min_bucket_size": 100}
 
 
 def small(method: Any = None, **options: Any) -> dq.Compression:
@@ -37,7 +31,7 @@ def small(method: Any = None, **options: Any) -> dq.Compression:
 
 def low(method: Any = None, **options: Any) -> dq.Compression:
     """Compresses all but the smallest leaves."""
-    return dq.Compression(method, **LOW_LIMITS, **options)
+    return dq.Compression(method, min_leaf_size=100, min_bucket_size=100, **options)
 
 
 CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits=5.5))
@@ -187,17 +181,6 @@ EVERY_METHOD = {
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
 
 
-def _first_of_each_kind() -> list[str]:
-    kinds: dict[str, str] = {}
-    for name, row in EVERY_METHOD.items():
-        kinds.setdefault(name if "dynamiq" in name else type(row.method.method).__name__, name)
-    return list(kinds.values())
-
-
-ONE_OF_A_KIND = _first_of_each_kind()
-"""All rows of DynamiQ, and one of every other class."""
-
-
 def daily(values, keep) -> list:
     """Parameters of a test, of which those that are not in ``keep`` run in releases alone."""
     every = [value if isinstance(value, tuple) else (value,) for value in values]
@@ -206,40 +189,6 @@ def daily(values, keep) -> list:
     return [
         pytest.param(*value, marks=() if value in kept else pytest.mark.release) for value in every
     ]
-
-
-class OnHost:
-    """A jitted function whose results are NumPy arrays: JAX would compile every slice of them."""
-
-    def __init__(self, run):
-        self.on_devices = run
-
-    def __call__(self, *args):
-        return jax.device_get(self.on_devices(*args))
-
-    def __getattr__(self, name):
-        return getattr(self.on_devices, name)
-
-
-def once(make):
-    """The arrays of a function of static arguments, made by one program, on the host."""
-
-    @functools.cache
-    def made(*args):
-        return jax.device_get(jax.jit(lambda: make(*args))())
-
-    return functools.wraps(make)(lambda *args: jax.tree.map(lambda x: x, made(*args)))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def gradient(seed: int, n: int, size: int, super_group_size: int = 256) -> jax.Array:
-    """f32[n, size]: super-groups of very different magnitude and mean, distinct on each worker."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    rows = -(-size // super_group_size)
-    magnitude = jnp.exp(1.5 * jax.random.normal(keys[0], (rows, 1)))
-    mean = 0.3 * jax.random.normal(keys[1], (rows, 1))
-    noise = jax.random.normal(keys[2], (n, rows, super_group_size))
-    return ((noise + mean[None]) * magnitude[None]).reshape(n, -1)[:, :size]
 
 
 @functools.cache
@@ -292,26 +241,6 @@ def wire_bits(method=None, topology=None):
 
 
 @functools.cache
-def mesh_of(*sizes, names=("data", "model", "one"), kind=AxisType.Auto):
-    """A mesh of the first devices, of axes of these sizes."""
-    names, kinds = names[: len(sizes)], (kind,) * len(sizes)
-    return jax.make_mesh(sizes, names, devices=jax.devices()[: math.prod(sizes)], axis_types=kinds)
-
-
-def auto_mesh(n: int = 8):
-    """A mesh of the first n devices with one Auto axis "data"."""
-    return mesh_of(n)
-
-
-WHOLE = P()
-
-
-def put(tree, mesh, specs=WHOLE):
-    """A tree on the devices of a mesh; ``specs`` may be those of its first levels alone."""
-    return jax.device_put(tree, jax.tree.map(functools.partial(NamedSharding, mesh), specs))
-
-
-@functools.cache
 def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
     """As `vmapped` on n devices: every worker's own copy of the result, unchecked by JAX."""
 
@@ -322,189 +251,3 @@ def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
     return jax.jit(jax.shard_map(one, mesh=auto_mesh(n), **specs))
-
-
-@contextlib.contextmanager
-def compilations():
-    """The programs that XLA compiles within the block, as a list that grows."""
-    found = []
-
-    def note(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-
-
-def relative_error(estimate, exact):
-    """|estimate - exact|² / |exact|² in f64."""
-    exact = np.asarray(exact, np.float64)
-    return np.sum((np.asarray(estimate, np.float64) - exact) ** 2) / np.sum(exact**2)
-
-
-def sum_error(result, x):
-    """`relative_error` of a sum of all workers' x."""
-    return relative_error(result, np.sum(np.asarray(x, np.float64), axis=0))
-
-
-def plan_is_exact(n, size, seed=0):
-    """f32[n, size] whose statistics are exact in bf16 in whatever order workers are added.
-
-    XLA on CPU adds a bf16 all-reduce in f32 under shard_map, and under vmap in bf16, so that the
-    plan may differ. Here a super-group holds as many 1 as -1, 3 and -3, times a power of two, in
-    an order of each worker's own: squared norms are 5 * 2^k, of which up to 51 add up exactly, and
-    means 0. Partial sums differ between workers and coordinates, and are rounded.
-    """
-    rng = np.random.default_rng(seed)
-    rows = -(-size // 256)
-    x = rng.permuted(np.tile([1.0, -1.0, 3.0, -3.0], (n, rows, 64)), axis=2)
-    x = x * np.exp2(rng.integers(-6, 6, (rows, 1)))
-    x[:, -1] = 0.0  # the last super-group is cut off
-    return jnp.asarray(x.reshape(n, -1)[:, :size], jnp.float32)
-
-
-def bits_of(x) -> np.ndarray:
-    """The bytes of an array, so that NaNs and signed zeros count in comparisons."""
-    x = np.ascontiguousarray(x)
-    return x.view(np.uint8) if x.ndim else x.reshape(1).view(np.uint8)
-
-
-def assert_same_bits(a, b) -> None:
-    """Two trees have equal structure, dtypes, shapes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert left.dtype == right.dtype
-        assert left.shape == right.shape
-        np.testing.assert_array_equal(bits_of(left), bits_of(right))
-
-
-def assert_close(found, expected, rtol=1e-4, atol=1e-5) -> None:
-    """Two trees have equal structure, dtypes, and values but for rounding.
-
-    ``atol`` counts in the largest value of a leaf, in 0.1 at least.
-    """
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert jnp.result_type(left) == jnp.result_type(right)
-        most = atol * np.max(np.abs(right), initial=0.1)
-        np.testing.assert_allclose(left, right, rtol=rtol, atol=most)
-
-
-def assert_copies_equal(tree) -> None:
-    """All devices that hold the same part of an array hold the same bits."""
-    for leaf in jax.tree.leaves(tree):
-        first = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data)
-            assert_same_bits(data, first.setdefault(str(shard.index), data))
-
-
-def assert_replicas_equal(tree) -> None:
-    """All slices along the leading worker axis have the same bits."""
-    for leaf in jax.tree.leaves(tree):
-        leaf = np.asarray(leaf)
-        assert_same_bits(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-
-
-def assert_refused(*rows) -> None:
-    """Every row has an error, words of its message, and a function that raises it of arguments."""
-    for error, words, function, *args in rows:
-        with pytest.raises(error, match=words):
-            function(*args)
-
-
-class Bias(NamedTuple):
-    """How far mean errors are from zero, for blocks of coordinates.
-
-    With N samples of C coordinates in a block whose rounding errors have variance about g²/6 for
-    steps g, a bias of 2% of a step in one direction moves a z-score by 0.02 sqrt(6 C N), and one
-    of any pattern of signs moves ``spread`` by 0.0024 N.
-    """
-
-    up: np.ndarray
-    """z-score of the mean error."""
-    outward: np.ndarray
-    """z-score of the mean error away from zero."""
-    spread: np.ndarray
-    """Mean over coordinates of (mean error)² over its variance: 1 if unbiased."""
-
-    def worst_score(self) -> float:
-        """The largest z-score of the blocks."""
-        return float(np.max(np.abs([self.up, self.outward])))
-
-
-def bias(total, total_squared, samples: int, sign, blocks: int) -> Bias:
-    """The bias of errors from their sums and sums of squares over ``samples`` samples."""
-    total = np.asarray(total, np.float64).reshape(blocks, -1)
-    total_squared = np.asarray(total_squared, np.float64).reshape(blocks, -1)
-    sign = np.sign(np.asarray(sign)).reshape(blocks, -1)
-    variance = (total_squared - total**2 / samples).sum(axis=1) / (samples - 1) * samples
-    variance = np.maximum(variance, np.finfo(np.float64).tiny)
-    up = total.sum(axis=1) / np.sqrt(variance)
-    outward = (total * sign).sum(axis=1) / np.sqrt(variance)
-    return Bias(up, outward, (total**2).sum(axis=1) / variance)
-
-
-def promoting(optimizer):
-    """An optimizer of optax, which promotes dtypes."""
-
-    def update(*args, **extra):
-        with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(*args, **extra)
-
-    return optimizer._replace(update=update)
-
-
-def loss_fn(params, x):
-    return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - 1))
-
-
-@once
-def problem(steps):
-    """Parameters, and a batch of 32 rows for every step."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        "in": jax.random.normal(keys[0], (16, 64)) / 4,
-        "out": jax.random.normal(keys[1], (64, 4)) / 8,
-    }
-    return params, jax.random.normal(keys[2], (steps, 32, 16))
-
-
-@once
-def network():
-    """Parameters of two layers, and a batch whose examples count differently on every worker."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "up": jax.random.normal(keys[0], (16, 64)) / 4,
-        "bias": jax.random.normal(keys[1], (64,)),
-        "down": jax.random.normal(keys[2], (64, 16)) / 8,
-        "scale": jnp.float32(1.5),
-    }
-    x = jax.random.normal(keys[3], (32, 16)) * jnp.linspace(0.2, 2.0, 32)[:, None]
-    mask = jnp.float32(jnp.arange(32.0) % 5 < jnp.linspace(1, 4, 32))
-    return params, {"x": x, "mask": mask}
-
-
-def mapped(f, check_vma=True):
-    """``f(params, x)`` of each of four workers; results have a leading axis of workers."""
-
-    def one(params, x):
-        return jax.tree.map(lambda g: Axis(("data",)).to_varying(g[None]), f(params, x[0]))
-
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
-    return OnHost(jax.jit(jax.shard_map(one, mesh=auto_mesh(4), **specs)))
-
-
-def local(params, check_vma):
-    return lax.pcast(params, "data", to="varying") if check_vma else params
-
-
-def plan_widths(plan: Any, stage: int = 0) -> jax.Array:
-    """The width of every super-group in a stage of a plan, int32[M], in the gradient's order."""
-    # A tile's entry has the width in its low 5 bits; position p of a chunk is in tile p // 8.
-    width = jnp.repeat(plan.tiles[stage] & 31, TILE_ROWS, axis=1).reshape(-1)
-    return jnp.zeros_like(width).at[plan.order.reshape(-1)].set(width)

@@ -1,7 +1,7 @@
 """How tests compile: with the least effort, since compilation takes most of their time.
 
-Results have the same bits as with the optimisations that users have: `test_psum` and
-`test_all_golden` compare them.
+Results have the same bits as with the optimisations that users have: `test_psum` and `test_golden`
+compare them.
 """
 
 import importlib.metadata

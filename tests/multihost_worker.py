@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import LOOP, plan_is_exact, small
+from cases import LOOP, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import plan_is_exact
 
 import dynamiq_jax as dq
 

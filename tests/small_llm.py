@@ -5,7 +5,7 @@ from dataclasses import replace
 import llm_model
 import numpy as np
 import train_llm
-from cases import auto_mesh
+from workers import auto_mesh
 
 CONFIG = replace(
     llm_model.CONFIGS["tiny"],

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TWO_WIDTHS, auto_mesh, gradient, small
+from cases import TWO_WIDTHS, small
 from jax.sharding import PartitionSpec as P
 from processes import coordinator, outputs
+from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.core import fingerprint

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, daily, plan_widths, small
+from cases import SMALL, daily, small
 from hypothesis import strategies as st
+from workers import plan_widths
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.allocation import width_upgrades

@@ -1,4 +1,7 @@
-"""`psum` under any topology, number of workers, size, format and dtype; drawn by hypothesis."""
+"""`psum` under any topology, number of workers, size, format and dtype; drawn by hypothesis.
+
+Sums come back exactly where every partial sum lies on the format's levels.
+"""
 
 import dataclasses
 
@@ -7,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DAILY, METHODS, assert_replicas_equal, relative_error
+from asserts import assert_replicas_equal, relative_error
+from cases import DAILY, METHODS, daily, small, vmapped
 from hypothesis import strategies as st
+from workers import anchored
 
 import dynamiq_jax as dq
 
@@ -68,3 +73,29 @@ def test_any_psum():
 @pytest.mark.release
 def test_any_psum_of_any_format():
     drawn(METHODS, 140_000, 40)()
+
+
+ON_LEVELS = [(2, "piecewise"), (4, "piecewise"), (8, "piecewise"), (8, "uniform"), (4, "geometric")]
+
+
+@pytest.mark.parametrize(("width", "levels"), daily(ON_LEVELS, [(4, "geometric")]))
+def test_sums_on_levels_are_exact(width, levels):
+    n = 5
+    x = anchored(width, levels, n)
+    method = small(
+        dq.DynamiQ(widths=(width,), floor=None, format=dq.Format(levels=levels), bits=width + 1)
+    )
+    result = np.asarray(vmapped(method)(x, jax.random.key(0)))
+    expected = np.broadcast_to(np.sum(np.asarray(x, np.float64), axis=0), x.shape)
+    np.testing.assert_array_equal(result.astype(np.float64), expected)
+
+
+@pytest.mark.parametrize(("n", "subtract_mean"), daily([(8, True), (5, False)], [(5, False)]))
+def test_sums_of_small_integers_are_exact_in_bf16(n, subtract_mean):
+    rng = np.random.default_rng(n)
+    half = rng.integers(-15, 16, (n, 8 * n * 2, 128))
+    offset = 4 * rng.integers(-2, 3, (1, 8 * n * 2, 1)) if subtract_mean else 0
+    x = (np.concatenate([half, -half], axis=2) + offset).reshape(n, -1)
+    method = small(dq.DynamiQ(widths=(16,), bits=17, format=dq.Format(subtract_mean=subtract_mean)))
+    result = np.asarray(vmapped(method)(jnp.asarray(x, jnp.float32), jax.random.key(0)))
+    np.testing.assert_array_equal(result, np.broadcast_to(x.sum(axis=0), x.shape))

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OnHost, assert_same_bits, auto_mesh, gradient, mesh_of, put, small, wire_bits
+from asserts import assert_same_bits
+from cases import small, wire_bits
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
+from workers import OnHost, auto_mesh, gradient, mesh_of, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.axis import Axis

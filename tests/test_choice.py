@@ -1,17 +1,26 @@
-"""The rule by which `topology=None` chooses, and where small buckets travel natively."""
+"""The rule by which `topology=None` chooses, and where small buckets travel natively.
 
+Where compression starts to pay is measured, and the library takes what was written.
+"""
+
+import functools
+import json
 import re
+import warnings
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, assert_same_bits, gradient, mesh_of, small, vmapped
+from asserts import assert_same_bits
+from cases import CHEAP, limits_of, small, vmapped
+from crossover import FILE, MIB, Point, crossover_bytes
 from jax.sharding import PartitionSpec as P
+from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import choice as rule
 
@@ -167,21 +176,14 @@ def test_psum_follows_the_rule(slow):
     assert np.any(found != vmapped(CHEAP, dq.Direct())(x, key))
 
 
-@pytest.mark.parametrize(
-    ("kind", "fast"),
-    [
-        ("NVIDIA H200", True),
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA A100-SXM4-80GB", True),
-        ("NVIDIA GB200", True),
-        ("NVIDIA H100 PCIe", False),
-        ("NVIDIA A100-PCIE-40GB", False),
-        ("NVIDIA RTX A6000", False),
-        ("cpu", False),
-    ],
-)
-def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fast):
+FAST = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GB200"
+SLOW = "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA RTX A6000", "cpu"
+
+
+@pytest.mark.parametrize("kind", FAST + SLOW)
+def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind):
     hosts(1, devices(kind=kind))
+    fast = kind in FAST
     assert rule.fast_links() == fast
     least = psum_bytes(8)
     sizes = least // 2 - 1, least // 2
@@ -191,3 +193,66 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind, fas
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
+
+
+# Where compression starts to pay
+
+
+def points(*pairs):
+    return [Point(size * MIB, speedup) for size, speedup in pairs]
+
+
+def test_it_lies_between_the_last_slower_size_and_the_next():
+    """Where all sizes pay it is the smallest, and unknown where the largest does not."""
+    assert crossover_bytes(points((32, 0.5), (64, 0.8), (128, 1.25))) == 91 * MIB  # 64 * sqrt(2)
+    assert crossover_bytes(points((32, 1.1), (64, 0.8), (128, 1.25))) == 91 * MIB
+    assert crossover_bytes(points((32, 0.9), (64, 1.0))) == 64 * MIB
+    assert crossover_bytes(points((32, 1.0), (64, 1.5))) == 32 * MIB
+    with pytest.raises(ValueError, match=r"1\.25 times as long at 64 MiB, the largest size"):
+        crossover_bytes(points((32, 1.1), (64, 0.8)))
+
+
+def test_the_library_takes_what_was_written():
+    written = json.loads(FILE.read_text())
+    for entry in written:
+        n = entry["n_devices"]
+        limits = limits_of(dq.DynamiQ(), n, fast_links=True)
+        assert limits.min_bucket_bytes == psum_bytes(n) == entry["psum_bytes"]
+        assert psum_scatter_bytes(n) == entry["psum_scatter_bytes"] > psum_bytes(n)
+
+
+def test_the_limit_is_of_as_many_gpus_or_the_next_that_were_measured(monkeypatch):
+    entries = [{"n_devices": n, "psum_bytes": n * MIB} for n in (2, 4, 8)]
+    monkeypatch.setattr("dynamiq_jax.methods.dynamiq.crossover._MEASURED", entries)
+    assert [psum_bytes(n) // MIB for n in (2, 3, 4, 6, 8, 16)] == [2, 4, 4, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("collective", "least"),
+    [("psum", psum_bytes(4)), ("psum_scatter", psum_scatter_bytes(4))],
+)
+def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, collective, least):
+    """The smallest bucket that is compressed is sent by all_to_all, smaller ones by XLA's sum."""
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    n, options = 4, {"tiled": True} if collective == "psum_scatter" else {}
+    method = dq.Compression(dq.DynamiQ(backend="jnp"), topology=dq.Direct())
+    reduce = functools.partial(getattr(dq, collective), axis_name="data", method=method, **options)
+    warnings.simplefilter("ignore")  # of large leaves that are not compressed
+    native = {"psum": "psum", "psum_scatter": "reduce_scatter"}[collective]
+    smallest = -(-least // (4 * n)) * n
+    for size, compressed in ((smallest - n, False), (smallest, True)):
+        x = jax.ShapeDtypeStruct((size,), "float32")
+        text = str(jax.make_jaxpr(reduce, axis_env=[("data", n)])(x))
+        assert ("all_to_all[" in text) == compressed
+        assert (f"{native}[" in text) or compressed
+
+
+def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypatch):
+    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))
+    gather = functools.partial(dq.all_gather, axis_name="data", tiled=True, method=method)
+    smallest = -(-psum_scatter_bytes(n) // (4 * n))
+    for size, dtype in ((smallest - 1, "f32"), (smallest, "u32")):
+        x = jax.ShapeDtypeStruct((size,), "float32")
+        text = str(jax.make_jaxpr(gather, axis_env=[("data", n)])(x))
+        assert ("u32[" in text) == (dtype == "u32")

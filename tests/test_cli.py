@@ -176,8 +176,7 @@ def files(tmp_path_factory):
     whole = (folder / "g.npz").read_bytes()
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 255
-    for name, content in {"words": b"loss", "damaged": bytes(damaged)}.items():
-        (folder / f"{name}.npz").write_bytes(content)
+    (folder / "damaged.npz").write_bytes(bytes(damaged))
     save_model_tree(folder / "large.json", jax.ShapeDtypeStruct((4 * 10**12,), jnp.float32))
     (folder / "true.json").write_text('{"w": [[true], "float32"]}')
     (folder / "rows.json").write_text("kept")
@@ -194,7 +193,6 @@ REFUSED = [
     # Files that hold no gradients.
     ([*GIVEN, "missing.npz"], "--gradients", "does not exist"),
     ([*GIVEN, "folder"], "--gradients", "is a directory"),
-    ([*GIVEN, "words.npz"], "--gradients", "cannot be read"),
     ([*GIVEN, "damaged.npz"], "--gradients", "cannot be read"),
     ([*GIVEN, "grads.npz"], "--gradients", "has no array 'gradients'"),
     ([*GIVEN, "g.npz", "--workers", "3"], "--gradients", "shape (2, 512), and 3 workers are"),
@@ -219,7 +217,6 @@ REFUSED = [
         for command in (["error"], ALL_REDUCE, ["advise", "1M"])
     ),
     (["error", "--json", "nowhere/a.json"], "--json", "cannot be written (No such file or dir"),
-    (["error", "--json", "/proc/rows.json"], "--json", "cannot be written"),
     # Long values.
     (["error", "--methods", LONG], "--methods", "is not known: pass one of dynamiq"),
     (["error", "--methods", "a " * 2000], "--methods", "powersgd, arc-top-k"),

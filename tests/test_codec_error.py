@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import bias, daily
+from asserts import bias
+from cases import daily
 from chunks import FORMATS, chunk_of, normal, seeds
 
 from pallas_kernels import distortion

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_replicas_equal, daily, gradient, small
+from asserts import assert_replicas_equal
+from cases import daily, small
 from compiler import FLAGS
+from workers import gradient
 
 import dynamiq_jax as dq
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import auto_mesh, daily, promoting
+from cases import daily
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from optax import contrib
+from workers import auto_mesh, promoting
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

@@ -11,17 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    LOOP,
-    assert_close,
-    assert_same_bits,
-    daily,
-    first_state,
-    gradient,
-    relative_error,
-    small,
-    stepper,
-)
+from asserts import assert_close, assert_same_bits, relative_error
+from cases import LOOP, daily, first_state, small, stepper
+from workers import gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import error_feedback

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import auto_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_drop_in import COLLECTIVES
+from workers import auto_mesh
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -192,15 +192,6 @@ def test_groups_of_workers(name):
     ):
         with raises(ValueError, *texts):
             traced(ours, groups)
-
-
-@pytest.mark.parametrize("reduce", [dq.psum, dq.pmean])
-def test_groups_are_not_replicated(reduce):
-    def one(x):
-        return reduce(x, "data", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]])
-
-    with raises(NotImplementedError, "axis_index_groups=((0, 1, 2, 3)", "check_vma=False"):
-        shard_mapped(one, jnp.ones(8), in_specs=P("data"))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -381,22 +372,21 @@ def test_value_and_grad_refuses_batches_that_do_not_divide():
 COUNTING = [functools.partial(dq.explain, verbose=False), dq.Compression().init_state]
 
 
-@pytest.mark.parametrize("n", ["model", ("node", "model"), 2.0, (2, False), None])
-def test_what_is_no_number_of_workers(n):
-    axis = "model" if n == "model" else "node" if n == ("node", "model") else "data"
-    texts = f"n_workers={n!r} is not a number of workers", f"mesh.shape['{axis}']"
+NUMBERS = [
+    (n, f"n_workers={n!r} is not a number of workers", f"mesh.shape['{axis}']",
+     f"jax.lax.axis_size('{axis}')")
+    for n, axis in (
+        ("model", "model"), (("node", "model"), "node"), (2.0, "data"), ((2, False), "data"),
+        (None, "data"),
+    )
+] + [(n, f"n_workers={n}", "at least 1") for n in (0, -2, (), (2, 0))]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NUMBERS, ids=lambda case: str(case[0]))
+def test_what_is_no_number_of_workers(case):
+    n, *texts = case
     for function in COUNTING:
-        with raises(ValueError, *texts, f"jax.lax.axis_size('{axis}')"):
+        with raises(ValueError, *texts):
             function(np.ones(3), n)
-
-
-@pytest.mark.parametrize("n", [np.int64(2), jax.device_put(np.int32(2))])
-def test_numbers_of_workers_may_be_scalars_of_arrays(n):
-    assert type(dq.explain(np.ones(3), n, verbose=False).n_workers) is int
-
-
-@pytest.mark.parametrize("n", [0, -2, (), (2, 0)])
-def test_explain_refuses_numbers_of_workers(n):
-    for function in COUNTING:
-        with raises(ValueError, f"n_workers={n}", "at least 1"):
-            function(jnp.ones(3), n)
+    for number in (np.int64(2), jax.device_put(np.int32(2))):
+        assert type(dq.explain(np.ones(3), number, verbose=False).n_workers) is int

@@ -9,20 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EVERY_METHOD,
-    LOOP,
-    assert_replicas_equal,
-    assert_same_bits,
-    compilations,
-    daily,
-    first_state,
-    gradient,
-    stepper,
-    wire_bits,
-)
+from asserts import assert_replicas_equal, assert_same_bits
+from cases import EVERY_METHOD, LOOP, daily, first_state, stepper, wire_bits
 from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
+from workers import compilations, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse

@@ -10,10 +10,11 @@ import llm_model
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import assert_close, assert_same_bits, auto_mesh
+from asserts import assert_close, assert_same_bits
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
+from workers import auto_mesh
 
 import dynamiq_jax as dq
 

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EXACT, assert_close, assert_refused, low, mesh_of, network, put
+from asserts import assert_close, assert_refused
+from cases import EXACT, low
 from flax import linen
 from hlo import moves_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums
@@ -82,17 +84,20 @@ def test_arguments_are_those_of_jax_value_and_grad(argnums):
     assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
-def test_the_mesh_may_come_from_around():
-    """From the context, or outside of `jax.jit` from parameters."""
-    params, batch = arrays()
-    f = dq.value_and_grad(loss, **OPTIONS)
-    placed = put(params, mesh_of(8))
-    with jax.set_mesh(mesh_of(8)):
-        found = [jax.jit(f)(params, batch), f(params, batch)]
-    for own in (*found, f(placed, batch), jax.jit(f)(placed, batch)):
-        assert_close(own, plain(loss))
-    with pytest.raises(ValueError, match="there is no mesh"):
-        jax.jit(f)(params, batch)
+def test_outside_of_jit_arguments_may_be_numbers_numpy_and_absent():
+    f = dq.value_and_grad(
+        lambda params, x, absent: (params["scale"] * jnp.mean(x @ params["w"]), {"none": absent}),
+        mesh=mesh_of(8),
+        axis_name="data",
+        has_aux=True,
+    )
+    params = {"scale": 2.0, "w": np.arange(4, dtype=np.float32)}
+    for key in (None, jax.random.key(0)):
+        (loss, aux), grads = f(params, np.ones((16, 4)), None, key=key)
+        assert float(loss) == 12.0
+        assert aux == {"none": None}
+        assert float(grads["scale"]) == 6.0
+        np.testing.assert_array_equal(grads["w"], np.full(4, 2.0, np.float32))
 
 
 def test_keys_are_each_workers_own_unless_told():

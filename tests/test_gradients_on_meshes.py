@@ -10,21 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EIGHT,
-    EXACT,
-    assert_close,
-    assert_copies_equal,
-    daily,
-    mesh_of,
-    network,
-    put,
-    small,
-)
+from asserts import assert_close, assert_copies_equal, assert_same_bits
+from cases import EIGHT, EXACT, daily, small
 from hlo import crossing_bytes, moves_of
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.base import Outcome, ShardedMethod
@@ -122,6 +114,46 @@ def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, 
     args = layout.placed(kind)
     for f in (layout.ours(kind, told=False), jax.jit(layout.ours(kind))):
         assert_as_plain(f(*args), args[0])
+
+
+DATA = Layout({"data": 8}, "data", P())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_is_one_program_whose_copies_are_equal_and_follow_the_key(kind):
+    """Outside of `jax.jit`, too."""
+    method, args = dataclasses.replace(METHODS[kind], method=EIGHT.method), DATA.placed(kind)
+    f = DATA.ours(kind, method=method, metrics=True)
+    found = [jax.jit(f)(*args, key=jax.random.key(i)) for i in (0, 0, 1)]
+    for value, reduced in found:
+        assert_close(value, expected()[0])
+        assert 1e-7 < float(vnmse(jax.device_get(reduced.tree), expected()[1])) < 1e-3
+        assert float(reduced.metrics.vnmse) > 0
+        assert_copies_equal(reduced.tree)
+    first, again, other = (jax.device_get(reduced.tree) for _, reduced in found)
+    assert_same_bits(first, again)
+    assert np.mean(first["up"] != other["up"]) > 0.3
+    with compilations() as compiled:
+        outside = f(*args, key=jax.random.key(0))[1]
+        assert 1 <= len(compiled) <= 3  # one program, not one for each operation
+        compiled.clear()
+        f(*args, key=jax.random.key(0))
+        assert not compiled
+    assert_same_bits(jax.device_get(outside.tree), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mesh_may_come_from_around_or_from_arguments(kind):
+    """Parameters come from nowhere where the mesh is told."""
+    params, x = DATA.placed(kind)
+    anywhere, f = network()[0], DATA.ours(kind, told=False, mesh=None)
+    with jax.set_mesh(DATA.make(kind)):
+        found = [f(params, x), jax.jit(f)(params, x)]
+    for own in (*found, f(params, x), jax.jit(f)(params, x), DATA.ours(kind)(anywhere, x)):
+        assert_close(own, expected())
+    if kind == "automatic":
+        with pytest.raises(ValueError, match="there is no mesh"):
+            jax.jit(f)(anywhere, network()[1]["x"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

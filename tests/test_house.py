@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cases import CHEAP, auto_mesh, mesh_of
+from cases import CHEAP
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.request.compression

@@ -1,35 +1,42 @@
-"""`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer."""
+"""`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer.
+
+Of sharded parameters (FSDP) shards are gathered in the layers, and gradients are scattered.
+"""
 
 import dataclasses
 import itertools
 import re
+import warnings
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EXACT,
+import workers
+from asserts import (
+    assert_close,
+    assert_copies_equal,
     assert_replicas_equal,
     assert_same_bits,
-    auto_mesh,
-    daily,
-    local,
-    mapped,
-    mesh_of,
-    once,
-    small,
+    relative_error,
 )
+from cases import CHEAP, EIGHT, EXACT, daily, small
+from compiler import AS_USERS
+from hlo import moves_of
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.collectives import sum as sums
 from dynamiq_jax.request.compression import as_compression
 
 N, DIM, LAYERS = 4, 128, 3
-KEY = jax.random.key(5)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SPECS = {"kernel": P("data"), "bias": P()}
+KEY = jax.device_put(np.uint32([3, 5]))
 
 
 def layer(x, w):
@@ -81,6 +88,34 @@ def assert_means(found):
         np.testing.assert_allclose(own, expected, rtol=2e-5, atol=1e-7)
 
 
+def problem():
+    """Layers, and the examples of all workers."""
+    layers, x = inputs()
+    return layers, x.reshape(-1, DIM)
+
+
+def stacked(specs):
+    """The specs of all layers."""
+    return {name: P(None, *spec) for name, spec in specs.items()}
+
+
+def mesh_of(*names, kind=AxisType.Auto):
+    """Four devices: (4,), or (2, 2) with two axes."""
+    return workers.mesh_of(*((4,) if len(names) == 1 else (2, 2)), names=names, kind=kind)
+
+
+def gradient(mesh, axes, specs, *, check_vma=True, scanned=True, **options):
+    """A compiled function of all layers and examples, for gradients that are sharded alike."""
+    each = in_backward(axis_name=axes, specs=specs, **options)
+    grad = jax.grad(partial(model, each=each, scanned=scanned, remat=scanned))
+    specs = P() if specs is None else stacked(specs)
+    maps = {"in_specs": (specs, P(axes)), "out_specs": specs}
+    return jax.jit(jax.shard_map(grad, mesh=mesh, check_vma=check_vma, **maps))
+
+
+# --- Parameters that all workers hold -------------------------------------------------------------
+
+
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 @pytest.mark.parametrize("op", daily(["mean", "sum"], ["mean"]))
 def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
@@ -97,18 +132,6 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
     assert_same_bits(found, expected)
     assert_replicas_equal(found)
     assert all(np.any(own != 0) for own in found.values())
-
-
-WAYS = [*itertools.product([True, False], repeat=3)]
-
-
-@pytest.mark.parametrize(
-    ("check_vma", "scanned", "remat"), daily(WAYS, [(True, True, True), (False, False, True)])
-)
-def test_layers_have_the_exact_mean_with_f32(check_vma, scanned, remat):
-    loss = partial(model, each=in_backward(), scanned=scanned)
-    grad = jax.grad(jax.checkpoint(loss) if remat else loss)
-    assert_means(mapped(grad, check_vma)(*inputs()))
 
 
 def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
@@ -181,25 +204,11 @@ def test_sharded_over_another_axis_it_reduces_parts():
     each = in_backward(specs={"kernel": P(None, "model"), "bias": P()})
     maps = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
 
-    @partial(jax.shard_map, mesh=mesh_of(2, 2), **maps)
+    @partial(jax.shard_map, mesh=mesh_of("data", "model"), **maps)
     def grad(layers, x):
         return jax.grad(partial(model, each=each, scanned=False))(layers, x.reshape(-1, DIM))
 
     assert_means(jax.jit(grad)(*inputs()))
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"op": "max"}, "op='max'"),
-        ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
-        ({"method": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}, "has memory"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, complaint):
-    with pytest.raises(ValueError, match=complaint):  # in the forward pass already
-        mapped(partial(model, each=in_backward(**options)), True)(*inputs())
 
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
@@ -216,7 +225,7 @@ def test_parameters_may_vary_over_some_of_the_axes_already():
     axes = ("node", "gpu")
     specs = {"in_specs": (P(), P(axes)), "out_specs": P("gpu")}
 
-    @partial(jax.shard_map, mesh=mesh_of(2, 2, names=axes), **specs)
+    @partial(jax.shard_map, mesh=mesh_of(*axes), **specs)
     def grad(layers, x):
         layers = lax.pcast(layers, "gpu", to="varying")
         found = jax.grad(partial(model, each=in_backward(axis_name=axes)))(layers, x[0])
@@ -249,3 +258,335 @@ def test_a_gradient_from_outside_of_the_map_is_refused_where_it_would_be_too_sma
     with pytest.raises(ValueError, match="jax.grad outside of jax.shard_map.*inside the map"):
         jax.eval_shape(lambda: gradient_of(True))
     np.testing.assert_allclose(gradient_of(False), 2 / 64 if in_scan else 1 / 64, rtol=1e-6)
+
+
+# --- Shards, inside of maps -----------------------------------------------------------------------
+
+
+LAYOUTS = {
+    "replicated": (("data",), None),
+    "rows": (("data",), SPECS),
+    "columns": (("data",), {"kernel": P(None, "data"), "bias": P("data")}),
+    "both axes": (("node", "gpu"), {"kernel": P(("node", "gpu")), "bias": P()}),
+    "hsdp": (("replica", "fsdp"), {"kernel": P("fsdp"), "bias": P()}),
+    "a dimension each": (("a", "b"), {"kernel": P("b", "a"), "bias": P("b")}),
+}
+EACH = [(name, True, True) for name in LAYOUTS]
+EACH += [
+    (name, *how)
+    for name in ("rows", "replicated")
+    for how in ((True, False), (False, True), (False, False))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma", "scanned"), daily(EACH, [EACH[i] for i in (0, 1, 2, 5, 6, 10)])
+)
+def test_exact_gradients_are_those_of_one_device(name, check_vma, scanned):
+    """A parameter may be split along any dimension, over any of the axes, or not at all."""
+    axes, specs = LAYOUTS[name]
+    op = "sum" if name == "hsdp" else "mean"
+    options = {"check_vma": check_vma, "scanned": scanned, "gather": dq.F32(), "op": op}
+    found = jax.device_get(gradient(mesh_of(*axes), axes, specs, **options)(*problem()))
+    assert_means(jax.tree.map(lambda g: g / (N if op == "sum" else 1), found))
+
+
+LAYER = dataclasses.replace(CHEAP, min_leaf_size=4096)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gather", "bits"),
+    daily(FEW := [(AUTO, None, 8), (EXPLICIT, None, 8), (AUTO, dq.BF16(), 16)], FEW[:2]),
+)
+def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
+    if kind == EXPLICIT:
+        f, args = explicit(model, ("data",), SPECS, method=LAYER, gather=gather)
+    else:
+        f, args = gradient(mesh_of("data"), "data", SPECS, method=LAYER, gather=gather), problem()
+    compiled = f.lower(*args).compile()
+    found = compiled(*args)[1] if kind == EXPLICIT else compiled(*args)
+    for i in range(LAYERS):
+        own, exact = found["kernel"][i], means()["kernel"][i]
+        assert 1e-4 < relative_error(own, exact) < 4e-2
+    assert relative_error(found["bias"], means()["bias"]) < 1e-2
+    moves = [(name, moved / DIM**2) for name, moved in moves_of(compiled.as_text())]
+    assert max(moved for _, moved in moves) < 1.15 * bits
+    assert [name for name, _ in moves].count("all-gather") >= 2  # forward and in the backward pass
+    assert any(name == "all-to-all" and moved > 5 / 2 for name, moved in moves)
+    assert {name for name, moved in moves if moved > 6} == {"all-gather"}
+
+
+@pytest.mark.parametrize("key", daily([None, KEY], [None]))
+def test_both_gathers_have_the_same_bits_on_all_workers(key):
+    """The gradient of |w|² / 2 is what the backward pass has gathered."""
+    kernel = problem()[0]["kernel"][0]
+
+    def run(shard):
+        def loss(shard):
+            w = in_backward(gather=EIGHT)(shard, specs=P("data"), key=key)
+            assert w.shape == (DIM, DIM)
+            return jnp.sum(jnp.square(w)) / 2, w
+
+        grad, w = jax.grad(jax.checkpoint(loss), has_aux=True)(shard)
+        return grad, w[None]
+
+    maps = {"mesh": mesh_of("data"), "in_specs": P("data"), "out_specs": P("data")}
+    grad, gathered = jax.device_get(jax.jit(jax.shard_map(run, **maps))(kernel))
+    assert_replicas_equal(gathered)
+    assert_same_bits(grad, gathered[0])
+    assert 1e-6 < relative_error(gathered[0], kernel) < 1e-3  # eight bits
+
+
+def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
+    """A leaf that two axes split along two dimensions: two gathers and two scatters."""
+    seeds = []
+
+    def spy(name, change):
+        def call(axis, part, compression, at, *, key, **options):
+            seeds.append((name, tuple(np.asarray(key).tolist())))
+            found = {
+                leaf: jnp.zeros([change(n) if i == at else n for i, n in enumerate(x.shape)])
+                for leaf, x in part.items()
+            }
+            leaves, treedef = jax.tree.flatten(found)
+            return found if name == "gather_over" else (lambda: leaves, treedef)
+
+        monkeypatch.setattr(sums, name, call)
+
+    def loss(shard):
+        options = {"method": CHEAP, "key": KEY, "gather": CHEAP}
+        return jnp.sum(dq.reduce_in_backward(shard, ("a", "b"), specs=P("a", "b"), **options))
+
+    spy("gather_over", lambda n: 2 * n)
+    spy("scattering", lambda n: n // 2)
+    run = jax.vmap(jax.vmap(jax.grad(loss), axis_name="b"), axis_name="a")
+    run(np.ones((2, 2, 64, 256), np.float32))
+    assert [name for name, _ in seeds].count("scattering") == 2
+    assert len({seed for _, seed in {*seeds}}) == 4, seeds
+
+
+@pytest.mark.parametrize("kind", daily([AUTO, EXPLICIT], [EXPLICIT]))
+def test_copies_over_another_axis_stay_equal(kind):
+    """Types say what explicit axes split; of automatic ones ``specs`` do."""
+    mesh, rng = mesh_of("data", "model", kind=kind), np.random.default_rng(0)
+    arrays = {name: np.float32(rng.standard_normal((64, 128))) for name in ("copied", "parted")}
+    x = np.float32(rng.standard_normal((2, 64, 128)))
+    told = {"copied": P("data"), "parted": P("data", "model")}
+    specs = dict.fromkeys(told, P("data"))
+
+    def grad(params, x):
+        options = {"specs": told if kind == AUTO else specs, "gather": CHEAP}
+        each = in_backward(method=CHEAP, **options)
+        return jax.grad(lambda p: sum(jnp.sum(w * x[0]) for w in each(p).values()))(params)
+
+    maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
+    with jax.set_mesh(mesh):
+        args = put(arrays, mesh, told), put(x, mesh, P("data"))
+        mapped = jax.shard_map(grad, axis_names={"data"}, check_vma=False, **maps)
+        found = jax.jit(mapped)(*args)
+    for own in found.values():
+        assert relative_error(own, x.mean(0)) < 0.05
+    assert_copies_equal(found)
+
+
+def test_by_path_and_under_vmap_leaves_of_all_kinds():
+    """Leaves that the method leaves out, and integers, are gathered exactly.
+
+    Both see shapes of whole leaves. Gradients have the dtypes of parameters.
+    """
+    shapes, (kernel, rest, narrow) = set(), problem()[0]["kernel"]
+    narrow, table = narrow.astype(jnp.bfloat16), np.arange(DIM**2, dtype=np.int32).reshape(DIM, DIM)
+    layers = {"kernel": kernel, "rest": rest, "narrow": narrow}
+
+    def method(path, leaf):
+        shapes.add(leaf.shape)
+        return None if path == "rest" else dq.DynamiQ(bits=5)
+
+    def loss(shards, table):
+        whole = each(shards | {"table": table, "none": None})
+        assert whole.pop("none") is None
+        return sum(jnp.sum(whole[name].astype(jnp.float32)) for name in layers), whole
+
+    each = in_backward(method=small(method), specs=P(None, "data"))
+    split = lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0)
+    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), axis_name="data"))
+    grads, whole = jax.device_get(run(jax.tree.map(split, layers), split(table)))
+    assert shapes == {(DIM, DIM)}
+    assert_replicas_equal(whole)
+    assert_same_bits((whole["rest"][0], whole["table"][0]), (rest, table))
+    for name in ("kernel", "narrow"):
+        assert whole[name].dtype == grads[name].dtype == layers[name].dtype
+        assert 1e-6 < relative_error(whole[name][0], np.float32(layers[name])) < 1e-3
+    for grad in grads.values():
+        np.testing.assert_allclose(np.float32(grad), 1, rtol=0.2)
+
+
+WHOLE, BOTH = ({"kernel": P(*own), "bias": P()} for own in ((), [("data", "model")]))
+REFUSED = [
+    (r"kernel.* sharded over \('data',\).*hold the same", {"own": WHOLE}),
+    ("bias.*has shape.*3 entries", {"specs": WHOLE | {"bias": P(None, None, "data")}}),
+    ("specs name the axis 'model'", {"specs": P("model")}),
+    ("method=8 is not a method", {"gather": 8}),
+    (r"split over \('data', 'model'\).*out of order", {"specs": BOTH, "own": BOTH}),
+    ("op='max'", {"op": "max"}),
+    ("key=3 is not a PRNG key", {"key": 3}),
+    ("has memory, and a backward pass", {"method": small(dq.ErrorFeedback(dq.DynamiQ()))}),
+    ("has memory", {"method": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}),
+]
+
+
+@pytest.mark.parametrize(("complaint", "changes"), REFUSED)
+def test_what_cannot_be_is_refused(complaint, changes):
+    options = {"specs": SPECS} | changes
+    own = options.pop("own", SPECS)
+    mesh = mesh_of("data", "model") if own is BOTH else mesh_of("data")
+    forward = partial(model, each=in_backward(**options))
+    maps = {"in_specs": (stacked(own), P("data")), "out_specs": P()}
+    with pytest.raises(ValueError, match=complaint):  # in the forward pass already
+        jax.eval_shape(jax.shard_map(forward, mesh=mesh, **maps), *problem())
+
+
+# --- Shards, outside of maps, on Explicit axes ----------------------------------------------------
+
+checkpointed = partial(model, remat=True)
+TYPED = dataclasses.replace(EXACT, min_leaf_size=DIM * DIM)
+"""Vectors stay as they are: JAX has no rule for sums of examples and what is typed as reduced."""
+
+
+def placed(mesh, specs, axes):
+    layers, x = problem()
+    return put(layers, mesh, stacked(specs)), put(x, mesh, P(axes))
+
+
+def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
+    """The loss and gradients of `value_and_grad`, whose loss gathers."""
+    mesh = mesh_of(*axes, kind=EXPLICIT)
+    each = in_backward(axis_name=axes, method=method, gather=gather)
+    f = dq.value_and_grad(partial(loss, each=each), axis_name=axes, method=method, gather=False)
+    with jax.set_mesh(mesh):
+        return jax.jit(f, compiler_options=options), placed(mesh, specs, axes)
+
+
+def penalised(layers, x, each):
+    """Gradients of which some parts come from constants alone."""
+    w = each({name: own[0] for name, own in layers.items()})
+    loss = checkpointed(layers, x, each)
+    return loss * (1 + 0.01 * jnp.sum(w["kernel"])) + 0.01 * jnp.sum(jnp.tanh(w["kernel"]))
+
+
+def penalty_in_scan(layers, x, each):
+    def step(carry, w):
+        x, total = carry
+        w = each(w)
+        return (layer(x, w), total + 0.01 * jnp.sum(w["kernel"])), None
+
+    (x, total), _ = lax.scan(jax.checkpoint(step), (x, jnp.float32(0)), layers)
+    return jnp.mean(x**2) + total
+
+
+def unused(layers, x, each):
+    """A layer that is gathered, and not used."""
+    each({name: own[1] for name, own in layers.items()})
+    return checkpointed(layers, x, lambda w: each(w) | {"bias": w["bias"]})
+
+
+LOSSES = {
+    "scan": checkpointed, "loop": partial(model, scanned=False), "penalised": penalised,
+    "penalty in scan": penalty_in_scan, "unused": unused,
+}  # fmt: skip
+
+
+TYPES = [*((name, "rows") for name in LOSSES), ("scan", "columns"), ("scan", "hsdp")]
+
+
+@pytest.mark.parametrize(("name", "layout"), daily(TYPES, [TYPES[i] for i in (1, 3, 4, 6)]))
+def test_explicit_gradients_are_those_of_one_device(name, layout):
+    """Compiled as users do: optimisations move types of unreduced values to constants."""
+    f, args = explicit(LOSSES[name], *LAYOUTS[layout], gather=dq.F32(), options=AS_USERS)
+    found = f(*args)
+    plain = jax.jit(jax.value_and_grad(partial(LOSSES[name], each=lambda w: w)))
+    assert_close(found, plain(*problem()), atol=1e-6)
+    for own, arg in zip(*map(jax.tree.leaves, (found[1], args[0])), strict=True):
+        assert own.sharding.is_equivalent_to(arg.sharding, own.ndim)
+
+
+def test_explicit_shards_outside_of_the_layers_are_named():
+    mesh = mesh_of("data", kind=EXPLICIT)
+
+    def loss(params, x):
+        x = x @ jax.reshard(params["in"], P())
+        return checkpointed(params["layers"], x, partial(dq.reduce_in_backward, axis_name="data"))
+
+    layers, x = placed(mesh, SPECS, "data")
+    args = {"in": put(np.eye(DIM, dtype=np.float32), mesh, P("data")), "layers": layers}, x
+    f = partial(dq.value_and_grad, loss, axis_name="data", method=TYPED)
+    with jax.set_mesh(mesh):
+        with pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
+            jax.eval_shape(f(gather=False), *args)
+        with pytest.raises(ValueError, match="has gathered: pass value_and_grad.*gather=False"):
+            jax.eval_shape(f(), *args)
+
+
+def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
+    mesh = mesh_of("data", kind=EXPLICIT)
+    args = placed(mesh, SPECS, "data")
+    each = in_backward(method=TYPED, gather=dq.F32())
+    loss = partial(checkpointed, each=each)
+    jitted = jax.jit(loss)
+    options = {"axis_name": "data", "mesh": mesh, "method": TYPED, "gather": False}
+
+    def inner(layers, x):  # a derivative inside of the loss has a seed of its own
+        return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
+
+    of_jax = "not dq.value_and_grad's: JAX's seed is a constant"
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jitted(*args), jax.jit(model)(*problem()), rtol=1e-5)
+        # What JAX has traced before counts for nothing.
+        text = str(jax.make_jaxpr(dq.value_and_grad(jitted, **options))(*args))
+        assert "reduce_scatter" in text and f"f32[{LAYERS},{DIM},{DIM}]{{R" not in text
+        for words, function in (
+            (of_jax, jax.grad(loss)),
+            (of_jax, jax.grad(jitted)),
+            (of_jax, dq.value_and_grad(inner, **options)),
+            ("specs=.* are for maps", partial(checkpointed, each=partial(each, specs=SPECS))),
+        ):
+            with pytest.raises(ValueError, match=words):
+                jax.eval_shape(function, *args)
+
+
+def test_explicit_integers_are_gathered_exactly():
+    mesh = mesh_of("data", kind=EXPLICIT)
+    tree = {"table": put(np.arange(8), mesh, P("data")), "none": None}
+    found = jax.jit(lambda tree: dq.reduce_in_backward(tree, "data"))(tree)
+    assert jax.typeof(found["table"]).sharding.spec == P(None) and found["none"] is None
+    np.testing.assert_array_equal(found["table"], np.arange(8))
+
+
+# --- `value_and_grad` says what it gathers --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_large_gather_before_the_loss_is_warned_of(kind):
+    mesh = mesh_of("data", kind=kind)
+    sharded, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def traced(rows, sharding, each=lambda w: w, **options):
+        def loss(w, x):
+            return jnp.mean(x @ each(w))
+
+        specs = {"specs": sharding.spec} if kind == AUTO else {}
+        f = dq.value_and_grad(loss, axis_name="data", mesh=mesh, **specs, **options)
+        w = jax.ShapeDtypeStruct((rows, 1 << 14), jnp.float32, sharding=sharding)
+        x = jax.ShapeDtypeStruct((N, rows), jnp.float32, sharding=sharded)
+        jax.eval_shape(f, w, x)
+
+    rows = (1 << 14) + N
+    with pytest.warns(UserWarning, match=rf"1 sharded parameters.*{4 * rows << 14:,} bytes.*dq"):
+        traced(rows, sharded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced(1 << 14, sharded)
+        traced(rows, whole)
+        if kind == EXPLICIT:
+            each = partial(dq.reduce_in_backward, axis_name="data")
+            traced(rows, sharded, each, gather=False)

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, assert_replicas_equal, first_state, gradient
+from asserts import assert_replicas_equal
+from cases import EVERY_METHOD, first_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk

@@ -1,12 +1,14 @@
-"""Meshes of two axes on GPUs, two by two and larger: tensor parallel x data parallel."""
+"""Meshes on GPUs: tensor parallel x data parallel, and the losses of `test_deferred`."""
 
 import jax
 import numpy as np
 import pytest
-from cases import assert_same_bits, gradient
+import test_deferred as cpu
+from asserts import assert_close, assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
@@ -60,3 +62,18 @@ def _held(leaf, device):
     """The part of an array on one device."""
     (shard,) = (shard for shard in leaf.addressable_shards if shard.device == device)
     return np.asarray(shard.data)
+
+
+LOSSES = (
+    "masked", "linear penalty", "penalty", "factor", "checkpointed penalty", "parameters alone"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_the_global_loss(name):
+    if (n := jax.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, this machine has {n}")
+    args = cpu.placed(jax.make_mesh((n,), ("data",)))
+    f = dq.value_and_grad(cpu.LOSSES[name], axis_name="data", method=cpu.F32)
+    with jax.default_matmul_precision("highest"):
+        assert_close(jax.jit(f)(*args), cpu.plain(cpu.LOSSES[name]))

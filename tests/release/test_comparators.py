@@ -368,23 +368,18 @@ RELEASED = {
     (3, 42, 1 / 1024): [0, 10, 15, 19, 23, 27, 32, 42],
 }
 """THC's tables in its authors' code, by (bits, granularity, p)."""
+TABLES = RELEASED | {(1, 5, 1 / 10): [0, 5]}
 SEED = jnp.array([7, 8], jnp.uint32)
 
 
-def test_thc_thresholds_and_the_least_table():
-    """One bit has the two outer nodes."""
-    assert thc.optimal_table(1, 5, 0.1).tolist() == [0, 5]
-    assert thc.clip_threshold(1 / 32) == pytest.approx(2.15387, abs=5e-6)
-    assert thc.clip_threshold(1 / 1024) == pytest.approx(3.29719, abs=5e-6)
-
-
-@pytest.mark.parametrize("key", RELEASED)
+@pytest.mark.parametrize("key", TABLES)
 def test_thc_indices_are_nodes_beside_z_and_a_small_word_rounds_up(key):
-    """And all beyond the threshold is clipped, of nodes T (2 t / g - 1) of the released tables."""
-    table, rng = np.array(RELEASED[key]), np.random.default_rng(1)
+    """And all beyond the threshold is clipped, of nodes T (2 t / g - 1)."""
+    table, rng = np.array(TABLES[key]), np.random.default_rng(1)
     method = of.THC(**dict(zip(("bits", "granularity", "p"), key, strict=True)))
     np.testing.assert_array_equal(method.integers, table)
     threshold, g = thc.clip_threshold(method.p), int(table[-1])
+    assert math.erfc(threshold / math.sqrt(2)) == pytest.approx(method.p, rel=1e-4)
     z = np.concatenate([2 * rng.standard_normal(50_000), [1e30, -1e30, np.inf, -np.inf]])
     z, words = z.astype(np.float32), rng.integers(0, 2**32, z.size, dtype=np.uint32)
     found = np.asarray(thc.quantize(jnp.asarray(z), table, threshold, jnp.asarray(words)))

@@ -156,7 +156,7 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
         widths = layout.widths(stage)
-        words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
+        words = np.array([layout.fmt.tile_words(w) for w in range(17)])[widths]
         records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
         tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
