@@ -133,10 +133,7 @@ def _names(count: int, first: int) -> tuple[str, str]:
 
 
 def _load(address, count: int, wanted=None, fresh: bool = False) -> list:
-    """``count`` words, at most 4; zeros where the i32 ``wanted`` is 0.
-
-    ``fresh`` ones may have been written since the kernel began.
-    """
+    """``count`` words, at most 4, 0 if not ``wanted``; ``fresh`` ones may be new in this kernel."""
     form, names = _names(count, 0)
     result = _i32() if count == 1 else llvm.StructType.get_literal([_i32()] * count)
     code = f"ld.global{'' if fresh else '.nc'}{form}.b32 {names}, [${count}];"

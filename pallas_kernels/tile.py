@@ -117,10 +117,7 @@ class Tile(Protocol):
 
 
 class Payload(Protocol):
-    """How a kernel reads and writes one payload, by sections of packed fields.
-
-    A section starts at a word offset; see `pallas_kernels.format` for how fields fill its words.
-    """
+    """How a kernel reads and writes one payload, by sections that start at word offsets."""
 
     def load_row_scales(self, offset) -> jax.Array:
         """Fields of 16 bits of super-groups: uint32."""
@@ -172,10 +169,7 @@ def finished(value, mean_sum, divisor: int):
 
 
 def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array], tile: Tile):
-    """The decoded coordinates f32[quads, R, groups, QUAD] of the record at word ``offset``.
-
-    ``noise`` gives the words of its encoder, for formats with dither.
-    """
+    """The decoded coordinates f32[quads, R, groups, QUAD] of the record at word ``offset``."""
     fmt = tile.fmt
     if width == 0:
         return tile.zeros()

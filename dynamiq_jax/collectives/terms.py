@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.tree.placement import several
+from dynamiq_jax.tree.placement import constrained, several
 
 
 @functools.partial(
@@ -89,8 +89,4 @@ def reduce_terms(
         out_specs=Reduced(P(), over, P()),  # type: ignore[arg-type]
     )
     found = mapped(terms.tree, key, state)
-    if others:  # or the compiler would choose
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), own_specs)
-        tree = jax.lax.with_sharding_constraint(found.tree, shardings)
-        found = found._replace(tree=tree)
-    return found
+    return found._replace(tree=constrained(found.tree, mesh, terms.specs)) if others else found

@@ -85,14 +85,13 @@ def sharded(
 ) -> optax.GradientTransformationExtraArgs:
     """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
-    A clip by norm before it would clip every worker's gradients by this worker's own norm. Every
-    worker runs the optimizer for its slices of the parameters. The transformation stands in the
-    place of `all_reduce` and the optimizer after it. ``update`` takes every worker's own gradients
-    and the parameters. It scatters the gradients' mean, updates the masters of this worker's
-    slices, gathers differences of parameters, and returns updates for `optax.apply_updates`, with
-    the same bits on all workers. After the first update nothing else may change the parameters;
-    until then masters follow. Masters and the inner state take 1/n of the memory, and the update
-    1/n of the work.
+    A clip by norm before it would clip every worker's gradients by this worker's own norm. The
+    transformation stands in the place of `all_reduce` and the optimizer after it. ``update`` takes
+    every worker's own gradients and the parameters. It scatters the gradients' mean, updates the
+    masters of this worker's slices, gathers differences of parameters, and returns updates for
+    `optax.apply_updates`, with the same bits on all workers. After the first update nothing else
+    may change the parameters; until then masters follow. Masters and the inner state take 1/n of
+    the memory, and the update 1/n of the work.
 
     A leaf is split along the first dimension that divides by the number of workers; a leading one
     of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
@@ -109,8 +108,8 @@ def sharded(
     * A step whose gradient has an infinite or undefined norm changes nothing but ``step`` and
       ``skipped`` of the state.
     * Get the state from `init` of this module, which never holds all of it on one device. Its
-      ``masters`` are the model in f32. `restore_state` takes it to another number of workers.
-    * The parameters may be of any floating-point type of up to 32 bits; masters are f32.
+      ``masters`` are the model in f32; parameters may be of any floating-point type of up to 32
+      bits. `restore_state` takes it to another number of workers.
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
@@ -331,10 +330,7 @@ class _Update(NamedTuple):
         op: Op,
         moved: list[bool],
     ) -> tuple[Any, ShardedState]:
-        """The updates of the copy, and the next state.
-
-        ``moved[i]`` is False where JAX has already summed gradient i.
-        """
+        """The updates of the copy, and the next state; JAX has summed what has not ``moved``."""
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
         axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
@@ -445,10 +441,7 @@ class _Update(NamedTuple):
     def _differences(
         self, masters: Any, copies: list[Array], total: Sum, key: Array
     ) -> list[Array]:
-        """How far masters are from the copy: decoded, and exactly where all workers know.
-
-        Of masters and copies these are this worker's slices.
-        """
+        """How far this worker's masters are from the copy: decoded, or exactly where all know."""
         pairs = zip(jax.tree.leaves(masters), copies, strict=True)
         found = [master - copy.astype(jnp.float32) for master, copy in pairs]
         own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(total.splits) if x}

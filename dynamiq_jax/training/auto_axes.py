@@ -28,6 +28,7 @@ from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
+    constrained,
     flat_specs,
     misfit_of,
     n_parts,
@@ -174,12 +175,10 @@ class Mapped:
             out_specs=(P(), (P(), of_workers), of_found),
         )
         value, aux, found = mapped(params, key, state, arrays)
-        if others:  # or the compiler would choose
+        if others:
             leading = () if self.reduces else (axis.name,)
-            specs = (P(*leading, *spec) for spec in placed)
-            shardings = tree.unflatten(NamedSharding(self.mesh, spec) for spec in specs)
-            grads = lax.with_sharding_constraint(found.tree, shardings)
-            found = found._replace(tree=grads)
+            specs = [P(*leading, *spec) for spec in placed]
+            found = found._replace(tree=constrained(found.tree, self.mesh, specs))
         if self.has_aux:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
@@ -193,12 +192,8 @@ class Mapped:
         gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
         remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
         warn_of_gather(gathered, remedy)
-        if not (gathered and self.others):
-            return params
         # Without a constraint the compiler would gather over all axes.
-        shardings = (NamedSharding(self.mesh, spec) for spec in opened)
-        tree = jax.tree.structure(params)
-        return lax.with_sharding_constraint(params, tree.unflatten(shardings))
+        return constrained(params, self.mesh, opened) if gathered and self.others else params
 
     def _of_worker(
         self,

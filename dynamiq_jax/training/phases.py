@@ -58,10 +58,7 @@ class Operation(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """One function of all that is computed between two rounds.
-
-    Calls that look alike share its trace and its lines in the program. XLA inlines it.
-    """
+    """One function of all that is computed between two rounds; calls that look alike share it."""
 
     takes: tuple[Slot, ...]
     run: Callable[[dict[Slot, Any]], dict[Slot, Array]]
@@ -262,10 +259,7 @@ def _moves(equation: JaxprEqn) -> bool:
 
 
 def _called(equation: JaxprEqn) -> Any:
-    """The jaxpr that runs in place of a call; `None` for all else.
-
-    A primitive that is not known, with collectives in it, is one round, and a warning says so.
-    """
+    """The jaxpr that runs in place of a call; `None` for all else, with a warning if unknown."""
     name = equation.primitive.name
     if name in CALLS:
         return inner_jaxprs(equation)[0]

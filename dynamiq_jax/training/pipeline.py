@@ -57,21 +57,18 @@ def sequential(
         functions = [embed, *[block] * n_layers, head_and_loss]
         loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
 
-    XLA's scheduler does not do this for gradients that are reduced after `jax.grad`. It puts the
-    matrix products of the weights' gradients as late as they may be, and reductions of several
-    steps after all of them. Here the order is part of the program, a pipeline. A function's
-    gradients are complete before the backward pass goes on. Their statistics travel beside the
-    backward pass of the next function, their first payloads beside the one after it, and so on.
-    Reductions of the next functions follow one round behind. Compile with `dynamiq_jax.jit`, or
-    transfers begin late.
+    XLA's scheduler does not do this for gradients that are reduced after `jax.grad`: it puts
+    reductions of several steps after all products of the weights' gradients. Here the order is part
+    of the program, a pipeline. A function's gradients are complete before the backward pass goes
+    on. Their statistics travel beside the backward pass of the next function, their first payloads
+    beside the one after it, and so on. Compile with `dynamiq_jax.jit`, or transfers begin late.
 
-    All that `reduce_in_backward` says holds: the loss is this worker's own, `jax.grad` is inside
-    the map, parameters that two functions use pass once, above, by `reduce_in_backward`. Each
-    function's gradients are buckets of their own: of a layer or more, not of a norm. Wrap functions
-    in `jax.checkpoint` to compute them again rather than keep what their backward pass needs. What
-    functions need beside their parameters, as labels, travels in ``x``: JAX refuses traced values
-    that they close over where these are differentiated, and where the whole loss is inside of
-    another `jax.jit`, `jax.checkpoint` or scan.
+    All that `reduce_in_backward` says holds; parameters that two functions use pass once, above, by
+    `reduce_in_backward`. Each function's gradients are buckets of their own: of a layer or more,
+    not of a norm. Wrap functions in `jax.checkpoint` to compute them again rather than keep what
+    their backward pass needs. What functions need beside their parameters, as labels, travels in
+    ``x``: JAX refuses traced values that they close over where these are differentiated, and where
+    the whole loss is inside of another `jax.jit`, `jax.checkpoint` or scan.
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. Each function's are
     gathered while the function before it runs, and again, the same bits, while the backward pass

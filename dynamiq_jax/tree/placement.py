@@ -8,7 +8,7 @@ automatic axes nothing can be seen while a program is traced, and the caller pas
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -217,6 +217,12 @@ def only(spec: P, names: Collection[str]) -> P:
     """The spec over some axes; over others the leaf counts as whole."""
     kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
     return P(*(entry or None for entry in kept))
+
+
+def constrained(tree: Any, mesh: Mesh | AbstractMesh, specs: Sequence[P]) -> Any:
+    """``tree``, sharded as the specs of its leaves say, where the compiler would choose."""
+    shardings = jax.tree.structure(tree).unflatten(NamedSharding(mesh, spec) for spec in specs)
+    return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def several(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -197,9 +197,10 @@ def parse_topology(text: str, nodes: int | None = None) -> Any:
     return TOPOLOGIES[text]()
 
 
-def native_only(text: str) -> bool:
-    """Whether the method called ``text`` has native collectives only, whatever the topology."""
-    return isinstance(make_method(text), NativeMethod)
+def native_only(text: str, known: Mapping[str, Callable[..., Any]] = METHODS) -> bool:
+    """Whether the method called ``text``, or the one in a memory, has native collectives only."""
+    method = make_method(text, known)
+    return isinstance(getattr(method, "method", method), NativeMethod)
 
 
 def parts(text: str) -> list[str]:
