@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces with a shaped link each, and a command in all of them.
 
     python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
-      python benchmarks/step_time.py --model 350m --rate 25gbit
+      python benchmarks/step_time.py --model 350m
 
 A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and a NIC, ``eth0``. Its
 rate holds in both directions. Two hosts are joined by a veth pair, more by a bridge in a namespace

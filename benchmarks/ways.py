@@ -15,13 +15,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -485,10 +484,6 @@ class Parsed(NamedTuple):
     checkpoint: bool
     methods: tuple[str, ...]
 
-    def topology(self, training: Training) -> Any:
-        """How gradients travel; `None` by XLA's own collectives."""
-        return training.request(self.methods[0]).topology if self.methods else None
-
 
 def parse(text: str, training: Training) -> Parsed:
     """Takes the name of a way apart; see the module.
@@ -538,74 +533,3 @@ def lower(way: Way, state: Any, tokens: Any) -> Any:
     """The program of a step."""
     with jax.set_mesh(way.mesh):
         return jitted(way).lower(state, tokens)
-
-
-# --- What a compiled step sends -------------------------------------------------------------------
-
-BITS = {"pred": 8, "bf16": 16, "f16": 16}
-COLLECTIVE = re.compile(
-    r"= (?P<type>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-    r"(?P<start>-start)?\("
-)
-CALLED = re.compile(
-    r"(?:calls|to_apply|body|called_computations|branch_computations)=({[^}]*}|%[\w.\-]+)"
-)
-
-
-def sent_bytes(program: str, n_workers: int) -> float:
-    """Bytes that one worker sends in one run of a compiled program, given as text (HLO).
-
-    Collectives in a loop count as often as it runs. An all-reduce sends its array twice, but for
-    what the worker has. XLA sums bf16 in f32 on CPUs, which doubles these bytes there.
-    """
-    blocks = re.split(r"\n(?=%|ENTRY)", program)
-    named = {m[1]: block for block in blocks if (m := re.match(r"(?:ENTRY )?(%[\w.\-]+)", block))}
-    entry = next(block for block in blocks if block.startswith("ENTRY"))
-
-    def of_line(line: str) -> float:
-        if found := COLLECTIVE.search(line):
-            return _sent(found, _group_size(line, n_workers))
-        if "-done(" in line or "async-update(" in line:
-            return 0.0
-        times = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
-        called = re.findall(r"%[\w.\-]+", " ".join(CALLED.findall(line)))
-        return int(times[1] if times else 1) * sum(of_block(name) for name in called)
-
-    @cache
-    def of_block(name: str) -> float:
-        return sum(map(of_line, named.get(name, "").splitlines()[1:]))
-
-    return sum(map(of_line, entry.splitlines()[1:]))
-
-
-def _sent(found: re.Match, n: int) -> float:
-    """Bytes that one worker of ``n`` sends in a collective, by the types of its results.
-
-    A start's type has its operands, too: ``(operand, result)``, and from JAX 0.11 on
-    ``((operands), results)``.
-    """
-    total, (_, nested, results) = 0.0, found["type"].partition("), ")
-    both = found["start"] and not nested
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results or found["type"]):
-        if found["name"] == "collective-permute" and both and not shape:
-            continue  # a context
-        bits = BITS.get(dtype) or int(re.sub(r"\D*(\d+).*", r"\1", dtype))
-        total += np.prod([int(x) for x in shape.split(",") if x]) * bits / 8
-    whole = (n - 1) / n
-    if found["name"] == "collective-permute":
-        return total / 2 if both else total
-    if found["name"] in ("all-gather", "reduce-scatter") and both:
-        return total * (n - 1) / (n + 1)  # operands and results
-    return total * {"all-reduce": 2 * whole, "reduce-scatter": n - 1.0}.get(found["name"], whole)
-
-
-def _group_size(line: str, n_workers: int) -> int:
-    """How many workers a collective's groups have."""
-    if explicit := re.search(r"replica_groups={{([\d,]+)}", line):
-        return explicit[1].count(",") + 1
-    if ordered := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(ordered[1])
-    if by_axes := re.search(r"replica_groups=mesh\[(.*?)\] {(.*?)}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_axes[1]))
-        return int(np.prod([int(sizes[name]) for name in re.findall(r"'(\w+)'", by_axes[2])]))
-    return n_workers
