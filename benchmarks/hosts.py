@@ -38,6 +38,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dynamiq_jax.request.ways import bytes_per_second
+
 GRACE = 30
 """Seconds that hosts may go on after one of them has failed."""
 NIC, PORT = "eth0", 29400
@@ -79,13 +81,6 @@ def sh(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _bytes_per_second(rate: str) -> float:
-    """The number that a rate like 25gbit stands for, as everywhere in the library."""
-    from dynamiq_jax.request.ways import bytes_per_second  # only here, since it imports JAX
-
-    return bytes_per_second(rate)
-
-
 class Hosts:
     """``n`` hosts, from the start of a ``with`` block to its end.
 
@@ -112,9 +107,8 @@ class Hosts:
             raise ValueError(f"hosts={n}: give 2 to 250")
         if devices and gpus:
             raise ValueError(f"devices={devices} and gpus={gpus}: give one of them")
-        self.n, self.devices, self.gpus = n, devices, gpus
-        self.rate = rate
-        self.bytes_per_second = _bytes_per_second(rate) if rate else None
+        self.n, self.devices, self.gpus, self.rate = n, devices, gpus, rate
+        self.bytes_per_second = bytes_per_second(rate) if rate else None
         run = f"dq{secrets.token_hex(3)}"
         self.names = [f"{run}-{i}" for i in range(n)]
         self.switch = f"{run}-switch"

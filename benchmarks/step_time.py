@@ -108,7 +108,6 @@ def line(texts: Sequence[str]) -> str:
 class Run:
     """A model and its training, which all ways share."""
 
-    model: str
     config: Config
     training: ways.Training
     batch: int
@@ -154,7 +153,7 @@ def make_run(
         check_vma=False, limits=limits | {"transport": transport},
         topology=contenders.parse_topology(topology, nodes),
     )  # fmt: skip
-    return Run(model=model, config=config, training=training, batch=batch)
+    return Run(config=config, training=training, batch=batch)
 
 
 @cache
@@ -327,7 +326,7 @@ def main(
     told |= {"model": model, "topology": topology, "tokens": run.tokens_per_worker}
     if first:
         print(
-            f"{run.model}, {run.tokens_per_worker:,} tokens per worker and step, "
+            f"{model}, {run.tokens_per_worker:,} tokens per worker and step, "
             f"{run.training.mesh.size} x {jax.devices()[0].device_kind}, "
             f"{jax.process_count()} process(es), {topology}"
         )

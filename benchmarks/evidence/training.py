@@ -147,9 +147,8 @@ def make_method(text: str) -> Any:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    return contenders.make_method(
-        text, METHODS, **({"backend": "jnp"} if text.startswith("dynamiq") else {})
-    )
+    options = {"backend": "jnp"} if text.startswith("dynamiq") else {}
+    return contenders.make_method(text, METHODS, **options)
 
 
 # --- Ways to train --------------------------------------------------------------------------------
@@ -462,9 +461,8 @@ def main(
         config, recipe, *at_once = MODELS[name]
         corpus = load_corpus(config.vocab_size)
         for init in contenders.parts(inits):
-            peak = rate
-            if peak is None:
-                peak = LEARNING_RATES.get((name, init), recipe.learning_rate)
+            usual = LEARNING_RATES.get((name, init), recipe.learning_rate)
+            peak = usual if rate is None else rate
             own = recipe._replace(steps=steps or recipe.steps, learning_rate=peak)
             task = Task(name, Model(replace(config, init=init), own, *at_once), corpus)
             try:
