@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces with a shaped link each, and a command in all of them.
 
     python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
-      python benchmarks/step_time.py --model 350m --rate 25gbit
+      python benchmarks/step_time.py --model 350m
 
 A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and a NIC, ``eth0``. Its
 rate holds in both directions. Two hosts are joined by a veth pair, more by a bridge in a namespace
@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dynamiq_jax.request.ways import bytes_per_second
 
 GRACE = 30
 """Seconds that hosts may go on after one of them has failed."""
@@ -79,13 +81,6 @@ def sh(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _bytes_per_second(rate: str) -> float:
-    """The number that a rate like 25gbit stands for, as everywhere in the library."""
-    from dynamiq_jax.request.ways import bytes_per_second  # only here, since it imports JAX
-
-    return bytes_per_second(rate)
-
-
 class Hosts:
     """``n`` hosts, from the start of a ``with`` block to its end.
 
@@ -112,9 +107,8 @@ class Hosts:
             raise ValueError(f"hosts={n}: give 2 to 250")
         if devices and gpus:
             raise ValueError(f"devices={devices} and gpus={gpus}: give one of them")
-        self.n, self.devices, self.gpus = n, devices, gpus
-        self.rate = rate
-        self.bytes_per_second = _bytes_per_second(rate) if rate else None
+        self.n, self.devices, self.gpus, self.rate = n, devices, gpus, rate
+        self.bytes_per_second = bytes_per_second(rate) if rate else None
         run = f"dq{secrets.token_hex(3)}"
         self.names = [f"{run}-{i}" for i in range(n)]
         self.switch = f"{run}-switch"

@@ -1,7 +1,7 @@
 r"""Times training steps by the ways of `ways.py`: what a step computes, sends and waits for.
 
     python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
-    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200gbit
+    NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3
 
 One process with all GPUs, or several, which the environment's NUM_HOSTS, HOST_ID and COORDINATOR
 tell of each other; the first one prints. The model is that of
@@ -9,11 +9,10 @@ tell of each other; the first one prints. The model is that of
 parameters (or masters) and moments, bf16 gradients, state donated, random tokens. The host waits
 for nobody within a sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
-``--profile`` keeps JAX's profile of each way, for xprof, and prints the largest kernels.
+``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
 ``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
-compression included, and less the work that shards save. *Wire* is counted in the compiled
-program. *Link* is the share of ``--rate`` that the wire takes over the whole step. *Temporaries*
+compression included, and less the work that shards save. `dq.explain` tells bytes. *Temporaries*
 are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own operations take,
 see `llm_model.training_flops`.
 """
@@ -24,29 +23,26 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import timeline
 import typer
 import ways
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 from dynamiq_jax.commands.bench import contenders, tables
-from dynamiq_jax.commands.bench.all_reduce import make_mesh, payloads_by
-from dynamiq_jax.request.ways import bytes_per_second
+from dynamiq_jax.commands.bench.all_reduce import make_mesh
+from dynamiq_jax.commands.options import announce
 
 from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
     CONFIGS,
@@ -71,33 +67,19 @@ TUNE_ALONE = "xla_gpu_shard_autotuning=false"
 class Row:
     """One way's step; times in milliseconds, the rest without unit but for bytes."""
 
-    model: str
-    tokens: int
-    """Per worker and step."""
     method: str
     """The way, as on the command line."""
-    topology: str
-    transport: str
-    n_workers: int
     step_ms: float
     p10_ms: float
     p90_ms: float
     mfu: float | None
     """`None` where the peak of the device is not known."""
-    wire_bytes: float
-    """That a worker sends in a step."""
     temporary_bytes: int
     trace_s: float
     compile_s: float
     loss: float
     exposed_ms: float | None = None
     """Beyond the step that averages nothing, if that was timed."""
-    link_share: float | None = None
-    """The share of the link's rate, where one was given."""
-    transfer_ms: float | None = None
-    """While a transfer is under way, in one step on the first GPU; by ``--profile``."""
-    hidden_ms: float | None = None
-    """The part of them beside other kernels."""
 
 
 COLUMNS = (
@@ -106,13 +88,10 @@ COLUMNS = (
     tables.Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}"),
     tables.Column("exposed ms", lambda r: "-" if r.exposed_ms is None else f"{r.exposed_ms:.2f}"),
     tables.Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-"),
-    tables.Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
-    tables.Column("link", lambda r: "-" if r.link_share is None else f"{r.link_share:.0%}"),
     tables.Column("temp GiB", lambda r: f"{r.temporary_bytes / 2**30:.2f}"),
     tables.Column("trace s", lambda r: f"{r.trace_s:.1f}"),
     tables.Column("compile s", lambda r: f"{r.compile_s:.1f}"),
     tables.Column("loss", lambda r: f"{r.loss:.3f}"),
-    tables.Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}"),
 )
 
 
@@ -129,7 +108,6 @@ def line(texts: Sequence[str]) -> str:
 class Run:
     """A model and its training, which all ways share."""
 
-    model: str
     config: Config
     training: ways.Training
     batch: int
@@ -175,13 +153,13 @@ def make_run(
         check_vma=False, limits=limits | {"transport": transport},
         topology=contenders.parse_topology(topology, nodes),
     )  # fmt: skip
-    return Run(model=model, config=config, training=training, batch=batch)
+    return Run(config=config, training=training, batch=batch)
 
 
 @cache
-def _drawer(shape: tuple[int, ...], ones: bool, sharding: Any) -> Callable[[Array], Array]:
+def _drawer(shape: tuple[int, ...], sharding: Any) -> Callable[[Array], Array]:
     def draw(key: Array) -> Array:
-        return jnp.ones(shape) if ones else 0.02 * jax.random.normal(key, shape)
+        return 0.02 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
 
     return jax.jit(draw, out_shardings=sharding)
 
@@ -191,14 +169,10 @@ def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
 
     A program for every shape: initialising all layers in one takes a minute to compile.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-
-    def draw(key: Array, path: Any, leaf: Any) -> Array:
-        ones = len(leaf.shape) < 2 or "norm" in jax.tree_util.keystr(path)  # of layers, stacked
-        return _drawer(leaf.shape, ones, sharding)(key)
-
-    return treedef.unflatten(draw(key, *leaf) for key, leaf in zip(keys, leaves, strict=True))
+    drawers = (_drawer(leaf.shape, sharding) for leaf in leaves)
+    return treedef.unflatten(draw(key) for draw, key in zip(drawers, keys, strict=True))
 
 
 def time_steps(
@@ -231,74 +205,58 @@ def profiled(step: Callable, state: Any, tokens: Array) -> Any:
     return state
 
 
-def profile_step(step: Callable, state: Any, tokens: Array, folder: Path) -> timeline.Overlap:
-    """Prints a step's kernels by time; returns what of its transfers is hidden."""
-
-    def call() -> Any:
-        nonlocal state
-        state, loss = step(state, tokens)
-        return loss, jax.tree.leaves(state)
-
-    spans = timeline.profile(call, folder)
-    found = timeline.overlap(spans)
-    if jax.process_index() == 0:
-        times, counts = Counter(), Counter(span.name for span in spans)
-        for span in spans:
-            times[span.name] += span.end_us - span.start_us  # pyright: ignore[reportArgumentType]
-        print(f"{folder.name}: busy {timeline.busy_us(spans) / 1e3:.2f} ms; {found}")
-        for name, us in times.most_common(25):
-            print(f"  {us / 1e3:8.2f} ms {counts[name]:5} x {name}", flush=True)
-    return found
+def profile(step: Callable, state: Any, tokens: Array, folder: Path) -> None:
+    """Leaves a profile of three steps."""
+    with jax.profiler.trace(folder):
+        for _ in range(3):
+            state, loss = step(state, tokens)
+            jax.block_until_ready((loss, state))
 
 
 # --- Command line ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Program:
+class Program(NamedTuple):
     """A way's step, compiled."""
 
     way: ways.Way
-    lowered: Any
+    step: Any
     trace_s: float
-    step: Any = None
-    compile_s: float = 0.0
-
-    def compile(self) -> None:
-        """Fills `step`."""
-        start = time.perf_counter()
-        self.step = self.lowered.compile()
-        self.compile_s = time.perf_counter() - start
+    compile_s: float
 
 
-def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> dict[str, Program]:
+def compile_all(run: Run, texts: Sequence[str]) -> dict[str, Program]:
     """The programs of all ways that compile, side by side.
 
     XLA shares the tuning of kernels out among processes, which must then compile in one order.
     """
     shared = jax.process_count() > 1 and TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
     threads = 1 if shared else min(len(texts), os.cpu_count() or 1)
-    found, programs = {}, {}
+    traced, programs = {}, {}
     for text in texts:
         start = time.perf_counter()
         try:
             way = ways.make_way(text, run.training)
             lowered = ways.lower(way, way.like, run.tokens(way))
         except Exception as error:  # whatever a way raises: the others are worth their rows
-            say(failure(text, error))
+            announce(failure(text, error))
         else:
-            found[text] = Program(way, lowered, time.perf_counter() - start)
-            say(f"traced {text}")
+            traced[text] = way, lowered, time.perf_counter() - start
+            announce(f"traced {text}")
+
+    def compiled(way: ways.Way, lowered: Any, trace_s: float) -> Program:
+        start = time.perf_counter()
+        return Program(way, lowered.compile(), trace_s, time.perf_counter() - start)
+
     with ThreadPoolExecutor(threads) as pool:
-        futures = {text: pool.submit(program.compile) for text, program in found.items()}
+        futures = {text: pool.submit(compiled, *found) for text, found in traced.items()}
         for text, future in futures.items():
             try:
-                future.result()
+                programs[text] = future.result()
             except Exception as error:
-                say(failure(text, error))
+                announce(failure(text, error))
             else:
-                programs[text] = found[text]
-                say(f"compiled {text}")
+                announce(f"compiled {text}")
     return programs
 
 
@@ -306,7 +264,7 @@ def measure(
     run: Run, text: str, program: Program, samples: int, steps: int, profiles: Path | None = None
 ) -> Row:
     """Draws parameters, trains, and times."""
-    t, config, way, step = run.training, run.config, program.way, program.step
+    config, way, step = run.config, program.way, program.step
     with jax.set_mesh(way.mesh):
         like = run.tokens(way)
         draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, config.vocab_size)
@@ -316,24 +274,16 @@ def measure(
             step = ways.jitted(way)
             state = profiled(step, state, tokens)
         state, loss, times = time_steps(step, state, tokens, samples, steps)
-        hidden = None
         if profiles:
-            folder = profiles / f"{run.model}-{text}".replace(":", "-").replace("/", "-")
-            hidden = profile_step(step, state, tokens, folder)
+            profile(step, state, tokens, profiles / text.replace(":", "-").replace("/", "-"))
     p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
     flops = training_flops(config, way.model.shapes, run.tokens_per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)
-    route = ways.parse(text, t).topology(t)
     return Row(
-        model=run.model, tokens=run.tokens_per_worker, method=text,
-        topology=type(route).__name__.lower() if route else "native",
-        transport=payloads_by(route, t.mesh.devices.shape),
-        n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
+        method=text, step_ms=median, p10_ms=p10, p90_ms=p90,
         mfu=flops / (median / 1e3) / peak if peak else None,
-        wire_bytes=ways.sent_bytes(program.step.as_text(), t.mesh.size),
         temporary_bytes=program.step.memory_analysis().temp_size_in_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
-        transfer_ms=hidden and hidden.transfer_ms, hidden_ms=hidden and hidden.hidden_ms,
     )  # fmt: skip
 
 
@@ -347,7 +297,6 @@ def main(
     ] = "direct",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
-    rate: Annotated[str | None, typer.Option(help="Of a worker's link, as 25gbit.")] = None,
     transport: Annotated[
         str | None, typer.Option(help="Of payloads: collectives, permutes, push.")
     ] = None,
@@ -356,7 +305,7 @@ def main(
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
     profiles: Annotated[
         Path | None,
-        typer.Option("--profile", help="Folder for JAX's profiles of a step; GPUs only."),
+        typer.Option("--profile", help="Folder for JAX's profiles of all ways."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Rows are added here.")] = None,
 ) -> None:
@@ -365,49 +314,41 @@ def main(
     check_choice(attention, get_args(AttentionKernel), "--attention")
     kept = kept_runs(json_file)
     join_hosts()  # ahead of all that looks for devices
-    if profiles and jax.default_backend() != "gpu":
-        raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
     texts = sorted(contenders.parts(chosen), key=lambda text: text != NONE)
     told = {"batch": batch, "attention": attention, "transport": transport}
     try:
-        per_second = bytes_per_second(rate) if rate else None
         run = make_run(model, topology=topology, nodes=nodes, **told)
         for text in texts:
             ways.parse(text, run.training)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--ways, --topology, --rate") from error
+        raise typer.BadParameter(str(error), param_hint="--ways, --topology, --nodes") from error
     first, rows, alone_ms = jax.process_index() == 0, [], None
-    say = Console(stderr=True).log if first else lambda text: None
-    shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
+    told |= {"model": model, "topology": topology, "tokens": run.tokens_per_worker}
     if first:
         print(
-            f"{run.model}, {run.tokens_per_worker:,} tokens per worker and step, "
+            f"{model}, {run.tokens_per_worker:,} tokens per worker and step, "
             f"{run.training.mesh.size} x {jax.devices()[0].device_kind}, "
             f"{jax.process_count()} process(es), {topology}"
         )
-        print(line([c.title for c in shown]), flush=True)
-    programs = compile_all(run, texts, say)
+        print(line([c.title for c in COLUMNS]), flush=True)
+    programs = compile_all(run, texts)
     for text in [*programs]:
         try:
             row = measure(run, text, programs.pop(text), samples, steps, profiles)
         except Exception as error:  # such as memory that is not there: the others may fit
-            say(failure(text, error))
+            announce(failure(text, error))
             continue
         finally:
             gc.collect()  # the arrays of a way are gone before those of the next
         alone_ms = row.step_ms if text == NONE else alone_ms
-        row = dataclasses.replace(
-            row,
-            exposed_ms=None if alone_ms is None else row.step_ms - alone_ms,
-            link_share=1e3 * row.wire_bytes / per_second / row.step_ms if per_second else None,
-        )
+        if alone_ms is not None:
+            row = dataclasses.replace(row, exposed_ms=row.step_ms - alone_ms)
         rows.append(row)
         if first:
-            print(line([c.cell(row) for c in shown]), flush=True)
+            print(line([c.cell(row) for c in COLUMNS]), flush=True)
         if json_file and first:  # row by row: a command that is cut off leaves what it has
             about = tables.surroundings(jax.devices())
-            options = {"model": run.model, "attention": attention}
-            found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
+            found = {"about": about, "options": told, "rows": [*map(asdict, rows)]}
             json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
 
 

@@ -15,13 +15,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -169,20 +168,15 @@ class Training:
     def start(self, params: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
         """f32 parameters and the optimizer's state, placed on a mesh as ``specs`` say."""
         params = place(params, mesh, specs)
-        placed = jax.tree.map(partial(NamedSharding, mesh), self.inner(params, specs)[1])
+        placed = jax.tree.map(partial(NamedSharding, mesh), self.inner(params, specs))
         return params, jax.jit(self.optimizer.init, out_shardings=placed)(params)
 
-    def like(self, params: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
-        """Shapes and shardings of what `start` returns."""
-        shapes, split = self.inner(params, specs)
-        return placed(params, mesh, specs), placed(shapes, mesh, split)
-
-    def inner(self, params: Any, specs: Any) -> tuple[Any, Any]:
-        """Shapes of the optimizer's state, and how it is split where parameters are."""
+    def inner(self, params: Any, specs: Any) -> Any:
+        """How the optimizer's state is split where parameters are split as ``specs`` say."""
         state = jax.eval_shape(self.optimizer.init, params)
         one = lambda _, spec: spec
         others = {"transform_non_params": lambda _: P()}
-        return state, optax.tree_utils.tree_map_params(self.optimizer, one, state, specs, **others)
+        return optax.tree_utils.tree_map_params(self.optimizer, one, state, specs, **others)
 
 
 def _names(spec: P) -> bool:
@@ -190,22 +184,17 @@ def _names(spec: P) -> bool:
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
-    """Puts arrays on a mesh."""
+    """Puts arrays on a mesh; ``specs`` is a tree of specs or a prefix of it."""
     return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), specs))
 
 
 def placed(shapes: Any, mesh: Mesh, specs: Any) -> Any:
-    """Shapes with shardings."""
+    """Shapes with shardings; ``specs`` is a tree of specs or a prefix of it."""
 
-    def one(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    def split(spec: P, part: Any) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec)), part)
 
-    return jax.tree.map(one, shapes, specs)
-
-
-def whole(params: Any) -> Any:
-    """Specs of parameters that every worker holds."""
-    return jax.tree.map(lambda _: P(), params)
+    return jax.tree.map(split, specs, shapes)
 
 
 def shards(t: Training, model: Model) -> Any:
@@ -228,24 +217,21 @@ def data_parallel(
     """Everybody updates all parameters, by the mean gradients that a function gives."""
 
     def init(params: Any) -> State:
-        return t.start(params, mesh, whole(params))
+        return t.start(params, mesh, jax.tree.map(lambda _: P(), params))
 
     def step(state: State, tokens: Array) -> tuple[State, Array]:
         params, inner = state
         loss, grads = value_and_grad(t.cast(params), tokens)
         return t.update(params, inner, grads), loss
 
-    like = t.like(model.shapes, mesh, whole(model.shapes))
+    like = placed(jax.eval_shape(init, model.shapes), mesh, P())
     return Way(model, mesh, init, like, step, lambda state: (state[0], None), options)
 
 
-def in_a_map(
-    t: Training, checkpoint: bool, text: str = "", *, how: str, options: Any = None
-) -> Way:
+def in_a_map(t: Training, checkpoint: bool, text: str = "", *, how: str) -> Way:
     """Data parallel by a map in which every worker differentiates its own loss."""
     request = t.request(text) if text else None
-    again = checkpoint and how != "layers"
-    model, axes = t.make_model(again), t.axes
+    model, axes = t.make_model(checkpoint and how != "layers"), t.axes
     told = {"method": request}
 
     def pipeline(params: Any, tokens: Array) -> Array:
@@ -310,15 +296,12 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
     told = {"method": t.request(text)}
     moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
     optimizer = dq.optax.sharded(t.optimizer, axes, **told, **moves)
-    whole_params = placed(model.shapes, mesh, whole(model.shapes))
     with jax.set_mesh(mesh):
-        inner_like = jax.eval_shape(optimizer.init, whole_params)
-    specs = dq.optax.state_specs(inner_like)
-    copies_like = jax.eval_shape(t.cast, whole_params)
-    like = placed(copies_like, mesh, whole(copies_like)), placed(inner_like, mesh, specs)
+        inner = jax.eval_shape(optimizer.init, placed(model.shapes, mesh, P()))
+    specs = dq.optax.state_specs(inner)
 
     def init(params: Any) -> State:
-        params = place(params, mesh, whole(params))
+        params = place(params, mesh, P())
         return t.copies(params), dq.optax.init(optimizer, params, mesh)
 
     def update(copies: Any, inner: Any, loss: Array, grads: Any) -> tuple[State, Array]:
@@ -348,6 +331,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
     state = P(), specs
     step = outside if how == "explicit" else t.map(own, (state, P(mesh.axis_names)), (state, P()))
     read = lambda state: (state[1].masters, state[0])
+    like = placed((jax.eval_shape(t.cast, model.shapes), inner), mesh, state)
     return Way(model, mesh, init, like, step, read, compiler_options())
 
 
@@ -355,10 +339,10 @@ def zero_by_hand(t: Training, checkpoint: bool) -> Way:
     """ZeRO-1 by `lax.psum_scatter` of gradients and `lax.all_gather` of parameters."""
     model, axes, n = t.make_model(checkpoint), t.axes, t.mesh.size
     specs = shards(t, model)
-    of_inner = t.inner(model.shapes, specs)[1]
+    of_inner = t.inner(model.shapes, specs)
 
     def init(params: Any) -> State:
-        copies = t.copies(place(params, t.mesh, whole(params)))
+        copies = t.copies(place(params, t.mesh, P()))
         return copies, t.start(params, t.mesh, specs)
 
     def scatter(grad: Array, spec: P) -> Array:
@@ -381,9 +365,9 @@ def zero_by_hand(t: Training, checkpoint: bool) -> Way:
 
     split = P(), (specs, of_inner)
     step = t.map(own, (split, P(t.mesh.axis_names)), (split, P()), check=False)
-    copies = jax.eval_shape(t.cast, model.shapes)
-    like = placed(copies, t.mesh, whole(copies)), t.like(model.shapes, t.mesh, specs)
-    return Way(model, t.mesh, init, like, step, lambda state: (state[1][0], state[0]), {})
+    read = lambda state: (state[1][0], state[0])
+    like = placed(jax.eval_shape(init, model.shapes), t.mesh, split)
+    return Way(model, t.mesh, init, like, step, read, {})
 
 
 # --- FSDP (ZeRO-3): everybody holds shards --------------------------------------------------------
@@ -397,7 +381,7 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
     model = model.on_explicit(axes) if how == "explicit" else model
     told: dict[str, Any] = {"method": t.request(text)} if text else {}
     gathered = told | ({"gather": t.request(gather)} if gather else {})
-    of_inner = t.inner(model.shapes, specs)[1]
+    of_inner = t.inner(model.shapes, specs)
 
     def init(params: Any) -> State:
         return t.start(params, mesh, specs)
@@ -435,7 +419,7 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
     inside = how in ("pipeline", "keep", "layers")
     step = t.map(own, (split, P(mesh.axis_names)), (split, P())) if inside else outside
     options = {} if how == "xla" else compiler_options()
-    like = t.like(model.shapes, mesh, specs)
+    like = placed(jax.eval_shape(init, model.shapes), mesh, split)
     return Way(model, mesh, init, like, step, lambda state: (state[0], None), options)
 
 
@@ -478,20 +462,8 @@ KINDS = {
 }
 
 
-class Parsed(NamedTuple):
-    """A way's name, in parts."""
-
-    kind: Kind
-    checkpoint: bool
-    methods: tuple[str, ...]
-
-    def topology(self, training: Training) -> Any:
-        """How gradients travel; `None` by XLA's own collectives."""
-        return training.request(self.methods[0]).topology if self.methods else None
-
-
-def parse(text: str, training: Training) -> Parsed:
-    """Takes the name of a way apart; see the module.
+def parse(text: str, training: Training) -> tuple[Kind, bool, tuple[str, ...]]:
+    """The kind, whether blocks are checkpointed, and the methods of a name; see the module.
 
     Raises:
       ValueError: there is no such way or method, or the name has more methods than the way.
@@ -514,7 +486,7 @@ def parse(text: str, training: Training) -> Parsed:
     for method in methods:
         training.request(method)
     methods += kind.methods[len(methods) :]
-    return Parsed(kind, "checkpoint" in options, methods)
+    return kind, "checkpoint" in options, methods
 
 
 def make_way(text: str, training: Training) -> Way:
@@ -538,74 +510,3 @@ def lower(way: Way, state: Any, tokens: Any) -> Any:
     """The program of a step."""
     with jax.set_mesh(way.mesh):
         return jitted(way).lower(state, tokens)
-
-
-# --- What a compiled step sends -------------------------------------------------------------------
-
-BITS = {"pred": 8, "bf16": 16, "f16": 16}
-COLLECTIVE = re.compile(
-    r"= (?P<type>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-    r"(?P<start>-start)?\("
-)
-CALLED = re.compile(
-    r"(?:calls|to_apply|body|called_computations|branch_computations)=({[^}]*}|%[\w.\-]+)"
-)
-
-
-def sent_bytes(program: str, n_workers: int) -> float:
-    """Bytes that one worker sends in one run of a compiled program, given as text (HLO).
-
-    Collectives in a loop count as often as it runs. An all-reduce sends its array twice, but for
-    what the worker has. XLA sums bf16 in f32 on CPUs, which doubles these bytes there.
-    """
-    blocks = re.split(r"\n(?=%|ENTRY)", program)
-    named = {m[1]: block for block in blocks if (m := re.match(r"(?:ENTRY )?(%[\w.\-]+)", block))}
-    entry = next(block for block in blocks if block.startswith("ENTRY"))
-
-    def of_line(line: str) -> float:
-        if found := COLLECTIVE.search(line):
-            return _sent(found, _group_size(line, n_workers))
-        if "-done(" in line or "async-update(" in line:
-            return 0.0
-        times = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
-        called = re.findall(r"%[\w.\-]+", " ".join(CALLED.findall(line)))
-        return int(times[1] if times else 1) * sum(of_block(name) for name in called)
-
-    @cache
-    def of_block(name: str) -> float:
-        return sum(map(of_line, named.get(name, "").splitlines()[1:]))
-
-    return sum(map(of_line, entry.splitlines()[1:]))
-
-
-def _sent(found: re.Match, n: int) -> float:
-    """Bytes that one worker of ``n`` sends in a collective, by the types of its results.
-
-    A start's type has its operands, too: ``(operand, result)``, and from JAX 0.11 on
-    ``((operands), results)``.
-    """
-    total, (_, nested, results) = 0.0, found["type"].partition("), ")
-    both = found["start"] and not nested
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results or found["type"]):
-        if found["name"] == "collective-permute" and both and not shape:
-            continue  # a context
-        bits = BITS.get(dtype) or int(re.sub(r"\D*(\d+).*", r"\1", dtype))
-        total += np.prod([int(x) for x in shape.split(",") if x]) * bits / 8
-    whole = (n - 1) / n
-    if found["name"] == "collective-permute":
-        return total / 2 if both else total
-    if found["name"] in ("all-gather", "reduce-scatter") and both:
-        return total * (n - 1) / (n + 1)  # operands and results
-    return total * {"all-reduce": 2 * whole, "reduce-scatter": n - 1.0}.get(found["name"], whole)
-
-
-def _group_size(line: str, n_workers: int) -> int:
-    """How many workers a collective's groups have."""
-    if explicit := re.search(r"replica_groups={{([\d,]+)}", line):
-        return explicit[1].count(",") + 1
-    if ordered := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(ordered[1])
-    if by_axes := re.search(r"replica_groups=mesh\[(.*?)\] {(.*?)}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_axes[1]))
-        return int(np.prod([int(sizes[name]) for name in re.findall(r"'(\w+)'", by_axes[2])]))
-    return n_workers

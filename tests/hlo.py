@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 
 import numpy as np
 
@@ -68,3 +69,54 @@ def crossing_bytes(hlo, shape, axis):
         if any(len(places) > 1 for places in along):
             total += sum(bits_of(*array) // 8 for array in arrays_of(match["type"]))
     return total
+
+
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|called_computations|branch_computations)=({[^}]*}|%[\w.\-]+)"
+)
+
+
+def sent_bytes(program, n_workers):
+    """Bytes that one worker sends in one run of a compiled program, given as text (HLO).
+
+    Collectives in a loop count as often as it runs. An all-reduce sends its array twice, but for
+    what the worker has. XLA sums bf16 in f32 on CPUs, which doubles these bytes there.
+    """
+    blocks = re.split(r"\n(?=%|ENTRY)", program)
+    named = {m[1]: block for block in blocks if (m := re.match(r"(?:ENTRY )?(%[\w.\-]+)", block))}
+    entry = next(block for block in blocks if block.startswith("ENTRY"))
+
+    def of_line(line):
+        if found := OPERATION.search(line):
+            return _sent(found, line, n_workers)
+        if "-done(" in line or "async-update(" in line:
+            return 0.0
+        times = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
+        called = re.findall(r"%[\w.\-]+", " ".join(CALLED.findall(line)))
+        return int(times[1] if times else 1) * sum(of_block(name) for name in called)
+
+    @cache
+    def of_block(name):
+        return sum(map(of_line, named.get(name, "").splitlines()[1:]))
+
+    return sum(map(of_line, entry.splitlines()[1:]))
+
+
+def _sent(found, line, n_workers):
+    """Bytes that one worker sends in a collective, by the types of its results.
+
+    A start's type has its operands, too: ``(operand, result)``, and from JAX 0.11 on
+    ``((operands), results)``.
+    """
+    _, nested, results = found["type"].partition("), ")
+    both = found["start"] and not nested
+    arrays = arrays_of(results or found["type"])
+    if found["name"] == "collective-permute":
+        arrays = [(dtype, shape) for dtype, shape in arrays if shape or not both]  # no contexts
+        return sum(bits_of(*array) for array in arrays) / 8 / (2 if both else 1)
+    n = n_workers if "replica_groups={}" in line else len(groups_of(line)[0])
+    total = sum(bits_of(*array) for array in arrays) / 8
+    if found["name"] in ("all-gather", "reduce-scatter") and both:
+        return total * (n - 1) / (n + 1)  # operands and results
+    parts = {"all-reduce": 2, "reduce-scatter": n}
+    return total * parts.get(found["name"], 1) * (n - 1) / n

@@ -192,49 +192,6 @@ def test_compressed_a_way_trains_and_replicas_have_equal_bits(text, kind):
     check_compressed(way, program.compile(), t)
 
 
-PROGRAM = """
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%wrapped (p: bf16[8,4]) -> bf16[2,4] {
-  ROOT %rs = bf16[2,4]{1,0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
-}
-
-%body (x: f32[100]) -> f32[100] {
-  ROOT %ar = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
-}
-
-ENTRY %main (p: f32[100]) -> f32[100] {
-  %loop = f32[100]{0} while(%p), condition=%test, body=%body, \
-backend_config={"known_trip_count":{"n":"3"}}
-  %s = ((bf16[8,4]{1,0}), bf16[2,4]{1,0}) async-start(%q), calls=%wrapped
-  %d = bf16[2,4]{1,0} async-done(%s), calls=%wrapped
-  %g = (u8[10]{0}, u8[20]{0}) all-gather-start(%u), replica_groups={{0,1},{2,3}}, dimensions={0}
-  %h = u8[20]{0} all-gather-done(%g)
-  %g2 = ((u8[10]{0}), u8[20]{0}) all-gather-start(%u), replica_groups={{0,1},{2,3}}, dimensions={0}
-  %e = ((u32[2,7]{1,0}), u32[2,7]{1,0}) all-to-all-start(%y), replica_groups={{0,1},{2,3}}
-  %r = ((bf16[9]{0}), bf16[9]{0}) all-reduce-start(%y), replica_groups={{0,1},{2,3}}, to_apply=%add
-  %c = (u32[5]{0}, u32[5]{0}, u32[], u32[]) collective-permute-start(%v), channel_id=1
-  %t = (pred[6]{0}, pred[6]{0}) all-to-all(%w, %z), replica_groups=mesh['a'=2,'b'=2] {'b'}
-}
-"""
-
-
-def test_bytes_that_a_program_sends():
-    by_hand = {
-        "three all-reduces of 400 bytes among 4": 3 * 2 * 3 / 4 * 400,
-        "a scatter of 64 bytes among 4": 3 / 4 * 64,
-        "a gather of 20 bytes in pairs": 1 / 2 * 20,
-        "another one, as JAX 0.11 writes it": 1 / 2 * 20,
-        "an exchange of 56 bytes in pairs": 1 / 2 * 56,
-        "an all-reduce of 18 bytes in pairs": 2 * 1 / 2 * 18,
-        "a permute of 20 bytes": 20,
-        "an exchange of 12 bytes in pairs": 1 / 2 * 12,
-    }
-    assert ways.sent_bytes(PROGRAM, 4) == sum(by_hand.values())
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

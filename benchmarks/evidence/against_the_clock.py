@@ -90,7 +90,7 @@ def main(
     told = {"model": model, "batch": batch, "steps": steps, "attention": attention}
     run = step_time.make_run(**told)
     corpus = load_corpus(run.config.vocab_size)
-    programs = step_time.compile_all(run, texts, say)
+    programs = step_time.compile_all(run, texts)
     if texts[0] not in programs:
         raise SystemExit(f"{texts[0]} sets the target, and did not compile")
     title = f"{model}, {steps} steps of {run.tokens_per_worker:,} tokens per worker, "

@@ -43,7 +43,6 @@ TITLES = {
     "bf16-psum": "bf16 psum",
     "dynamiq": "**DynamiQ**",
     "dynamiq-dither": "**DynamiQ**, dither",
-    "dynamiq-axis": "**DynamiQ**, `scale_axis`",
     "dynamiq-dither-axis": "**DynamiQ**, dither, `scale_axis`",
     "mxfp8": "MXFP8",
     "mxfp6": "MXFP6",
@@ -182,8 +181,8 @@ GROUPS = (
 )
 """Least wire bits, and the group's name."""
 
-PANEL = ("model", "init", "optimiser", "learning_rate", "workers", "steps", "seeds")
-"""Settings that rows of one table have in common."""
+PANEL = ("learning_rate", "workers", "seeds")
+"""Further settings that rows of one table have in common."""
 
 
 def loss_rows(chosen: Losses) -> list[Row]:

@@ -25,7 +25,6 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TESTS)]  # in place of this folder, whose modules have names of clients'
-sys.path.append(str(TESTS.parent / "benchmarks"))
 
 CLIENTS = sorted(
     file.stem
@@ -103,7 +102,7 @@ def _report(name: str, variant: str, client, found: dict[str, dict | None]) -> N
 def _train(module, client, options: argparse.Namespace) -> None:
     """Trains in this process, and writes what came of it."""
     from clients import stubs
-    from ways import sent_bytes
+    from hlo import sent_bytes
 
     root, stubs.SEED = options.child, options.seed
     sys.path.insert(0, str((root / "checkout" / client.file).parent))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from functools import partial
 
 import against_the_clock
 import jax
@@ -47,7 +46,7 @@ def timed(tmp_path_factory):
         patch.setitem(llm_model.CONFIGS, "tiny", LAYER)
         chosen = ["--model", "tiny", "--ways", f"none,{METHODS}", "--samples", 2, "--steps", 2]
         for _ in range(2):  # rows are added
-            options = ["--batch", 1, "--rate", "1gbit", "--json", file]
+            options = ["--batch", 1, "--json", file]
             ran = invoke(step_time.main, *chosen, *options)
             assert ran.exit_code == 0, ran.output
     return ran.stdout, json.loads(file.read_text())
@@ -56,22 +55,14 @@ def timed(tmp_path_factory):
 class TestStepTime:
     def test_rows_are_those_of_the_methods_and_of_none(self, timed):
         output, kept = timed
-        assert len(kept["runs"]) == 2
+        assert [run["options"]["tokens"] for run in kept["runs"]] == [16, 16]
         none, bf16, five = kept["runs"][-1]["rows"]
         assert [row["method"] for row in (none, bf16, five)] == ["none", *METHODS.split(",")]
-        assert [row["topology"] for row in (bf16, five, none)] == ["native", "direct", "native"]
         for row in (bf16, five, none):
             assert row["exposed_ms"] == pytest.approx(row["step_ms"] - none["step_ms"])
             assert 0 < row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
-            assert row["tokens"] == 16 and row["n_workers"] == 8 and row["mfu"] is None
+            assert row["mfu"] is None
             assert row["method"] in output
-            share = row["wire_bytes"] * 8 / 1e6 / row["step_ms"]
-            assert row["link_share"] == pytest.approx(share)
-        shapes = jax.eval_shape(partial(llm_model.init_params, LAYER), jax.random.key(0))
-        coords = sum(x.size for x in jax.tree.leaves(shapes))
-        of_loss = 2 * 7 / 8 * 4
-        assert bf16["wire_bytes"] == 2 * 7 / 8 * 4 * coords + of_loss  # XLA sums in f32 on CPUs
-        assert none["wire_bytes"] == of_loss < five["wire_bytes"] < 0.2 * bf16["wire_bytes"]
 
     def test_operations_are_what_xla_counts(self):
         """Where attention is little: XLA multiplies what the mask hides, too."""
