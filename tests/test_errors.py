@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_drop_in import COLLECTIVES
 from workers import auto_mesh
@@ -242,15 +241,6 @@ def test_leaves_that_are_no_arrays():
     for leaf, kind in (("float32", "str"), (np.array(["a"]), "<U1"), (object(), "object")):
         with raises(ValueError, f"leaf ['x'] is of type {kind}, which is not one of numbers"):
             dq.explain({"x": leaf}, 2, verbose=False)
-
-
-def test_a_raw_key_is_summed_as_an_integer():
-    def one(_):
-        key = jax.random.PRNGKey(0)
-        return dq.psum(key, "data"), lax.psum(key, "data")
-
-    ours, native = jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((2, 8), np.float32))
-    assert ours.dtype == native.dtype == jnp.uint32
 
 
 def test_a_backend_that_cannot_run_here():
